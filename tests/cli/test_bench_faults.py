@@ -49,9 +49,7 @@ def seen(way="isolate", fault_at_s=20.05, lost=0, **changes):
     killed = {"process": 1, "pipeline": 0, "rank": 1, "life": 0, "text": "kill at training: rank 1, batch 20"}
     made.events.append({"event": "fault", "at_s": fault_at_s, **killed})
     made.events.sort(key=lambda event: event["at_s"])
-    made.said.append(
-        (fault_at_s, "pipeline 0: rank 1 was killed by SIGKILL (by hand) (rank 1 (stage 1) has ended)")
-    )
+    made.said.append((fault_at_s, "pipeline 0 is lost: rank 1 (stage 1) was killed by SIGKILL (by hand)"))
     for name, value in changes.items():
         setattr(made, name, value)
     return made
@@ -73,14 +71,17 @@ def test_what_is_left_over_is_wrong():
 
 
 def test_who_cannot_be_at_fault_must_not_be_blamed():
-    said = [(20.1, "pipeline 0: rank 0 was killed by SIGKILL (by hand) (rank 0 (stage 0) has ended)")]
+    said = [
+        (20.1, "pipeline 0 is lost: rank 0 (stage 0) was killed by SIGKILL (by hand); it is started again")
+    ]
     assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == ["wrong blame"]
 
 
-def test_who_is_said_to_stand_still_is_blamed_whoever_ended_first():
-    why = "(rank 1 (stage 1) has said nothing for 5 s, when it was at its start)"
-    said = [(20.1, f"pipeline 0: rank 0 was killed by SIGKILL (by hand) {why}")]
-    assert not judge(seen(said=said), SHAPE, LOSSES).wrong
+@pytest.mark.parametrize(("rank", "wrong"), [(1, []), (0, ["wrong blame"])])
+def test_who_is_said_to_stand_still_is_blamed(rank, wrong):
+    who = f"rank {rank} (stage {rank})"
+    said = [(20.1, f"pipeline 0 is lost: {who} has said nothing for 5 s, when it was at its start")]
+    assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == wrong
 
 
 def test_a_long_pause_is_a_hang():

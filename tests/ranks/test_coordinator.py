@@ -25,11 +25,14 @@ class Served:
         self.lost: dict[int, str] = {}
         self.said: list[str] = []
         self.coordinator = Coordinator(
-            str(folder / "coordinator"), _TOKEN, wanted, self.lost.setdefault, self.said.append
+            str(folder / "coordinator"), _TOKEN, wanted, self._lose, self.said.append
         )
         self._ended = False
         self._thread = threading.Thread(target=self._serve)
         self._thread.start()
+
+    def _lose(self, number: int, rank: int | None, why: str) -> None:
+        self.lost.setdefault(number, why or f"rank {rank} has ended")
 
     def _serve(self) -> None:
         while not self._ended:

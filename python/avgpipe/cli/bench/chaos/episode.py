@@ -19,7 +19,7 @@ from typing import Any
 from avgpipe.cli.bench.chaos.draw import Scenario
 from avgpipe.cli.bench.chaos.job import VARIABLE
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.launch import Interrupted, run_on_ranks, tied
+from avgpipe.ranks.launch import Interrupted, Job, run_on_ranks, tied
 from avgpipe.ranks.replace import Replacing
 from avgpipe.ranks.supervise import Isolation, Supervisor
 from avgpipe.testing import environment
@@ -121,11 +121,13 @@ def _launch(way: str, shape: Shape, added: dict[str, str], seen: Seen) -> None:
     if way == "plain":
         run_on_ranks(f"{_JOB}:train", shape.stages, {"about": added[VARIABLE]}, environment=added)
         return
-    command = tied("stderr", sys.executable, "-m", _JOB)
+    command = [sys.executable, "-m", _JOB]
     if way == "spares":
-        Replacing(command, shape.stages, 1, added, say).run()
-    else:
-        Supervisor(command, shape.stages, Isolation(shape.pipelines), added, say).run()
+        Replacing(tied("stderr", *command), shape.stages, 1, added, say).run()
+        return
+    with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
+        job = Job("stderr", command, shape.stages, added)
+        Supervisor(job, Isolation(shape.pipelines), Path(name), say).run()
 
 
 @contextmanager

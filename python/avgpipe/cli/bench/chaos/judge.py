@@ -25,16 +25,15 @@ from typing import Any
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES
 from avgpipe.cli.bench.chaos.episode import PROMPT_S, Seen, Shape
 from avgpipe.ranks.launch import RanksFailed
+from avgpipe.ranks.supervise import TooFewLeft
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
-_WITHOUT_STATE = "whose state it was to have, is gone"
 _HARMLESS = ("slow", "full disk")
 _COPY_S = 1.5  # after a call, by which all have a copy for certain
 _LOST = re.compile(
-    r"(?:pipeline (\d+): )?rank (\d+) (?:was killed|failed)[^(;]*(?:\([^()]*\))?(?:[^(]*\((.*)\))?"
+    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said)"
 )
-_SILENT = re.compile(r"rank (\d+) \(stage \d+\) has said nothing")
 
 Who = tuple[int, int]  # pipeline and rank
 
@@ -68,7 +67,7 @@ def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict
     verdict = Verdict(scenario.name, scenario.way, scenario.kind)
     verdict.faults = [_fault(event, seen, shape) for event in seen.of("fault")]
     verdict.ended = seen.failure is not None
-    if isinstance(seen.failure, RanksFailed):
+    if isinstance(seen.failure, RanksFailed | TooFewLeft):
         verdict.exit_codes = seen.failure.exit_codes
     verdict.curve = {event["batch"]: event["loss"] for event in seen.of("evaluation")}
     if seen.left:
@@ -179,13 +178,9 @@ def _blamed(seen: Seen) -> list[tuple[Who, str]]:
     found = []
     for _, line in seen.said:
         match = _LOST.match(line)
-        if match and _WITHOUT_STATE not in line:
-            silent = _SILENT.search(line)
-            rank = int(silent[1]) if silent else int(match[2])
-            found.append(((int(match[1] or 0), rank), line))
-    if (
-        isinstance(seen.failure, RanksFailed) and seen.scenario.way != "isolate"
-    ):  # there it is the last line again
+        if match:
+            found.append(((int(match[1] or 0), int(match[2])), line))
+    if isinstance(seen.failure, RanksFailed):
         found.append(((0, seen.failure.rank), str(seen.failure)))
     return found
 
