@@ -11,7 +11,7 @@ import pytest
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.output import CommandFailed
-from avgpipe.cli.record import Recorded
+from avgpipe.cli.record import SharedRecord
 from avgpipe.plan import Plan
 from avgpipe.report.course import Totals
 from tests.cli.command import rows, strict
@@ -20,8 +20,8 @@ TOTALS = vars(Totals(lower_is_better=True, target=2.0))
 
 
 @pytest.fixture
-def recorded(tmp_path: Path) -> Iterator[Recorded]:
-    made = Recorded(TrainConfig(workload="awd-lstm", out=str(tmp_path / "run")), tmp_path)
+def recorded(tmp_path: Path) -> Iterator[SharedRecord]:
+    made = SharedRecord(TrainConfig(workload="awd-lstm", out=str(tmp_path / "run")), tmp_path)
     made.hear("begin", dict(TOTALS), 8)
     made.hear("open", Plan(pipelines=2).to_json())
     yield made
@@ -55,7 +55,7 @@ def segment(first: int, count: int) -> dict[str, Any]:
     return {"epoch": 0, "start": first, "first": first, "count": count}
 
 
-def test_what_all_pipelines_tell_is_written_once(recorded: Recorded, tmp_path: Path) -> None:
+def test_what_all_pipelines_tell_is_written_once(recorded: SharedRecord, tmp_path: Path) -> None:
     for pipeline in range(2):
         recorded.hear("begin", dict(TOTALS), 8)
         recorded.hear("open", Plan(pipelines=2).to_json())
@@ -71,7 +71,7 @@ def test_what_all_pipelines_tell_is_written_once(recorded: Recorded, tmp_path: P
     assert written == [*before, ("train", 2, 2.5)]  # without the pause between the segments
 
 
-def test_what_was_left_of_a_batch_is_marked(recorded: Recorded, tmp_path: Path) -> None:
+def test_what_was_left_of_a_batch_is_marked(recorded: SharedRecord, tmp_path: Path) -> None:
     recorded.hear("segment", segment(0, 4), 0.0)
     for number, (batch, samples) in enumerate([(0, 4), (1, 6), (2, 10), (1, 12), (2, 14)]):
         recorded.hear("batch", number, row(batch, samples), 2, float(number))
@@ -79,14 +79,14 @@ def test_what_was_left_of_a_batch_is_marked(recorded: Recorded, tmp_path: Path) 
     assert marked == [(1, 12), (2, 14)]
 
 
-def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: Recorded) -> None:
+def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: SharedRecord) -> None:
     with pytest.raises(ValueError, match="result 1 after result -1"):
         recorded.hear("batch", 1, row(1, 8), 4, 0.0)
     with pytest.raises(ValueError, match="unknown question"):
         recorded.answer(lambda _: None, "what")
 
 
-def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(recorded: Recorded) -> None:
+def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(recorded: SharedRecord) -> None:
     heard: list[Any] = []
     recorded.hear("segment", segment(0, 2), 0.0)
     recorded.hear("batch", 0, row(0, 4), 4, 1.0)
@@ -102,7 +102,7 @@ def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(recorded: R
     assert not done.reached
 
 
-def test_the_first_summary_stays_and_tells_who_came_and_went(recorded: Recorded, tmp_path: Path) -> None:
+def test_the_first_summary_stays_and_tells_who_came_and_went(recorded: SharedRecord, tmp_path: Path) -> None:
     recorded.hear("segment", segment(0, 1), 10.0)
     recorded.hear("batch", 0, row(0, 4), 4, 12.0)
     answers: list[Any] = []
@@ -126,7 +126,7 @@ def test_the_first_summary_stays_and_tells_who_came_and_went(recorded: Recorded,
     assert not link.is_symlink()
 
 
-def test_what_no_pipeline_could_go_on_with_ends_the_command(recorded: Recorded) -> None:
+def test_what_no_pipeline_could_go_on_with_ends_the_command(recorded: SharedRecord) -> None:
     with pytest.raises(CommandFailed, match="infinities") as failure:
         recorded.answer(lambda _: None, "fail", "weights with infinities")
     assert failure.value.exit_code == 1

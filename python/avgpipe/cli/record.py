@@ -51,7 +51,7 @@ class Record(Protocol):
         """Write what is left."""
 
 
-class Written:
+class WrittenRecord:
     """A record in the run's folder.
 
     Args:
@@ -92,14 +92,14 @@ class Written:
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         is_new = row["batch"] > self._newest
         self._newest = max(self._newest, row["batch"])
-        self._add("train", row if is_new else {**row, "taken_over": True})
+        self._add("train", self._newest, row if is_new else {**row, "taken_over": True})
         self.progress.batch(row["loss"], samples, seconds, is_new)
 
     def validating(self, batches: Any, most: int | None) -> Iterator[Any]:
         return self.progress.validating(batches, most)
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        self._add("valid", row)
+        self._add("valid", row["batch"], row)
         when = f"after {row['batch']} batches" if row["batch"] else "before training"
         metrics = row["metrics"].items()
         values = "".join(f"{name} {number(value)}, " for name, value in metrics if name != "loss")
@@ -107,10 +107,11 @@ class Written:
         note = f"; updates skipped so far: {skipped}" if skipped else ""
         self.note(f"validation {when}: {values}loss {row['loss']:.4f}{note}")
 
-    def _add(self, kind: str, row: Mapping[str, Any]) -> None:
+    def _add(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
+        """Add a row; loggers want steps that do not decrease."""
         self.folder.row(kind, **row)
         if self._writes:
-            self._loggers.log(row["batch"], row, kind)
+            self._loggers.log(step, row, kind)
             if self._on_result is not None:
                 self._on_result({"kind": kind, **row})
 
@@ -133,7 +134,7 @@ class Written:
 # ---- isolated pipelines ----------------------------------------------------------------------------------------------
 
 
-class Told:
+class RemoteRecord:
     """A record that the launcher keeps, told by the first rank of a pipeline.
 
     All pipelines tell the same, and the launcher takes what is new to it.
@@ -174,7 +175,7 @@ class Told:
         pass
 
 
-class Recorded:
+class SharedRecord:
     """Keeps the record of a run of isolated pipelines, in the launcher, as they tell it.
 
     Args:
@@ -184,7 +185,7 @@ class Recorded:
     def __init__(self, config: TrainConfig, meeting: Path) -> None:
         self._config, self._link, self._meeting = config, Path(config.out) / ADDRESS, meeting / ADDRESS
         self._locks = FolderLocks()
-        self._written: Written | None = None
+        self._written: WrittenRecord | None = None
         self._done = Totals(lower_is_better=False)
         self._told = 0  # results of batches
         self._notes: set[tuple[int, str]] = set()
@@ -230,16 +231,16 @@ class Recorded:
     def _begin(self, done: dict[str, Any], total: int) -> None:
         if self._written is None:
             self._done = Totals(**done)
-            self._written = Written(self._config, self._done, total, writes=True)
+            self._written = WrittenRecord(self._config, self._done, total, writes=True)
             if self._config.resume:
                 self._written.folder.cut(self._done.batches)
 
-    def _note(self, written: Written, place: int, text: str) -> None:
+    def _note(self, written: WrittenRecord, place: int, text: str) -> None:
         if (place, text) not in self._notes:
             self._notes.add((place, text))
             written.note(text)
 
-    def _open(self, written: Written, plan: str) -> None:
+    def _open(self, written: WrittenRecord, plan: str) -> None:
         if not written.folder.is_open:
             with arguments():
                 written.open(Plan.from_json(plan))
@@ -248,7 +249,7 @@ class Recorded:
                     self._link.symlink_to(self._meeting)
 
     def _take_batch(
-        self, written: Written, place: int, row: dict[str, Any], samples: int, ended_at: float
+        self, written: WrittenRecord, place: int, row: dict[str, Any], samples: int, ended_at: float
     ) -> None:
         if place > self._told:
             raise ValueError(f"result {place} after result {self._told - 1}")
@@ -259,7 +260,7 @@ class Recorded:
             self._done.take({"kind": "train", **row})
             written.batch(row, samples, seconds)
 
-    def _take_validation(self, written: Written, row: dict[str, Any]) -> None:
+    def _take_validation(self, written: WrittenRecord, row: dict[str, Any]) -> None:
         if row["batch"] > self._done.validated:
             row["seconds"] = round(self._done.seconds, 6)
             self._done.take({"kind": "valid", **row})

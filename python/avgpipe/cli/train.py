@@ -14,7 +14,7 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import describe
 from avgpipe.cli.isolated import isolation_of, refuse_isolation
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, running, say
-from avgpipe.cli.record import Recorded
+from avgpipe.cli.record import SharedRecord
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.process import GRACE_S, ending_on_signals
@@ -77,7 +77,7 @@ def train_isolated(config: TrainConfig) -> None:
         isolation = isolation_of(config, plan.pipelines)
     job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
     with TemporaryDirectory(prefix="avgpipe-") as name:
-        recorded = Recorded(config, Path(name))
+        recorded = SharedRecord(config, Path(name))
         supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
         try:
             supervisor.run()

@@ -23,7 +23,7 @@ from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.measuring import typical_batch
 from avgpipe.cli.output import CommandFailed, arguments, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
-from avgpipe.cli.record import Record, Told, Written
+from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.measure.profiler import profile
@@ -107,9 +107,9 @@ class TrainingRun:
         self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
         self.record: Record
         if self._launcher is not None and first:
-            self.record = Told(self._launcher, self.done, total)
+            self.record = RemoteRecord(self._launcher, self.done, total)
         else:
-            self.record = Written(config, self.done, total, first and not is_isolated, on_result)
+            self.record = WrittenRecord(config, self.done, total, first and not is_isolated, on_result)
         self._warnings = warnings_of(logged)
         links = links_line(self._world.gather(links_of(logged)))
         self._saved_at = time.monotonic()
@@ -183,14 +183,14 @@ class TrainingRun:
         self.record.close()
         self.pipeline.close()
 
-    def _catch_up(self) -> Segment | None:
+    def _catch_up(self) -> TrainingSegment | None:
         """Come into the run; return what the others are at, of isolated pipelines that train already."""
         results, batches = self.pipeline.enter(), self.pipeline.batches
         if self._launcher is None or not self._launcher.is_late:
             return None
-        told = self.record.standing(results, batches) if isinstance(self.record, Told) else None
+        told = self.record.standing(results, batches) if isinstance(self.record, RemoteRecord) else None
         standing = self._world.gather(told)[0]
-        segment = Segment(**standing["segment"])
+        segment = TrainingSegment(**standing["segment"])
         self.done = replace(Totals(**standing["done"]), batches=batches)
         self._pace, self._saved_at = Pace(**segment.pace), segment.saved_at
         self._validated_at = replace(self.done), self._steps()
@@ -198,7 +198,7 @@ class TrainingRun:
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, epoch: int, start: int, rest: Segment | None) -> None:
+    def _train_epoch(self, epoch: int, start: int, rest: TrainingSegment | None) -> None:
         """Train an epoch from batch ``start`` on; ``rest``: the segment that others have begun there."""
         batches = self.workload.train_batches(epoch, start)
         left = min(len(batches), self._left())
@@ -228,11 +228,11 @@ class TrainingRun:
             if saves:
                 self._save()
 
-    def _begin_segment(self, epoch: int, start: int, left: int) -> Segment:
+    def _begin_segment(self, epoch: int, start: int, left: int) -> TrainingSegment:
         ahead = self._to_next_validation()
         count = min(left, ahead, self._pace.batches())
         pace, first = asdict(self._pace), self.pipeline.batches
-        segment = Segment(epoch, start, first, count, count == ahead, pace, self._saved_at)
+        segment = TrainingSegment(epoch, start, first, count, count == ahead, pace, self._saved_at)
         self.record.segment(asdict(segment))
         return segment
 
@@ -394,7 +394,7 @@ class TrainingRun:
         self.pipeline = self._make_pipeline()
         self._world = self.pipeline.world
         self.pipeline.load(self.out / "checkpoints" / "last")
-        assert isinstance(self.record, Written), "isolated pipelines keep their cut"
+        assert isinstance(self.record, WrittenRecord), "isolated pipelines keep their cut"
         self.record.folder.note_plan(self.config, self.plan)
 
     def _profiled(self) -> Profile | None:
@@ -522,7 +522,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True)
-class Segment:
+class TrainingSegment:
     """Batches that are trained without a pause, which isolated pipelines know when they come in the midst of them.
 
     Attributes:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -175,13 +175,14 @@ class Coordinator:
         """Whether pipelines train, or have."""
         return self._begun > 0 or bool(self.roster.stays)
 
-    def overdue(self, started: set[int]) -> set[int]:
-        """Return those of the groups ``started`` for which another has waited for too long to begin the run."""
+    def overdue(self, started: Mapping[int, float]) -> list[int]:
+        """Return for which groups another has waited for too long to begin the run; ``started``: when each was."""
         ready = [group for group in self.groups.values() if group.all_want("enter")]
         waiting_since = min((group.ready_at for group in ready), default=float("inf"))
-        if self.has_begun or time.monotonic() < waiting_since + self._timeout_s:
-            return set()
-        return started - {group.number for group in ready}
+        if self.has_begun:
+            return []
+        latest, there = time.monotonic() - self._timeout_s, {group.number for group in ready}
+        return [n for n, at in started.items() if n not in there and max(at, waiting_since) < latest]
 
     @property
     def training(self) -> set[int]:

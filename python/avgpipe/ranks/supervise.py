@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import signal
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -44,20 +45,21 @@ class Isolation:
 
 
 class TooFewLeft(PipelineError):
-    """A run of isolated pipelines has ended, as too few of them were left.
+    """A run of isolated pipelines has ended, or has not begun, as too few of them were left.
 
     Attributes:
         exit_codes: of the processes of the first one that was lost and did not come back.
     """
 
-    def __init__(self, least: int, lost: Sequence[Loss]) -> None:
+    def __init__(self, least: int, lost: Sequence[LostPipeline], has_begun: bool = True) -> None:
         self.exit_codes = lost[0].exit_codes
         left = "no pipeline is left" if least == 1 else f"fewer than {least} pipelines are left"
+        left = left if has_begun else "the run has not begun"
         super().__init__(f"{left}: {'; '.join(f'pipeline {loss.pipeline}: {loss.why}' for loss in lost)}")
 
 
 @dataclass(frozen=True)
-class Loss:
+class LostPipeline:
     """A pipeline that has ended before it was done.
 
     Attributes:
@@ -75,6 +77,7 @@ class _Group:
     pipeline: int
     processes: Started | Joined
     resources: ExitStack
+    started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # it was ended; "" where the end of its process says more
     blamed: int | None = None  # a rank
 
@@ -102,8 +105,8 @@ class Supervisor:
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
         self._finished: set[int] = set()  # pipelines
-        self._losses: dict[int, Loss] = {}  # of groups, in their order
-        self._missing: list[Loss] = []  # once too few are left
+        self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
+        self._missing: list[LostPipeline] = []  # once too few are left
         self._token = secrets.token_hex(16)
         self._coordinator = Coordinator(
             str(folder / _ADDRESS),
@@ -145,7 +148,7 @@ class Supervisor:
                     group.processes.close(number)
                     group.resources.close()
         if self._missing and not self._finished:
-            raise TooFewLeft(self._isolation.least, self._missing)
+            raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
 
     def history(self) -> dict[str, Any]:
         """Return who was lost and who has come so far; steps are counted from 0, over all pipelines."""
@@ -217,18 +220,19 @@ class Supervisor:
                 self._left[group.pipeline] = self._isolation.restarts
             is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
             loss = None if is_done or group.why == _OVER else _loss_of(group, known, end)
-            self._coordinator.gone(number)
             if loss is not None:
                 self._losses[number] = loss
                 self._replace(group, loss)
             elif is_done:
                 self._finished.add(group.pipeline)
+            self._coordinator.gone(number)
         if self._is_over():
             self._end()
         elif self._too_few() and not self._missing:
             self._missing = self._lost_for_good()
             self._end()
-        for number in self._coordinator.overdue(set(self._groups)):
+        started = {number: group.started_at for number, group in self._groups.items()}
+        for number in self._coordinator.overdue(started):
             self._lose(number, None, "it has not come to its first batch, for which the others have waited")
 
     def _end(self) -> None:
@@ -248,21 +252,21 @@ class Supervisor:
             return {group.pipeline for group in self._groups.values() if group.why is None} | self._finished
         return self._coordinator.training | self._finished
 
-    def _too_few(self) -> bool:
-        return not self._finished and len(self._living()) < self._isolation.least
+    def _too_few(self, without: Collection[int] = ()) -> bool:
+        return not self._finished and len(self._living().difference(without)) < self._isolation.least
 
-    def _lost_for_good(self) -> list[Loss]:
+    def _lost_for_good(self) -> list[LostPipeline]:
         last = {loss.pipeline: number for number, loss in self._losses.items()}
         gone = [loss for number, loss in self._losses.items() if number == last[loss.pipeline]]
         return [loss for loss in gone if loss.pipeline not in self._living()]
 
-    def _replace(self, group: _Group, loss: Loss) -> None:
+    def _replace(self, group: _Group, loss: LostPipeline) -> None:
         """Start a lost pipeline again, if it may be."""
         pipeline, has_begun = group.pipeline, self._coordinator.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
         is_hopeless = refuses or not (has_begun or was_killed)  # it would do so again
-        goes_on = has_begun and not self._too_few()
+        goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
         is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)
         then = "; it is started again" * is_restarted
@@ -281,11 +285,11 @@ def _is_done(group: Group | None) -> bool:
     return group is not None and group.is_done
 
 
-def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> Loss:
+def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
     codes: tuple[int, ...] = ()
     rank, reason = group.blamed, "has ended"
     if isinstance(end, RanksFailed):
         codes, rank, reason = end.exit_codes, end.rank, end.reason
     process = None if known is None or rank is None else known.processes.get(rank)
     name = process.name if process is not None else "a process" if rank is None else f"rank {rank}"
-    return Loss(group.pipeline, group.why or f"{name} {reason}", codes)
+    return LostPipeline(group.pipeline, group.why or f"{name} {reason}", codes)
