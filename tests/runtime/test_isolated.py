@@ -326,7 +326,7 @@ def use(folder: str, dies: Any = None) -> Any:
         p.save(folder)
         losses += [r.loss for r in p.train(data[6:])]
         p.step(*data[0])
-        seen.append(p.evaluate(data[:2]))
+        seen += [p.evaluate(data[:2]), p.once("who answers", lambda: pipeline)]
         with pytest.raises(ValueError, match=f"{pipeline}, the pipeline of this process"):
             p.evaluate(data, weights=1 - pipeline)
         return losses, seen, output, p.state_dict(), p.distances().to_reference
