@@ -20,7 +20,7 @@ from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
 from avgpipe.ranks.joining import Joined, leave_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers
 from avgpipe.ranks.membership import environment
-from avgpipe.ranks.process import WRONG_ARGUMENTS
+from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
 
 _POLL_S = 0.02
 _ADDRESS = "coordinator"
@@ -183,6 +183,8 @@ class Supervisor:
         free = [pipeline for pipeline in range(most) if pipeline not in used]
         if self._finished:
             return {"why": "the run is about to end"}
+        if not peer_of(connection):
+            return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
             return {
                 "why": f"the run has {len(used)} pipelines, and may have no more: see its --max-pipelines"
