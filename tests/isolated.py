@@ -6,7 +6,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -22,7 +22,8 @@ _LIMIT_S = 100
 class Isolated:
     """Runs ``function(**arguments)`` as ``size`` processes of each of several pipelines, until all have ended.
 
-    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left.
+    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are more
+    pipelines, which come once the others train.
 
     Attributes:
         said: what the coordinator has said.
@@ -32,8 +33,15 @@ class Isolated:
     """
 
     def __init__(
-        self, pipelines: int, size: int, function: Callable[..., Any], restarts: int = 1, **arguments: Any
+        self,
+        pipelines: int,
+        size: int,
+        function: Callable[..., Any],
+        restarts: int = 1,
+        joins: Sequence[int] = (),
+        **arguments: Any,
     ) -> None:
+        self._joins = list(joins)
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
         self.said: list[str] = []
         self.results: dict[tuple[int, int], Any] = {}
@@ -66,16 +74,16 @@ class Isolated:
         ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
         self._groups[number] = pipeline, ranks
 
-    def _lose(self, number: int, why: str) -> None:
+    def _lose(self, number: int, rank: int | None, why: str) -> None:
         if number in self._groups and number not in self.why:
-            self.why[number] = why
+            self.why[number] = why or f"rank {rank} has ended"
             self._groups[number][1].kill(*range(self._size))
 
     def _look(self) -> None:
         for number, (pipeline, ranks) in list(self._groups.items()):
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
-                self._lose(number, "a process has failed")
+                self._lose(number, None, "a process has failed")
             if None in codes:
                 continue
             del self._groups[number]
@@ -90,10 +98,12 @@ class Isolated:
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
+        while self._joins and self.coordinator.has_begun:
+            self._start(self._joins.pop())
         cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
         if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
             for number in self._groups:
-                self._lose(number, "the run is over")
+                self._lose(number, None, "the run is over")
 
     def _outputs(self) -> str:
         texts = [

@@ -55,12 +55,20 @@ class Ranks:
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared = {**address, "TORCHELASTIC_USE_AGENT_STORE": "True", "TEST_FOLDER": self._folder.name}
         shared |= {plugin.VARIABLE: os.environ[plugin.VARIABLE]} if plugin.checking() else {}
-        self.processes: list[BaseProcess] = []
-        for rank in range(world_size):
-            of_rank = {**shared, **rank_environment(rank, world_size), **(environment or {})}
-            process = _context.Process(target=_run, args=(function, arguments, of_rank))
-            process.start()
-            self.processes.append(process)
+        self._shared = {**shared, **(environment or {})}
+        self._called = function, arguments
+        self.processes: list[BaseProcess] = [self._start(rank, world_size) for rank in range(world_size)]
+
+    def _start(self, rank: int, world_size: int) -> BaseProcess:
+        environment = {**rank_environment(rank, world_size), **self._shared}
+        process: BaseProcess = _context.Process(target=_run, args=(*self._called, environment))
+        process.start()
+        return process
+
+    def replace(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Start another process as a rank that has ended, with some variables changed from now on."""
+        self._shared |= environment
+        self.processes[rank] = self._start(rank, len(self.processes))
 
     def kill(self, *ranks: int) -> None:
         for rank in ranks:

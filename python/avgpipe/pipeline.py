@@ -14,11 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
-from functools import partial
+from functools import partial, wraps
 from html import escape
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,13 @@ from torch import nn
 
 from avgpipe import faults
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
+from avgpipe.checkpoint.copies import Copies
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.checkpoint.writer import Writer
-from avgpipe.device import has_streams, own_device, select
-from avgpipe.errors import CheckpointError, PipelineError
+from avgpipe.device import ReadyOnEvent, has_streams, own_device, select
+from avgpipe.errors import CheckpointError, PeerLost, PipelineError
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.cut import Cut, expected_traffic, sent
@@ -39,9 +40,11 @@ from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
-from avgpipe.ranks.membership import pipeline_here
+from avgpipe.ranks.generation import become_a_rank, generation, is_replaceable, next_generation
+from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
+from avgpipe.ranks.rendezvous import private_store
 from avgpipe.ranks.world import World
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import (
@@ -60,6 +63,7 @@ from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, p
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (
     check_carries,
+    check_copies,
     check_correction,
     check_device,
     check_dtypes,
@@ -69,7 +73,7 @@ from avgpipe.runtime.requirements import (
     check_prepared,
     warn_of_waits,
 )
-from avgpipe.runtime.turn_feed import TurnFeed
+from avgpipe.runtime.turn_feed import Counts, TurnFeed
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline
@@ -81,8 +85,31 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
     from avgpipe.runtime.prepared import PrepareStage
 
 _log = logging.getLogger("avgpipe")
+_LOST_PATIENCE_S = 0.0  # with those that are lost
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
+
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _recovering(call: _Call) -> _Call:
+    """Make a method go on when a rank has been replaced: it begins anew, with training where it was."""
+
+    @wraps(call)
+    def again(self: Pipeline, *args: Any, **options: Any) -> Any:
+        while True:
+            try:
+                found = call(self, *args, **options)
+            except PeerLost as loss:
+                if any(isinstance(argument, Iterator) for argument in args):  # a part of it is used up
+                    raise
+                self._recover(loss)
+            else:
+                self._note_call()
+                return found
+
+    return cast(_Call, again)
 
 
 class Pipeline:
@@ -179,6 +206,12 @@ class Pipeline:
             references of dedicated pipelines; and a micro-batch on each stage with itself when it runs twice, on an
             accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
             that names it, and where it is. Training goes on as if nothing had happened.
+        copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches with at
+            least so many seconds between them, so that a process which is killed is replaced, and training goes on from
+            the last copy without a disk; for ranks that ``avgpipe run --spares`` has started. Each process holds two
+            copies of its own state (weights, optimizer states, reference) and two of its neighbour's, and the inputs
+            and targets since. The script of the new process runs from its beginning, finds in ``batches`` where to go
+            on, and gives ``train`` a loader that begins there. A loader that is an iterator cannot be evaluated again.
         ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
             each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
             stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
@@ -219,7 +252,9 @@ class Pipeline:
         verify_wire: bool = False,
         verify_every: int | None = None,
         ema_decay: float | None = None,
+        copies_every_s: float | None = None,
     ) -> None:
+        become_a_rank(first=_import_late)
         if not isinstance(plan, Plan):
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
         if not 0 < timeout_s < math.inf:
@@ -250,9 +285,12 @@ class Pipeline:
             verify_wire=verify_wire,
             verify_every=verify_every,
             ema_decay=ema_decay,
+            copies=copies_every_s is not None,
             prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
         )
         check_options(options)
+        if copies_every_s is not None:
+            check_copies(options, plan, copies_every_s, members is not None)
         may_be_meta, example_inputs = weights_from is not None, plain(example_inputs)
         check_model(model, may_be_meta=may_be_meta)
         self.plan, layers = plan, layers_of(model, example_inputs)
@@ -276,7 +314,37 @@ class Pipeline:
         self._options = options
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(self._device)
-        self.world = World(timeout_s, members)
+        self._timeout_s, self._members, self._compiling = timeout_s, members, compiling
+        self._layers, self._seed, self._initial = layers, seed, initial
+        self._copies = None if copies_every_s is None else Copies(copies_every_s)
+        self._told = 0  # batches whose results the caller has
+        self._called = 0  # batches before the last call that is not made again
+        self._again: deque[Any] = deque()  # batches that had begun, and begin once more
+        self._connect()
+        self._memory_limit_bytes = memory_limit_bytes
+        self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
+        self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
+        self._loader = Prefetch(self._copy_ahead, accumulate)
+        self._feed: Feed | TurnFeed = self._make_feed()
+        atexit.register(_close, weakref.ref(self))
+        if self._copies is not None and generation():
+            with self._worker.running():
+                self._go_back(self._copies)
+
+    def _copy_ahead(self, batches: Sequence[tuple[Any, Any]]) -> ReadyOnEvent | None:
+        return self._worker.copy_ahead(batches)
+
+    def _make_feed(self) -> Feed | TurnFeed:
+        if self._worker.exchange is None:
+            return Feed(self._worker, self._running_plan, self._loader, self._options, self._verification)
+        return TurnFeed(
+            self._worker, self._running_plan, self._loader, self._options, self._enter, self._verification
+        )
+
+    def _connect(self) -> None:
+        """Meet the other ranks, and make this one's part."""
+        options, plan, layers, initial = self._options, self.plan, self._layers, self._initial
+        self.world = World(self._timeout_s, self._members)
         if options.prepare is not None:
             check_prepared(options, plan, self.world.size)
         self.world.require_same("plan", plan.to_json())
@@ -284,7 +352,7 @@ class Pipeline:
         placement = Placement.of(plan, self.world.size, isolated)
         self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
         self.world.require_same(*options.shared_text())
-        self.world.require_same("compile", described(compiling))
+        self.world.require_same("compile", described(self._compiling))
         self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         if initial is None:
@@ -297,31 +365,30 @@ class Pipeline:
         if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
         # What is trained on as one batch has the micro-batches of all the loader's batches that it is made of.
-        self._running_plan = running = replace(plan, micro_batches=plan.micro_batches * accumulate)
+        self._running_plan = running = replace(plan, micro_batches=plan.micro_batches * options.accumulate)
         give = None if isolated is None else self._give
         self._worker = Worker(
-            self._model, layers, running, placement, self.world, self._device, seed, options, initial, give
+            self._model,
+            layers,
+            running,
+            placement,
+            self.world,
+            self._device,
+            self._seed,
+            options,
+            initial,
+            give,
         )
         if initial is not None:
             self._check_shared()
-        self._memory_limit_bytes = memory_limit_bytes
-        self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
-        self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
-        self._loader = Prefetch(self._worker.copy_ahead, accumulate)
-        self._feed: Feed | TurnFeed
         self._verification = None
-        if verify_every is not None:
+        if options.verify_every is not None:
             # A turn of isolated pipelines has as many batches as there are just now.
             per_round = plan.batches_per_round if isolated is None else 1
-            self._verification = Verification(self._worker, verify_every, per_round)
-        if isolated is None:
-            self._feed = Feed(self._worker, running, self._loader, options, self._verification)
-        else:
-            self._feed = TurnFeed(
-                self._worker, running, self._loader, options, self._enter, self._verification
-            )
+            self._verification = Verification(self._worker, options.verify_every, per_round)
+        if self._copies is not None:
+            self._copies.attach(self._worker)
         self._writer = Writer(self._model, self._worker)
-        atexit.register(_close, weakref.ref(self))
 
     def _check_shared(self) -> None:
         """Refuse stages that each have filled their own copy of a tied parameter, and not alike."""
@@ -350,33 +417,50 @@ class Pipeline:
         yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
         least. Whatever is called then (``evaluate``, ``save``) finishes them first.
         """
-        feed = self._feed
         self.drain()
-        feed.results.clear()  # of batches that an abandoned loop left in flight
+        self._forget_results()  # of batches that an abandoned loop left in flight
         self._loader.open(loader)
         while True:
-            self._choose_advance()
-            while not self._is_due and feed.takes_more() and not feed.results and feed.fetch():
-                pass
-            if not feed.results:
-                if self._is_due:
-                    feed.drain(prefetch=True)  # so that the loader and the caller draw in turn as ever
-                    self._verify()
-                    continue
-                if feed.is_empty:
-                    return
-                feed.finish_oldest(prefetch=True)
-            if feed.results:  # else all that was trained on is lost, and is trained on again
-                yield feed.results.popleft()[0]
+            try:
+                ended = self._train_on()
+            except PeerLost as loss:
+                self._recover(loss)
+                continue
+            if ended:
+                return
+            if self._feed.results:  # else what was trained on is lost, and is trained on again
+                result, _ = self._feed.results.popleft()
+                self._told = max(self._told, result.batch + 1)
+                yield result
+
+    def _train_on(self) -> bool:
+        """Train until there are results; whether there is nothing more to train on."""
+        feed = self._feed
+        self._choose_advance()
+        while not self._is_due and feed.takes_more() and not feed.results:
+            self._copy_if_due()
+            if not feed.fetch():
+                break
+        if feed.results:
+            return False
+        if self._is_due:
+            feed.drain(prefetch=True)  # so that the loader and the caller draw in turn as ever
+            self._verify()
+            return False
+        if feed.is_empty:
+            return True
+        feed.finish_oldest(prefetch=True)
+        return False
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
 
         It makes an update by itself, whatever ``accumulate`` is.
         """
-        feed, n = self._feed, self.plan.batches_per_round if self._worker.exchange is None else 1
+        n = self.plan.batches_per_round if self._worker.exchange is None else 1
         self.drain()
-        feed.results.clear()
+        self._forget_results()
+        feed = self._feed
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
         samples = sample_count(inputs, targets)
@@ -386,22 +470,31 @@ class Pipeline:
             )
         for share in zip(split(inputs, n), split(targets, n)):
             feed.begin([share], self._worker.copy_ahead([share]))
-        feed.end()
         self.drain()
-        weight = sum(weight for _, weight in feed.results)
-        total = sum(result.loss * weight for result, weight in feed.results)
-        feed.results.clear()
+        results = self._feed.results
+        weight = sum(weight for _, weight in results)
+        total = sum(result.loss * weight for result, weight in results)
+        self._forget_results()
         if self._is_due:
             self._verify()
         return total / weight
 
+    def _forget_results(self) -> None:
+        self._feed.results.clear()
+        self._told = self._feed.next_batch
+
     def drain(self) -> None:
         """Finish the batches that are in flight."""
-        self._feed.drain()
+        while True:
+            try:
+                self._feed.drain()
+                return
+            except PeerLost as loss:
+                self._recover(loss)
 
     def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
         """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
-        self.drain()
+        self._feed.drain()
         return self._worker.running(harmless)
 
     @property
@@ -434,22 +527,127 @@ class Pipeline:
         if self.world.rank == 0:
             print(f"avgpipe: {chosen}", file=sys.stderr)
 
+    # ---- ranks that are replaced ---------------------------------------------------------------------------------
+
+    def _copy_if_due(self) -> None:
+        """Take a copy of the state before the next batch, if there is one and all are to take it."""
+        if self._copies is not None and self.world.size > 1 and self._loader.has_more:
+            self._take_copy(self._copies)
+
+    def _take_copy(self, copies: Copies) -> None:
+        feed = self._feed
+        assert isinstance(feed, Feed)
+        copies.collect()
+        if not copies.is_due(feed.next_batch):
+            return
+        with self._idle():
+            copies.take(self._model, self._worker, feed.next_batch)
+        assert feed.kept is not None
+        del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
+
+    def _recover(self, loss: PeerLost) -> None:
+        """Go back, with the rank that replaces a lost one, to where all have a copy of the state, and on from there.
+
+        Raises ``loss`` where none is replaced, or what was lost is in nobody's memory.
+        """
+        copies = self._copies
+        if copies is None or not is_replaceable() or not self.world.made_group:
+            raise loss
+        while True:
+            try:
+                copies.collect()
+                try:
+                    self._writer.close(_FAILED_PATIENCE_S)
+                except PipelineError as unsaved:
+                    _log.warning("a checkpoint was not written: %s", unsaved)
+                self._worker.close(_LOST_PATIENCE_S)
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+                next_generation(private_store(), self._timeout_s)
+                self._connect()
+                with self._worker.running():
+                    self._go_back(copies)
+                self._train_again(copies)
+                return
+            except PeerLost as another:  # one more
+                if self._worker.failure is None:
+                    raise another from loss
+
+    def _go_back(self, copies: Copies) -> None:
+        """Restore a copy, and begin there."""
+        before = self._feed
+        assert isinstance(before, Feed)
+        assert before.kept is not None
+        batches = copies.go_back(self.world, self._model, self._worker, self._called)
+        begun = [*before.kept, *self._again]
+        count = before.next_batch + len(self._again) - batches  # below 0 where this rank is new
+        self._again = deque(begun[len(begun) - count :] if count > 0 else [])
+        feed = self._feed = Feed(self._worker, self._running_plan, self._loader, self._options)
+        feed.next_batch = batches
+        feed.results.extend(row for row in before.results if row[0].batch < batches)
+        self._resume()
+
+    def _note_call(self) -> None:
+        """Note that all ranks have made a call, which one that begins at an earlier batch would make again."""
+        if self._copies is not None and isinstance(self._feed, Feed):
+            self._called = self._feed.next_batch
+            self._copies.ask_for_one()
+
+    def _train_again(self, copies: Copies) -> None:
+        """Train once more on what was begun since the copy; the caller gets what results there were none of yet."""
+        feed, again = self._feed, self._again
+        while again or not feed.is_empty:
+            while again and feed.takes_more():
+                self._take_copy(copies)
+                given = again.popleft()
+                feed.begin(given, self._copy_ahead(given))
+            feed.finish_oldest()
+        feed.results = deque(row for row in feed.results if row[0].batch >= self._told)
+
     # ---- pipelines that come and go ----------------------------------------------------------------------------------
 
-    def _enter(self) -> int:
-        """Become a member of a run of isolated pipelines; return how many batches it has had."""
+    def enter(self) -> int:
+        """Come into a run of isolated pipelines before the first batch, with which train() else does it.
+
+        Where others train already, it returns once this pipeline has their state; they then wait for its first batch,
+        which is number ``batches``.
+
+        Returns:
+            How many results they have had, each of a batch or of what was left of it; 0 at the beginning of a run.
+        """
+        if not isinstance(self._feed, TurnFeed):
+            return 0
+        self._feed.enter()
+        return self._feed.ended
+
+    def once(self, what: str, find: Callable[[], Any]) -> Any:
+        """Return, on every rank of all pipelines, what ``find()`` returns on one of them, as JSON carries it.
+
+        For what decides how training goes on, and may differ between ranks, as what a clock or a file says. Batches in
+        flight are finished first. Every rank calls it, after the same batch; ``what`` names it to all of them.
+        """
+        self.drain()
+
+        def find_here() -> Any:
+            return self.world.gather(find())[0]
+
+        with self._worker.running():
+            exchange = self._worker.exchange
+            return find_here() if exchange is None else exchange.once(what, find_here)
+
+    def _enter(self) -> Counts | None:
+        """Become a member of a run of isolated pipelines; return what it has come to, if it goes on already."""
         worker, exchange = self._worker, self._worker.exchange
         assert exchange is not None
         with worker.running():
-            turn = exchange.enter(self._digests(exchange.membership.has_begun))
-            batches = self._feed.next_batch
+            turn, counts = exchange.enter(self._digests(exchange.membership.has_begun)), None
             if exchange.membership.is_late:
                 faults.at("join", **worker.place)
                 for number in worker.held:
-                    batches = take_state(exchange.received(number), worker, number)
+                    counts = take_state(exchange.received(number), worker, number)
             for row in worker.rows:
                 row.resume(turn)
-        return batches
+        return counts
 
     def _digests(self, has_begun: bool) -> list[str]:
         """Return a digest of what all pipelines must have alike, and one of the weights with which all begin."""
@@ -462,10 +660,11 @@ class Pipeline:
 
     def _give(self, number: int, turn: int) -> bytes:
         assert isinstance(self._feed, TurnFeed)
-        return give_state(self._worker, number, self._feed.batches_before(turn))
+        return give_state(self._worker, number, self._feed.before(turn))
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
+    @_recovering
     def evaluate(
         self,
         loader: Iterable[Any],
@@ -498,6 +697,7 @@ class Pipeline:
             deque(batches, maxlen=0)  # what has drawn from it goes on alike in all pipelines
         return EvaluationResult(**found)
 
+    @_recovering
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """Return the model's output for a batch of any size, in evaluation mode, on every rank.
 
@@ -512,6 +712,7 @@ class Pipeline:
             )
         return output
 
+    @_recovering
     def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
         """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``.
 
@@ -544,6 +745,7 @@ class Pipeline:
         self._resume()
         return found
 
+    @_recovering
     def distances(self) -> Distances:
         """Return how far the replicas are from the reference and from each other, over the whole model.
 
@@ -553,6 +755,7 @@ class Pipeline:
         with self._idle():
             return gather_distances(self._model, self._worker)
 
+    @_recovering
     def save(self, directory: str | Path, *, wait: bool = True, also: Sequence[str | Path] = ()) -> None:
         """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
 
@@ -579,7 +782,8 @@ class Pipeline:
                 self._save(folders, self.plan, wait)
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
-            found = self._worker.exchange.once("save", partial(self._try_to_save, folders, alone))
+            name = f"checkpoint {directory}"
+            found = self._worker.exchange.once(name, partial(self._try_to_save, folders, alone))
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
@@ -591,12 +795,16 @@ class Pipeline:
             self._save(folders, plan, wait=True)
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
+        finally:
+            self._writer.release()  # the next time another pipeline may do it
         return None
 
+    @_recovering
     def wait_for_save(self) -> None:
         """Wait until what ``save(folder, wait=False)`` has begun to write is a checkpoint.
 
-        CheckpointError, on every rank, where it could not be written.
+        CheckpointError, on every rank, where it could not be written. Where a rank is replaced meanwhile, it may not be
+        there: a warning says so.
         """
         with self._worker.running(CheckpointError):
             self._writer.wait()
@@ -695,6 +903,11 @@ class Pipeline:
             set_requires_grad(self._worker, indices, flag)
 
     @property
+    def launcher(self) -> Membership | None:
+        """The connection to the launcher of isolated pipelines; None elsewhere."""
+        return None if self._worker.exchange is None else self._worker.exchange.membership
+
+    @property
     def device(self) -> torch.device:
         """The device where this rank computes; of CUDA with its number."""
         return self._device
@@ -728,11 +941,13 @@ class Pipeline:
         """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in."""
         return sum({i: lane.update.skipped for (_, i), lane in self._worker.lanes.items()}.values())
 
+    @_recovering
     def timeline(self) -> Timeline:
         """Return what ran when in the last steps, on all ranks; times in seconds from the first of them."""
         with self._idle():
             return gather_timeline(self._worker)
 
+    @_recovering
     def busy_fractions(self, first_batch: int = 0) -> list[float]:
         """Return each worker's computing share of the time, 0..1, from ``first_batch`` on, as far as it is recorded.
 
@@ -781,15 +996,6 @@ class Pipeline:
     def doing(self) -> str:
         """Say what this rank is at, in words; in any thread."""
         return f"{self.world.name(self.world.rank)}: {self._worker.scheduler.doing()}"
-
-    def first_rank_says(self, value: Any) -> Any:
-        """Return the first rank's ``value``, as JSON carries it, on every rank; batches in flight are finished first.
-
-        So that all do alike what follows from a clock, or from a folder.
-        """
-        with self._idle():
-            said, exchange = self.world.gather(value)[0], self._worker.exchange
-            return said if exchange is None else exchange.once("what a rank says", lambda: said)
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -862,6 +1068,11 @@ class Pipeline:
         if self.plan.isolate:
             whose = f"{here[0]}, the pipeline of this process"
         raise ValueError(f"weights must be 'reference'{average} or {whose}, not {weights!r}")
+
+
+def _import_late() -> None:
+    """Load what torch loads when the first optimizer is made."""
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
 def _isolated(plan: Plan) -> int | None:

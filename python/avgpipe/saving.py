@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from avgpipe.checkpoint.kept import BEST, LAST, checkpoints_in, delete_old, kept_name
 from avgpipe.errors import CheckpointError, check_count
@@ -53,8 +55,19 @@ class Checkpoints:
         if self._batches < self._pace.batches():
             return False
         batches, self._batches = self._batches, 0
-        elapsed_s = self._pipeline.first_rank_says(time.monotonic() - self._saved_at)
-        return self._pace.due(batches, elapsed_s)
+        elapsed_s = self._pipeline.once(
+            "seconds since a checkpoint", lambda: time.monotonic() - self._saved_at
+        )
+        return self._pace.due(batches, float(elapsed_s))
+
+    def standing(self) -> dict[str, Any]:
+        """Return what :meth:`due` goes by, as JSON carries it, for those that join on this host."""
+        return {"pace": asdict(self._pace), "batches": self._batches, "saved_at": self._saved_at}
+
+    def go_on(self, standing: dict[str, Any]) -> None:
+        """Have :meth:`due` say what it says on those that were at ``standing``."""
+        self._pace = Pace(**standing["pace"])
+        self._batches, self._saved_at = standing["batches"], standing["saved_at"]
 
     def save(self, *, best: bool = False, wait: bool = True) -> None:
         """Save, as the pipeline's ``save`` does, and delete those that are not to stay.
@@ -70,20 +83,25 @@ class Checkpoints:
         except CheckpointError as error:
             failure = error
         name = kept_name(self._pipeline.batches)
-        if self._pipeline.world.rank == 0:
-            delete_old(self._folder, self._keep - 1, name)
+        self._pipeline.once("old checkpoints are deleted", lambda: self._delete_old(name))
         also = [BEST] * best + [name] * (self._keep > 1)
         folders = [self._folder / name for name in also]
         self._pipeline.save(self._folder / LAST, wait=wait, also=folders)
         if failure is not None:
             raise failure
 
+    def _delete_old(self, following: str) -> None:
+        if self._pipeline.world.rank == 0:
+            delete_old(self._folder, self._keep - 1, following)
+
     def load(self) -> bool:
         """Go on from the newest checkpoint that loads; False where there is none.
 
         CheckpointError, that of the newest, where none of them does.
         """
-        paths = self._pipeline.first_rank_says([str(path) for path in checkpoints_in(self._folder)])
+        paths = self._pipeline.once(
+            "checkpoints there", lambda: [str(path) for path in checkpoints_in(self._folder)]
+        )
         failures: list[CheckpointError] = []
         for path in paths:
             try:
@@ -99,34 +117,41 @@ class Checkpoints:
         return False
 
 
+@dataclass
 class Pace:
     """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
 
     The segments between agreements double in length at first; later they last as long as the checkpoint interval.
     Everything follows from numbers that are the same on all ranks, so all make the same decisions.
+
+    Attributes:
+        interval_s: between two checkpoints.
+        per_round: batches from which every pipeline makes an update.
+        rounds: of the next segment.
+        since_save: batches since the last checkpoint.
     """
 
-    def __init__(self, interval_s: float, per_round: int) -> None:
-        self._interval_s, self._per_round = interval_s, per_round
-        self._rounds = 4  # in each of which every pipeline makes an update
-        self._since_save = 0
+    interval_s: float
+    per_round: int
+    rounds: int = 4
+    since_save: int = 0
 
     def batches(self) -> int:
         """Batches of the next segment."""
-        return self._rounds * self._per_round
+        return self.rounds * self.per_round
 
     def due(self, batches: int, elapsed_s: float) -> bool:
         """Whether to save now, after a segment of ``batches``, ``elapsed_s`` after the last checkpoint was saved."""
-        self._since_save += batches
-        per_round_s = elapsed_s * self._per_round / self._since_save
-        save = elapsed_s >= self._interval_s
-        left_s = self._interval_s if save else self._interval_s - elapsed_s
-        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self._rounds
-        self._rounds = max(1, min(2 * self._rounds, int(longest) + 1))
+        self.since_save += batches
+        per_round_s = elapsed_s * self.per_round / self.since_save
+        save = elapsed_s >= self.interval_s
+        left_s = self.interval_s if save else self.interval_s - elapsed_s
+        longest = left_s / per_round_s if per_round_s > 0 else 2.0 * self.rounds
+        self.rounds = max(1, min(2 * self.rounds, int(longest) + 1))
         if save:
             self.saved()
         return save
 
     def saved(self) -> None:
         """A checkpoint was saved."""
-        self._since_save = 0
+        self.since_save = 0

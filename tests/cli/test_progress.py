@@ -33,6 +33,14 @@ def test_a_line_about_every_ten_seconds(clock, capsys):
     assert lines[0] == "batch 10/100  loss 2.000  8.0 samples/s  1:30 min left"
 
 
+def test_what_was_left_of_an_older_batch_is_no_new_one(clock, capsys):
+    shown = ProgressBar(total=10, done=0)
+    for is_new in (True, True, False):
+        clock.now += 20.0
+        shown.batch(loss=2.0, samples=4, seconds=1.0, is_new=is_new)
+    assert capsys.readouterr().err.splitlines()[-1].startswith("batch 2/10")
+
+
 def test_a_resumed_run_counts_from_where_it_was(clock, capsys):
     shown = ProgressBar(total=100, done=90)
     clock.now = 60.0

@@ -151,9 +151,9 @@ def test_launches_without_a_name_are_told_apart_by_their_process(tmp_path, monke
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     begun(out)
     under_torchrun(monkeypatch, 1, launch="none")
-    assert resolve(out=str(out)).restarts
+    assert resolve(out=str(out)).is_restart
     monkeypatch.setattr("os.getppid", lambda: 1)
-    assert not resolve(out=str(out)).restarts
+    assert not resolve(out=str(out)).is_restart
 
 
 def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(tmp_path, monkeypatch):

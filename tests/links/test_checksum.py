@@ -115,6 +115,16 @@ def test_a_flipped_bit_is_found_and_named(
 
 
 @pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_a_bit_that_a_test_has_flipped_is_found_too(link: str, size: int) -> None:
+    with ends(link, verifies=True) as pair:
+        key = pair.key("F")
+        pair.links[key.source].send_flipped(key, torch.zeros(size), 62)
+        with pytest.raises(PipelineError, match="a bit was flipped on the way"):
+            pair.receive(key)
+
+
+@pytest.mark.parametrize("link", LINKS)
 def test_without_verification_nobody_finds_it(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_way(monkeypatch.setattr, "data")
     with ends(link) as pair:

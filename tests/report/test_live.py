@@ -59,6 +59,12 @@ def test_rows_are_read_as_they_come_and_torn_ones_once_they_are_whole(tmp_path):
     assert live.progress.batches == 2
 
 
+def test_what_a_lost_pipeline_had_of_a_batch_comes_later_and_changes_no_count(tmp_path):
+    path = begin(tmp_path / "run")
+    add(path, *map(train_row, range(6)), {**train_row(3), "taken_over": True})
+    assert looked(path).progress.batches == 6
+
+
 def test_a_resumed_run_takes_rows_back(tmp_path):
     path = begin(tmp_path / "run")
     add(path, *map(train_row, range(50)))
@@ -97,12 +103,12 @@ def test_a_run_that_nobody_keeps_and_that_is_silent_has_stopped(tmp_path):
     assert looked(path).status == "stopped"
 
 
-def test_a_run_that_somebody_keeps_goes_on_however_silent(tmp_path):
+@pytest.mark.parametrize("kept", ["checkpoints/last", "."])
+def test_a_run_that_somebody_keeps_goes_on_however_silent(kept, tmp_path):
     path = begin(tmp_path / "run")
-    last = path / "checkpoints" / "last"
-    last.mkdir(parents=True)
+    (path / kept).mkdir(parents=True, exist_ok=True)
     silent(path)
-    descriptor = os.open(last / ".lock", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(path / kept / ".lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         assert looked(path).status == "running"

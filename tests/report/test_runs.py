@@ -93,6 +93,7 @@ def test_stretches_lie_between_validations_and_epochs():
         train_row(7, epoch=1),
     ]
     assert stretches(rows) == [(0, 5), (6, 6), (7, 7)]
+    assert stretches([*rows, train_row(7, epoch=1)]) == [(0, 5), (6, 6), (7, 7)]
 
 
 def test_where_time_went_leaves_pauses_out(tmp_path):

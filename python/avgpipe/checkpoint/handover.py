@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import io
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
+from avgpipe.runtime.turn_feed import Counts
 from avgpipe.runtime.weights import stage_state, told_average
 from avgpipe.runtime.worker import Worker
 
 
-def give_state(worker: Worker, number: int, batches: int) -> bytes:
-    """Return the state of a stage replica between two turns, before which the run has had ``batches`` of its loader.
+def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
+    """Return the state of a stage replica between two turns, before which the run has come to ``counts``.
 
     Of what the donor alone has: the optimizer's state, the learning-rate schedule's and the loss scale; neither its
     weights nor what its layers carry from batch to batch.
@@ -24,7 +26,7 @@ def give_state(worker: Worker, number: int, batches: int) -> bytes:
         worker.references[number],
         worker.emas.get(number),
     )
-    state: dict[str, Any] = {"batches": batches, "rest": stage_state(worker, number, pipeline)}
+    state: dict[str, Any] = {"counts": astuple(counts), "rest": stage_state(worker, number, pipeline)}
     state["rest"] |= {
         name: value for name, value in told_average(worker, number).items() if name in state["rest"]
     }
@@ -45,8 +47,8 @@ def give_state(worker: Worker, number: int, batches: int) -> bytes:
 
 
 @torch.no_grad()
-def take_state(given: bytes, worker: Worker, number: int) -> int:
-    """Begin with a given state; return how many batches of the loader the run has had."""
+def take_state(given: bytes, worker: Worker, number: int) -> Counts:
+    """Begin with a given state; return what the run has come to."""
     (pipeline,) = worker.placement.pipelines
     trained, reference, ema = (
         worker.trained[number, pipeline],
@@ -75,4 +77,4 @@ def take_state(given: bytes, worker: Worker, number: int) -> int:
             flat.copy_(value)
         ema.updates = state["ema"]["updates"]
     trained.replaced()
-    return int(state["batches"])
+    return Counts(*state["counts"])

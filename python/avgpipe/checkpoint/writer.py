@@ -86,4 +86,8 @@ class Writer:
             self.finish(patience_s)
             self.wait()
         finally:
-            self._locks.release()
+            self.release()
+
+    def release(self) -> None:
+        """Let others save into the folders."""
+        self._locks.release()

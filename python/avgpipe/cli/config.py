@@ -45,6 +45,10 @@ def _parse_counts(name: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(set(parse_numbers(name, text, int, "1,2,4", least=1))))
 
 
+def _parse_count_or_none(name: str, text: str) -> int:
+    return 0 if text.strip() == "0" else parse_count(name, text)
+
+
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
     names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
     for number, system in enumerate(names):
@@ -88,6 +92,7 @@ Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_nam
 Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
+CountOrNone = Annotated[int, Value("NUMBER", _parse_count_or_none)]
 Positive = Annotated[float, Value("NUMBER", parse_positive)]
 Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 or 10,12,9", 0))]
 Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
@@ -230,7 +235,23 @@ class PlanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, PlanOptions):
+class IsolationOptions(Options):
+    """Isolated pipelines.
+
+    Attributes:
+        min_pipelines: With --isolate, the run ends once fewer pipelines are left.
+        max_pipelines: With --isolate, how many pipelines the run has at most, with those of avgpipe join. Default: as
+            many as it begins with.
+        restarts: With --isolate, how often in a row a lost pipeline is started again that makes no step.
+    """
+
+    min_pipelines: Count = 1
+    max_pipelines: Count | None = None
+    restarts: int = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
     Writes plan.json, metrics.jsonl, curves.png, timeline.json, timeline.png, checkpoints/ and summary.json to the run's
@@ -249,7 +270,7 @@ class TrainConfig(LearningOptions, PlanOptions):
         wait_for_checkpoints: Let training wait while a checkpoint is written. It then needs no copy in main memory.
         preemption_seconds: How long the run may take to save and end after SIGTERM, before it is ended.
         launch: torchrun's name for what started the workers.
-        restarts: Whether torchrun has started the workers before, and they began this run.
+        is_restart: Whether torchrun has started the workers before, and they began this run.
     """
 
     out: Folder = ""
@@ -263,7 +284,7 @@ class TrainConfig(LearningOptions, PlanOptions):
     wait_for_checkpoints: bool = False
     preemption_seconds: Positive = 30.0
     launch: str | None = internal(None)
-    restarts: bool = internal(False)
+    is_restart: bool = internal(False)
 
     def to_plan(self) -> Plan:
         """The plan of a complete configuration, see ``resolve``."""
@@ -274,6 +295,7 @@ class TrainConfig(LearningOptions, PlanOptions):
         """The options in a run.json; older ones had the plan's in an object of their own."""
         plan = values.get("plan")
         values = {**values, **plan, "plan": None} if isinstance(plan, dict) else values
+        values = {name: value for name, value in values.items() if name != "restarts" or value is not False}
         return super().known({"batch": "per-pipeline", **values})  # which older runs had
 
     @property
@@ -509,7 +531,7 @@ class WatchConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(Options):
+class RunConfig(IsolationOptions):
     """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
 
     Options first, then the script and its arguments. When a worker fails the others are ended and the exit code is 1.
@@ -523,8 +545,8 @@ class RunConfig(Options):
         stages: Number of workers to start, one per stage; with --isolate of each pipeline.
         isolate: Start processes for each pipeline.
         pipelines: How many pipelines, with --isolate.
-        min_pipelines: The run ends once fewer are left, with --isolate.
-        restarts: How often in a row a pipeline is started again that makes no step, with --isolate.
+        spares: Processes that wait to take the place of a worker that is killed; 0 starts a new one then. The script's
+            Pipeline must have copies_every_s. Default: a worker that is killed ends the run.
         json: Print one JSON object and nothing else; what the script prints goes to standard error.
     """
 
@@ -533,8 +555,21 @@ class RunConfig(Options):
     stages: Count = 2
     isolate: bool = False
     pipelines: Count = 2
-    min_pipelines: Count = 1
-    restarts: Count = 3
+    spares: CountOrNone | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinConfig(Options):
+    """Start one more pipeline for a run with --isolate that goes on, on the same host.
+
+    It joins the others while they train, or takes the place of one that was lost. The command ends with the run; to
+    interrupt it ends that pipeline alone.
+
+    Attributes:
+        run: Folder of the run of avgpipe train, or the one that avgpipe run has named.
+    """
+
+    run: Annotated[str, Value("RUN", positional=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -618,3 +653,35 @@ class SchedulesConfig(Options):
     rounds: Count = 3
     rows: Names = ()
     timeout_s: Positive = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultsConfig(Options):
+    """Let faults happen in small runs, at places drawn from a seed, and look at what becomes of the runs.
+
+    Runs of a tiny language model follow each other until the time is up, started in each way in turn; each is compared
+    with an undisturbed one. Prints the seed first. The exit code is 1 if anything happened that must not.
+
+    Attributes:
+        seed: What is drawn follows from it. Default: a new one.
+        seconds: About how long to go on.
+        mean_seconds: Time between two kills from outside, on average, beside the fault that each run has.
+        kinds: Kinds of faults, as in avgpipe.testing. Default: all.
+        ways: How runs are started: isolate, spares, plain.
+        stages: Workers of a pipeline.
+        pipelines: Number of pipelines.
+        links: Links between workers, in turn.
+        only: Names of single runs to repeat, as isolate-7. Default: as many as there is time for.
+        timeout_s: Seconds that a worker waits for another.
+    """
+
+    seed: Annotated[int | None, Value("NUMBER", _parse_count_or_none)] = None
+    seconds: Positive = 120.0
+    mean_seconds: Positive = 20.0
+    kinds: Names = ()
+    ways: Names = ("isolate", "spares", "plain")
+    stages: Count = DEFAULT_STAGES
+    pipelines: Count = DEFAULT_PIPELINES
+    links: Names = ("auto", "gloo")
+    only: Names = ()
+    timeout_s: Positive = 10.0

@@ -71,6 +71,7 @@ class RunFolder:
         if self._metrics is not None:
             with self._metrics:
                 self._write_rows()
+            self._metrics = None
 
     def _write_rows(self) -> None:
         assert self._metrics is not None
@@ -101,6 +102,10 @@ def describe(out: Path) -> str:
     ]
     if s.get("skipped_updates"):
         lines.append(f"updates skipped because gradients had infinities or NaN: {s['skipped_updates']}")
+    if s.get("lost") or s.get("joined"):
+        lost, steps = s["lost"], sum(loss["steps_lost"] for loss in s["lost"])
+        had = f", whose last {steps} steps others trained on" if steps else ""
+        lines.append(f"pipelines lost on the way: {len(lost)}{had}; come: {len(s['joined'])}")
     if s["target"] is not None:
         reached = s["seconds_to_target"]
         when = f"reached after {duration(reached)}" if reached is not None else "not reached"

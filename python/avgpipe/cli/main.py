@@ -25,11 +25,13 @@ COMMANDS = {
     "watch": config.WatchConfig,
     "doctor": config.DoctorConfig,
     "run": config.RunConfig,
+    "join": config.JoinConfig,
 }
 BENCHMARKS = {
     "kernels": config.KernelsConfig,
     "transfers": config.TransfersConfig,
     "schedules": config.SchedulesConfig,
+    "faults": config.FaultsConfig,
 }
 # Everything after SCRIPT belongs to the script, also what looks like an option.
 CONTEXTS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": True}}

@@ -144,5 +144,10 @@ def reporting(json_output: bool) -> Iterator[None]:
         raise typer.Exit(failure.exit_code) from failure
 
 
-def say(message: str, is_error: bool = True) -> None:
-    print(f"avgpipe: {'error: ' * is_error}{message}", file=sys.stderr, flush=True)
+def say(message: str) -> None:
+    print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)
+
+
+def note(message: str) -> None:
+    """Say what happens, and is no failure of the command."""
+    print(f"avgpipe: {message}", file=sys.stderr, flush=True)

@@ -45,9 +45,9 @@ class ProgressBar:
             self._training = self._bar.add_task("training", total=total, completed=done, facts="")
             self._bar.start()
 
-    def batch(self, loss: float, samples: int, seconds: float) -> None:
-        """A batch is done; it took so many seconds of training since the one before."""
-        self._done += 1
+    def batch(self, loss: float, samples: int, seconds: float, is_new: bool = True) -> None:
+        """A batch is done, or what was left of an older one; it took so many seconds since the one before."""
+        self._done += is_new
         if loss == loss:  # a NaN would stay in the mean for ever
             self._loss = _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
             self._weight = _SMOOTHING * self._weight + (1 - _SMOOTHING)

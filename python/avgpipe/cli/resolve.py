@@ -50,8 +50,8 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     if asked.resume and not asked.out:
         raise ValueError("--resume needs --out DIR, the folder of the run to continue")
     launch = _launch()
-    restarts = bool(asked.out) and _is_restart(Path(asked.out), launch)
-    resume = asked.resume or (restarts and has_checkpoint(asked.out))
+    is_restart = bool(asked.out) and _is_restart(Path(asked.out), launch)
+    resume = asked.resume or (is_restart and has_checkpoint(asked.out))
     source = find_workload(asked.workload)
     stored = _stored(Path(asked.out), source.reference) if resume else {}
     _refuse_other_steps(asked, stored)
@@ -68,6 +68,10 @@ def resolve(asked: TrainConfig) -> TrainConfig:
             f"the loader of {source.reference} has no length: say with --max-batches how many batches to train"
         )
     plan = _plan(asked, stored, facts.batch_size)
+    if plan.isolate and joined_ranks() is not None:
+        raise ValueError(
+            "--isolate under torchrun: it starts the processes of its pipelines itself, run avgpipe train alone"
+        )
     if plan.stages > facts.layers:
         model = f"{source.name} {facts.preset}".rstrip()
         raise ValueError(
@@ -93,7 +97,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         out=config.out or f"runs/{source.name}-{time.strftime('%Y%m%d-%H%M%S')}",
         resume=resume,
         launch=launch,
-        restarts=restarts,
+        is_restart=is_restart,
         given=(),
     )
 
@@ -215,6 +219,8 @@ def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
         dropped.update(SYSTEMS[explicit["system"]])
     if "stages" in overridden and isinstance(base.get("advance"), list | tuple):
         dropped.add("advance")  # one for each stage
+    if explicit.get("pipelines") == 1:
+        dropped.add("isolate")  # there is no other one
     for name in dropped:
         base.pop(name, None)
 
@@ -283,7 +289,7 @@ def check_folder(config: TrainConfig) -> None:
             )
         newest(config.checkpoints, Manifest.read)
         return
-    if config.restarts:
+    if config.is_restart:
         return
     found = next((name for name in _PARTS_OF_A_RUN if (out / name).exists()), None)
     if found is not None:

@@ -8,27 +8,38 @@ import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import describe
-from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, say
+from avgpipe.cli.isolated import isolation_of, refuse_isolation
+from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, note, running, say
+from avgpipe.cli.record import SharedRecord
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
-from avgpipe.ranks.launch import Interrupted, RanksFailed, run_on_ranks
+from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
+from avgpipe.ranks.supervise import Supervisor, TooFewLeft
 from avgpipe.runtime.placement import Placement
+
+_WORKER = "avgpipe.cli.training:run_worker"
 
 
 def run(asked: TrainConfig) -> None:
     with arguments(), ending_on_signals(_say_interrupted_early):
         config = resolve(asked)
+        if not config.isolate:
+            refuse_isolation(asked)
         if _is_first():  # the others would find what the first one has begun to write
             check_run(config)
-    if joined_ranks() is None and config.to_plan().workers > 1:
+    is_preempted = False
+    if config.isolate:
+        train_isolated(config)
+    elif joined_ranks() is None and config.to_plan().workers > 1:
         is_preempted = train_on_workers(config)
     else:
         is_preempted = _train_here(config)
     if _is_first() and is_preempted:
-        say(f"preempted by SIGTERM: the run is saved; {resume_hint(config)}", is_error=False)
+        note(f"preempted by SIGTERM: the run is saved; {resume_hint(config)}")
         sys.stdout.write('{"preempted": true}\n' if asked.json else "")
         sys.stdout.flush()
     elif _is_first():
@@ -54,24 +65,53 @@ def train_on_workers(config: TrainConfig) -> bool:
     plan = config.to_plan()
     asked = {"config": config.to_json()}
     try:
+        preemption_s = config.preemption_seconds
         ends = run_on_ranks(
-            "avgpipe.cli.training:run_worker",
-            *(plan.workers, asked),
-            threads=None,
-            captures=False,
-            preemption_s=config.preemption_seconds,
+            _WORKER, plan.workers, asked, threads=None, captures=False, preemption_s=preemption_s
         )
         return any(ends)
     except Interrupted as interrupted:
-        raise CommandFailed(
-            f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}",
-            interrupted.exit_code,
-        ) from None
+        raise _interrupted(config, interrupted) from None
     except RanksFailed as failed:
         name = f"rank {failed.rank} ({Placement.of(plan, plan.workers).describe(failed.rank)})"
         if failed.exit_codes[failed.rank] == WRONG_ARGUMENTS:  # before anything was written; it said what
             raise CommandFailed(f"{name} rejected its arguments (see above)", WRONG_ARGUMENTS) from None
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
+
+
+def train_isolated(config: TrainConfig) -> None:
+    """Start the processes of each pipeline, keep the run's record, and wait for them; raises CommandFailed."""
+    plan = config.to_plan()
+    with arguments():
+        isolation = isolation_of(config, plan.pipelines)
+    job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
+    with TemporaryDirectory(prefix="avgpipe-") as name:
+        recorded = SharedRecord(config, Path(name))
+        supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
+        try:
+            supervisor.run()
+        except Interrupted as interrupted:
+            raise _interrupted(config, interrupted) from None
+        except TooFewLeft as few:
+            if WRONG_ARGUMENTS in few.exit_codes:
+                raise CommandFailed(f"{few} (see above)", WRONG_ARGUMENTS) from None
+            raise CommandFailed(f"{few}; {resume_hint(config)}", FAILED) from None
+        except CommandFailed as failure:
+            raise _with_hint(failure, config) from failure.__cause__
+        finally:
+            with running():
+                recorded.close(supervisor.history())
+
+
+def _with_hint(failure: CommandFailed, config: TrainConfig) -> CommandFailed:
+    if failure.exit_code != FAILED:
+        return failure
+    return CommandFailed(f"{str(failure).rstrip('.')}; {resume_hint(config)}", FAILED)
+
+
+def _interrupted(config: TrainConfig, interrupted: Interrupted) -> CommandFailed:
+    said = f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}"
+    return CommandFailed(said, interrupted.exit_code)
 
 
 def _train_here(config: TrainConfig) -> bool:
@@ -90,11 +130,7 @@ def _train_here(config: TrainConfig) -> bool:
                 is_preempted = run_rank(config)
             _leave_group()
         except CommandFailed as failure:
-            if failure.exit_code == FAILED and _is_first():
-                raise CommandFailed(
-                    f"{str(failure).rstrip('.')}; {resume_hint(config)}", FAILED
-                ) from failure.__cause__
-            raise
+            raise (_with_hint(failure, config) if _is_first() else failure) from failure.__cause__
     return is_preempted
 
 

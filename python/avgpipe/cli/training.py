@@ -1,4 +1,4 @@
-"""The training loop of ``avgpipe train``: the same on every rank; only the first writes files and shows progress."""
+"""The training loop of ``avgpipe train``: the same on every rank; the first one tells the record what happens."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, replace
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,10 +19,11 @@ from torch import nn
 from avgpipe import __version__
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, number
+from avgpipe.cli.folder import RunFolder
 from avgpipe.cli.measuring import typical_batch
-from avgpipe.cli.output import CommandFailed, arguments, running, say, strict_json
-from avgpipe.cli.progress import ProgressBar, links_line, links_of, log_records, warnings_of
+from avgpipe.cli.output import CommandFailed, arguments, running, say
+from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
+from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
 from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.measure.profiler import profile
@@ -32,9 +33,8 @@ from avgpipe.planning.rebalance import rebalanced
 from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
 from avgpipe.ranks.signals import Answers, answering
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
-from avgpipe.report.loggers import Loggers
-from avgpipe.report.pictures import Curve, plot_curves
-from avgpipe.report.runs import read_metrics, unbroken
+from avgpipe.report.runs import unbroken
+from avgpipe.runtime.evaluate import EvaluationResult
 from avgpipe.saving import Checkpoints
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.workloads.training import NTASGD
@@ -56,7 +56,8 @@ def run_rank(config: TrainConfig) -> bool:
             is_preempted = not run.train()
             run.close()
     except BaseException:
-        run.progress.close()
+        with suppress(OSError):
+            run.record.close()
         raise
     return is_preempted
 
@@ -90,17 +91,18 @@ class TrainingRun:
         self.workload, self.plan = prepare(config)
         with log_records() as logged:
             self.pipeline = self._make_pipeline()
-        self._world = self.pipeline.world
-        first = self._world.rank == 0
+        self._world, self._launcher = self.pipeline.world, self.pipeline.launcher
+        first, is_isolated = self._world.rank == 0, self._launcher is not None
+        comes_late = self._launcher is not None and self._launcher.has_begun
         # Workers that were started one by one may have named their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
-        self.folder = RunFolder(self.out, writes=first)
         self.done = Totals(self.workload.lower_is_better, config.target)
         self._checkpoints = self._make_checkpoints()
-        if config.resume:
+        if config.resume and not comes_late:
             self._checkpoints.load()
             if first:
-                self.done.recall(self.folder.cut(self.pipeline.batches), self.pipeline.batches)
+                folder = RunFolder(self.out, writes=not is_isolated)
+                self.done.recall(folder.cut(self.pipeline.batches), self.pipeline.batches)
             self.done = Totals(**self._world.gather(asdict(self.done))[0])
         # Of the whole run; epochs of other lengths than the first one are not looked at.
         total = self.workload.epochs * len(self.workload.train_batches(0))
@@ -108,24 +110,31 @@ class TrainingRun:
         size = self.workload.batch_size
         validations = 1 if self.workload.valid_batches is None else config.validations  # the one at the end
         self._validations = Validations(total * size, validations, self.plan.batches_per_round * size)
-        self.progress = ProgressBar(total, self.done.batches, shown=first)
-        self._loggers = Loggers({}, self.progress.note)  # until the folder is there
-        self.progress.note(self._title())
-        if self.workload.trivial is not None:
-            answer, score = self.workload.trivial
-            self.progress.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        self.record: Record
+        if self._launcher is not None and first:
+            self.record = RemoteRecord(self._launcher, self.done, total)
+        else:
+            self.record = WrittenRecord(config, self.done, total, first and not is_isolated, on_result)
         self._warnings = warnings_of(logged)
-        for note in (*links_line(self._world.gather(links_of(logged))), *self._warnings):
-            self.progress.note(note)
+        links = links_line(self._world.gather(links_of(logged)))
         self._is_to_end = False
         self._is_best = False  # what is saved next
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
-        self._stretches: list[tuple[int, int]] = []  # batches, first and last, without a pause between them
+        self._stretches: list[tuple[int, int]] = []  # steps, first and last, without a pause between them
         self._resumed_at = self.done.batches
         self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
-        self._validated_at = replace(self.done)
+        self._validated_at = replace(self.done), self._steps()
         self._skipped = 0  # updates, of pipelines before the last rebalancing
         self._profile: str | None = None  # of the layers, once it was needed; "" if it cannot be had
+        self._is_open = comes_late
+        if comes_late:
+            return
+        self.record.note(self._title())
+        if self.workload.trivial is not None:
+            answer, score = self.workload.trivial
+            self.record.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        for note in (*links, *self._warnings):
+            self.record.note(note)
         if config.resume:
             self._open()
         else:
@@ -136,23 +145,24 @@ class TrainingRun:
 
     def train(self) -> bool:
         """Train to the end and write the summary; or, as False says, until the run is preempted, and save."""
-        epoch, start = self._position()
+        rest = self._catch_up()
+        epoch, start = self._position() if rest is None else rest.place(self.pipeline.batches)
         is_preempted = False
-        while self._goes_on(epoch) and not is_preempted:
-            is_preempted = not self._train_epoch(epoch, start)
+        while (rest or self._goes_on(epoch)) and not is_preempted:
+            is_preempted = not self._train_epoch(epoch, start, rest)
             self._save(wait=is_preempted)
-            epoch, start = epoch + 1, 0
+            epoch, start, rest = epoch + 1, 0, None
             if self.config.rebalance and self._goes_on(epoch) and not is_preempted:
                 self._rebalance()
         self._wait_for_save()
         if self.config.target is not None and self.done.reached:
-            self.progress.note(f"target {target_text(self.config.target)} reached")
-        self.progress.close()
+            self.record.note(f"target {target_text(self.config.target)} reached")
         has_news = self.done.batches > self._resumed_at or not (self.out / "summary.json").is_file()
         if has_news and not is_preempted:
             self._finish()
-        self.folder.close()
+        self.record.close()
         if self._unsaved is not None:
+            self._end_all(self._unsaved)
             raise self._unsaved
         return not is_preempted
 
@@ -178,36 +188,58 @@ class TrainingRun:
 
     def _make_checkpoints(self) -> Checkpoints:
         every_s = 60 * self.config.checkpoint_minutes
-        return Checkpoints(self.pipeline, self.folder.checkpoints, every_s=every_s, keep=self.config.keep)
+        return Checkpoints(self.pipeline, self.out / "checkpoints", every_s=every_s, keep=self.config.keep)
+
+    def _end_all(self, failure: Exception) -> None:
+        """Have the launcher of isolated pipelines end the run: none of them could go on, nor another one."""
+        if self._launcher is not None:
+            self._launcher.ask("fail", str(failure))
 
     def close(self) -> None:
-        self._loggers.close()
-        self.progress.close()
+        self.record.close()
         self.pipeline.close()
+
+    def _catch_up(self) -> TrainingSegment | None:
+        """Come into the run; return what the others are at, of isolated pipelines that train already."""
+        results, batches = self.pipeline.enter(), self.pipeline.batches
+        if self._launcher is None or not self._launcher.is_late:
+            return None
+        told = self.record.standing(results, batches) if isinstance(self.record, RemoteRecord) else None
+        standing = self._world.gather(told)[0]
+        segment = TrainingSegment(**standing["segment"])
+        self.done = replace(Totals(**standing["done"]), batches=batches)
+        self._checkpoints.go_on(segment.checkpoints)
+        self._validated_at = replace(self.done), self._steps()
+        return segment
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
-    def _train_epoch(self, epoch: int, start: int) -> bool:
-        """Return whether the epoch, or the run, is at its end; else it is preempted."""
+    def _train_epoch(self, epoch: int, start: int, rest: TrainingSegment | None) -> bool:
+        """Train an epoch from batch ``start`` on; ``rest``: the segment that others have begun there.
+
+        Return whether the epoch, or the run, is at its end; else it is preempted.
+        """
         batches = self.workload.train_batches(epoch, start)
         left = min(len(batches), self._left())
         source = iter(batches)
         self.done.enter(epoch)
-        first = self.done.batches
-        while left > 0 and not self.done.reached and not self.pipeline.preempted:
-            ahead = self._to_next_validation()
-            count = min(left, ahead, self._checkpoints.batches_to_agreement)
+        first = self._steps()
+        while rest or (left > 0 and not self.done.reached and not self.pipeline.preempted):
+            segment, rest = rest or self._begin_segment(epoch, start, left), None
+            count = segment.first + segment.count - self.pipeline.batches
             trained = self._train_batches(islice(source, count))
-            left -= trained
+            left, start = left - trained, start + trained
             if trained < count and not self.pipeline.preempted:  # a loader without a length has ended
                 left, self._epoch_samples = 0, self.done.epoch_samples
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
             # What observes its losses does so at each epoch's end.
-            validates = trained == ahead or ends or (not left and bool(self._averaging))
-            saves = left > 0 and self._checkpoints.due(trained)
-            if first < self.done.batches and (validates or saves or not left):
-                self._stretches.append((first, self.done.batches - 1))
-                first = self.done.batches
+            validates = (
+                (segment.validates and trained == count) or ends or (not left and bool(self._averaging))
+            )
+            saves = left > 0 and not self.pipeline.preempted and self._checkpoints.due(segment.count)
+            if first < self._steps() and (validates or saves or not left):
+                self._stretches.append((first, self._steps() - 1))
+                first = self._steps()
             if validates and self.done.validated < self.done.batches:
                 self._validate(ends)
             if not left:
@@ -221,6 +253,18 @@ class TrainingRun:
             yield batch
             if self.pipeline.preempted:
                 return
+
+    def _begin_segment(self, epoch: int, start: int, left: int) -> TrainingSegment:
+        ahead = self._to_next_validation()
+        count = min(left, ahead, self._checkpoints.batches_to_agreement)
+        standing, first = self._checkpoints.standing(), self.pipeline.batches
+        segment = TrainingSegment(epoch, start, first, count, count == ahead, standing)
+        self.record.segment(asdict(segment))
+        return segment
+
+    def _steps(self) -> int:
+        """Return how many batches have begun, as timelines count them: of isolated pipelines, steps of all."""
+        return self.done.batches if self._launcher is None else self._launcher.begun
 
     def _to_next_validation(self) -> int:
         """Batches that are left until then."""
@@ -239,20 +283,21 @@ class TrainingRun:
             told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
             if self.workload.valid_batches is None:  # else validations tell it
                 told["total_batches"] = self._total
-            self._note("train", row | {name: value for name, value in told.items() if value is not None})
-            self.progress.batch(result.loss, result.samples, now - clock)
+            row |= {name: value for name, value in told.items() if value is not None}
+            self.record.batch(row, result.samples, now - clock)
             clock = now
+        done.batches = self.pipeline.batches
         return done.batches - before
 
     def _validate(self, ends: bool = False) -> None:
-        """Validate the reference weights, and note what came out, and whether they are the best so far.
+        """Validate the reference weights, note what came out, and whether they are the best so far.
 
         ``ends``: whether the run does.
         """
         known = self.workload.valid_batches is not None
         loss, metrics = self._evaluate(ends) if known else (math.nan, {})
         metric = metrics.get(self.workload.metric_name)
-        if not self.folder.is_open:
+        if not self._is_open:
             self._open()
         if not known:
             return
@@ -268,11 +313,7 @@ class TrainingRun:
         if self._warnings and not done.batches:
             facts["warnings"] = self._warnings
         facts |= {"total_batches": self._total, "seconds": round(done.seconds, 6)}
-        self._note("valid", place | found | speed | facts)
-        when = f"after {done.batches} batches" if done.batches else "before training"
-        values = "".join(f"{name} {number(value)}, " for name, value in metrics.items() if name != "loss")
-        note = f"; updates skipped so far: {skipped}" if skipped else ""
-        self.progress.note(f"validation {when}: {values}loss {loss:.4f}{note}")
+        self.record.validation(place | found | speed | facts)
         self._is_best |= best
 
     def _evaluate(self, ends: bool = False) -> tuple[float, dict[str, float]]:
@@ -282,18 +323,23 @@ class TrainingRun:
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
         assert self.workload.valid_batches is not None
-        batches = self.progress.validating(self.workload.valid_batches(), self.config.valid_batches)
+        batches = self.record.validating(self.workload.valid_batches(), self.config.valid_batches)
         with ExitStack() as swapped:
             weights: str | int = "reference"
             for optimizer in self._averaging:
                 if optimizer.triggered:
                     swapped.enter_context(optimizer.averages())
-                    weights = 0
-            result = self.pipeline.evaluate(batches, self.workload.metric_fn, weights=weights)
+                    weights = 0 if self._launcher is None else self._launcher.pipeline
+            evaluate = partial(self.pipeline.evaluate, batches, self.workload.metric_fn, weights=weights)
+            if weights == "reference":
+                result = evaluate()
+            else:  # which each of several isolated pipelines has
+                result = EvaluationResult(**self.pipeline.once("means", lambda: asdict(evaluate())))
             means = result.metric if isinstance(result.metric, dict) else {}
             found = self.workload.metrics(result.loss, means)
             if self.workload.decode is not None and (ends or self._decodes(result.loss)):
-                found |= self.workload.decode(partial(self.pipeline.predict, weights=weights))
+                decode = partial(self.workload.decode, partial(self.pipeline.predict, weights=weights))
+                found |= self.pipeline.once("decoding", decode)
         return result.loss, found
 
     def _decodes(self, loss: float) -> bool:
@@ -327,16 +373,14 @@ class TrainingRun:
 
     def _since_last_validation(self) -> dict[str, Any]:
         """Return speed and busy shares since the last validation; nothing where there was no batch."""
-        done, before = self.done, self._validated_at
-        self._validated_at = replace(done)
+        done, (before, first) = self.done, self._validated_at
+        self._validated_at = replace(done), self._steps()
         if done.batches == before.batches:
             return {}
         seconds = done.seconds - before.seconds
         return {
             "samples_per_second": (done.samples - before.samples) / seconds if seconds > 0 else None,
-            "worker_busy_fraction": [
-                round(share, 4) for share in self.pipeline.busy_fractions(before.batches)
-            ],
+            "worker_busy_fraction": [round(share, 4) for share in self.pipeline.busy_fractions(first)],
         }
 
     def _lr(self) -> float | None:
@@ -349,7 +393,6 @@ class TrainingRun:
 
     def _rebalance(self) -> None:
         """Go on from the checkpoint with another cut, if batches take less time with it."""
-        self._wait_for_save()
         layers = self._profiled()
         if layers is None or self._unsaved is not None:
             return
@@ -360,7 +403,7 @@ class TrainingRun:
         if found is None or found.gain < _LEAST_GAIN:
             return
         before, after = (", ".join(map(str, firsts)) for firsts in (bounds[1:-1], found.boundaries))
-        self.progress.note(
+        self.record.note(
             f"rebalanced: stages begin with layers {after} and no longer with {before}; batches should take "
             f"{100 * found.gain:.0f} % less time"
         )
@@ -374,7 +417,8 @@ class TrainingRun:
             self.pipeline.preempt()
         self._checkpoints = self._make_checkpoints()
         self._checkpoints.load()
-        self.folder.note_plan(self.config, self.plan)
+        assert isinstance(self.record, WrittenRecord), "isolated pipelines keep their cut"
+        self.record.folder.note_plan(self.config, self.plan)
 
     def _profiled(self) -> Profile | None:
         """Return what layers take on the first worker, where the whole model is measured for some seconds, once.
@@ -401,7 +445,7 @@ class TrainingRun:
                 **pipeline_options(self.config, workload),
             ).to_json()
         except (ValueError, TypeError, RuntimeError) as error:
-            self.progress.note(
+            self.record.note(
                 f"warning: stages are not rebalanced, as their layers cannot be measured: {error}"
             )
             return ""
@@ -424,10 +468,11 @@ class TrainingRun:
     def _failure_of(self, action: Callable[[], None]) -> CheckpointError | None:
         try:
             action()
-        except NotFinite:
+        except NotFinite as error:
+            self._end_all(error)
             raise
         except CheckpointError as error:
-            self.progress.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
+            self.record.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
             return error
         return None
 
@@ -451,19 +496,8 @@ class TrainingRun:
     # ---- what is told and written ------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Make the folder, and on the first rank the loggers."""
-        if self._world.rank == 0:
-            config, tell = self.config, self.progress.note
-            about = config.complete
-            self._loggers = Loggers.opened(config.logger, self.out, about, self.done.batches, tell)
-        self.folder.open(self.config, self.plan)
-
-    def _note(self, kind: str, row: Mapping[str, Any]) -> None:
-        self.folder.row(kind, **row)
-        if self._world.rank == 0:
-            self._loggers.log(row["batch"], row, kind)
-            if self._on_result is not None:
-                self._on_result({"kind": kind, **row})
+        self._is_open = True
+        self.record.open(self.plan)
 
     def _what(self) -> str:
         title = self.workload.title
@@ -486,12 +520,7 @@ class TrainingRun:
             return
         longest = unbroken(timeline, self._stretches)
         summary = self._summary(longest) | {"peak_memory_bytes": peaks, "skipped_updates": skipped}
-        self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
-        curve, workload = Curve.of(read_metrics(self.out)), self.workload
-        trivial = workload.trivial[1] if workload.trivial else None
-        metric = workload.metric_name, trivial, self.config.target
-        plot_curves({self.plan.system: curve}, self._what(), *metric, self.out / "curves.png")
-        if timeline.events:
+        if self.record.finish(summary, self._what()) and timeline.events:
             timeline.to_chrome_trace(self.out / "timeline.json")
             longest.plot(self.out / "timeline.png")
 
@@ -510,16 +539,39 @@ class TrainingRun:
             **{name: getattr(config, name) for name in ("workload", "seed", "target")},
             **{name: getattr(plan, name) for name in of_plan},
             **{name: getattr(workload, name) for name in of_workload},
-            **{name: getattr(done, name) for name in ("batches", "samples", "metric")},
-            **{name: getattr(done, name) for name in ("samples_to_target", "seconds_to_target")},
+            **{name: getattr(done, name) for name in ("batches", "metric")},
+            **done.figures(),
             **{name: getattr(timeline, name) for name in ("worker_busy_fraction", "bubble_fraction")},
             "advance": plan.advance if chosen is None else chosen.advance,
             "epochs": round(done.epoch + share, 4),
-            "train_seconds": done.seconds,
-            "samples_per_second": done.samples / done.seconds if done.seconds > 0 else None,
             "best_metric": done.best,
             "trivial_metric": workload.trivial[1] if workload.trivial else None,
             "parameters": sum(p.numel() for p in whole.parameters()),
             "versions": versions,
             "warnings": self._warnings,
         }
+
+
+@dataclass(frozen=True)
+class TrainingSegment:
+    """Batches that are trained without a pause, which isolated pipelines know when they come in the midst of them.
+
+    Attributes:
+        epoch: theirs.
+        start: of the epoch, the batches before them.
+        first: number of the first one.
+        count: how many they are; fewer, if the epoch's end shows earlier.
+        validates: whether a validation follows.
+        checkpoints: what is known before them of when the next one is due.
+    """
+
+    epoch: int
+    start: int
+    first: int
+    count: int
+    validates: bool
+    checkpoints: dict[str, Any]
+
+    def place(self, batch: int) -> tuple[int, int]:
+        """Return the epoch of one of the batches, and which one it is there."""
+        return self.epoch, self.start + batch - self.first

@@ -58,7 +58,7 @@ _SUMS = struct.Struct(
 _RECORD_BYTES = _RECORD.size + _SUMS.size
 _ENVELOPE_BYTES = _RECORD_BYTES + (64 << 10)
 _FAREWELL = -1  # in place of a channel's number: nothing more comes
-_FIRST, _LAST = -1.0, float("inf")  # places in the line
+_FIRST, _IDLE, _LAST = -1.0, 2.0**62, float("inf")  # places in the line
 
 
 class Room:
@@ -187,6 +187,8 @@ class GroupLink(Link):
 
         def flipping(key: Key, value: Any) -> _Packed:
             message = packed(key, value)
+            self._seal(message)
+            message = message._replace(is_sealed=True)
             if message.payload is None:
                 flip_bit([message.envelope[_RECORD_BYTES:]], bit)
                 return message
@@ -243,7 +245,7 @@ class GroupLink(Link):
 
     def _seal(self, message: _Packed) -> None:
         """Write the checksums of a message, which is in the host's memory now, into its record."""
-        if self._end.verifier is not None:
+        if self._end.verifier is not None and not message.is_sealed:
             record = message.envelope.numpy().data
             body = record[_RECORD_BYTES:] if message.payload is None else message.payload.numpy()
             _SUMS.pack_into(record, _RECORD.size, checksum(body), zlib.crc32(record[: _RECORD.size]))
@@ -347,6 +349,7 @@ class _Packed(NamedTuple):
         place: In the line.
         words: What it is, for people.
         made: The event at which an accelerator has copied it to the host; None if it is there.
+        is_sealed: It has its checksums already.
     """
 
     place: float
@@ -355,6 +358,7 @@ class _Packed(NamedTuple):
     channel: _Outgoing | None = None
     payload: torch.Tensor | None = None
     made: Any = None
+    is_sealed: bool = False
 
 
 class _Outgoing:
@@ -364,6 +368,7 @@ class _Outgoing:
         self._number, self._encoder = number, end.encoder(channel)
         self._is_verified = end.verifier is not None
         self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
+        self._place = _IDLE if channel.kind is Message.COPY else _FIRST
         self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
     def packed(self, key: Key, value: Any) -> _Packed:
@@ -391,7 +396,8 @@ class _Outgoing:
             payload = memory(total)
             format.write_all(text, tensors, payload.data_ptr(), comes)
         made = current_stream(devices[0]).record_event() if comes else None
-        return _Packed(key.batch if self._trains else _FIRST, self._words, envelope, self, payload, made)
+        place = key.batch if self._trains else self._place
+        return _Packed(place, self._words, envelope, self, payload, made)
 
 
 class _Incoming:

@@ -48,6 +48,7 @@ class Message(str, Enum):
     SUMS_READY = "Z", "the sum of the gradients"  # within a process: the sums come through no link
     LOSS = "L", "the loss"
     REFERENCE_UPDATE = "V", "the update"
+    COPY = "K", "a copy of the neighbour's state"
 
 
 # Part of every micro-batch's training.

@@ -18,19 +18,22 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
-from typing import Any
+from typing import Any, Protocol
 
+from avgpipe.ranks.process import peer_of
 from avgpipe.ranks.roster import Roster, Stay
 from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
+JOIN = "join"  # what another command says first that wants to start a pipeline
 _MOST_BYTES = 2**20  # of a message
+_KNOWN = 1000  # things that one has found and all may ask for
 
 
 def encoded(message: Sequence[Any]) -> bytes:
@@ -45,12 +48,23 @@ def received(connection: Connection) -> list[Any]:
     return message
 
 
+class Recorder(Protocol):
+    """What the launcher does with what processes tell it beside all this."""
+
+    def hear(self, kind: str, *values: Any) -> None:
+        """Take in what one process tells; others may tell the same. ValueError for what makes no sense."""
+
+    def answer(self, reply: Callable[[Any], None], kind: str, *values: Any) -> None:
+        """Answer a question, now or when something else has been heard."""
+
+
 @dataclass
 class Process:
     """One process of a pipeline, as far as it has told.
 
     Attributes:
         name: of it, in words.
+        pid: its process id, as the kernel says.
         heard_at: when it last said something, of the monotonic clock.
         doing: what it was at then.
         batches: of the loader, that it has begun.
@@ -60,6 +74,7 @@ class Process:
 
     connection: Connection
     name: str
+    pid: int
     heard_at: float
     doing: str = "its start"
     batches: int = 0
@@ -113,9 +128,13 @@ class Coordinator:
         address: a path for a Unix socket, or (host, port).
         token: what a process must know.
         wanted: how many pipelines begin the run together.
-        lost: is told the number of a group, and why, once a process of it is gone, hangs, or speaks nonsense. It
-            shall end the others, and call :meth:`gone` when all of them have ended.
+        lost: is told the number of a group, the rank to blame if it is one, and why, once a process of it is gone
+            ("", as its end says more), hangs, or speaks nonsense. It shall end the others, and call :meth:`gone` when
+            all of them have ended.
         say: is told a line for people.
+        recorder: hears what processes tell.
+        let_join: is told of another command that wants to start a pipeline, and keeps its connection; returns what
+            that command is told.
 
     Attributes:
         groups: by number; those that have ended as long as somebody may read their memory.
@@ -128,14 +147,18 @@ class Coordinator:
         address: str | tuple[str, int],
         token: bytes,
         wanted: int,
-        lost: Callable[[int, str], None],
+        lost: Callable[[int, int | None, str], None],
         say: Callable[[str], None],
+        recorder: Recorder | None = None,
+        let_join: Callable[[Connection], dict[str, Any]] | None = None,
     ) -> None:
         self._listener = Listener(address, backlog=64, authkey=token)
-        self.wanted, self._lost, self._say = wanted, lost, say
+        self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
         self.roster, self.history = Roster(), dict[int, Stay]()
         self.groups: dict[int, Group] = {}
         self.members: dict[int, int] = {}
+        self._let_join = let_join
+        self._over: set[int] = set()  # groups that have ended
         self._unknown: set[Connection] = set()  # that have not said who they are
         self._by_connection: dict[Connection, tuple[Group, int]] = {}
         self._leaving: list[
@@ -152,13 +175,14 @@ class Coordinator:
         """Whether pipelines train, or have."""
         return self._begun > 0 or bool(self.roster.stays)
 
-    def overdue(self, started: set[int]) -> set[int]:
-        """Return those of the groups ``started`` for which another has waited for too long to begin the run."""
+    def overdue(self, started: Mapping[int, float]) -> list[int]:
+        """Return for which groups another has waited for too long to begin the run; ``started``: when each was."""
         ready = [group for group in self.groups.values() if group.all_want("enter")]
         waiting_since = min((group.ready_at for group in ready), default=float("inf"))
-        if self.has_begun or time.monotonic() < waiting_since + self._timeout_s:
-            return set()
-        return started - {group.number for group in ready}
+        if self.has_begun:
+            return []
+        latest, there = time.monotonic() - self._timeout_s, {group.number for group in ready}
+        return [n for n, at in started.items() if n not in there and max(at, waiting_since) < latest]
 
     @property
     def training(self) -> set[int]:
@@ -195,29 +219,39 @@ class Coordinator:
     def _hear(self, connection: Connection) -> None:
         known = self._by_connection.get(connection)
         try:
-            kind, *values = received(connection)
+            message = received(connection)
+        except (OSError, EOFError):
+            self._closed(connection)
+            return
+        except ValueError as error:
+            self._refuse(connection, error)
+            return
+        try:
+            kind, *values = message
             if known is None:
                 self._greet(connection, kind, *values)
             else:
                 group, rank = known
                 group.processes[rank].heard_at = time.monotonic()
                 self._answer(group, rank, kind, *values)
-        except (OSError, EOFError):
-            self._closed(connection)
         except (ValueError, TypeError, KeyError) as error:
-            if known is not None:
-                self._lost(
-                    known[0].number,
-                    f"{known[0].processes[known[1]].name} has said what makes no sense: {error}",
-                )
-            self._closed(connection)
+            self._refuse(connection, error)
+
+    def _refuse(self, connection: Connection, error: Exception) -> None:
+        """Have no more to do with who speaks nonsense."""
+        if connection in self._by_connection:
+            group, rank = self._by_connection[connection]
+            self._lost(
+                group.number, rank, f"{group.processes[rank].name} has said what makes no sense: {error}"
+            )
+        self._closed(connection)
 
     def _closed(self, connection: Connection) -> None:
         connection.close()
         self._unknown.discard(connection)
         known = self._by_connection.pop(connection, None)
-        if known is not None and (process := known[0].processes[known[1]]).wants != "leave":
-            self._lost(known[0].number, f"{process.name} has ended")
+        if known is not None and known[0].processes[known[1]].wants != "leave":
+            self._lost(known[0].number, known[1], "")
 
     def _find_silent(self) -> None:
         """A process that stands still says nothing, and would keep the others waiting."""
@@ -227,14 +261,20 @@ class Coordinator:
             if process.heard_at < latest and process.wants != "leave":
                 process.heard_at = float("inf")
                 silence = f"{process.name} has said nothing for {self._timeout_s:g} s"
-                self._lost(group.number, f"{silence}, when it was at {process.doing}")
+                self._lost(group.number, rank, f"{silence}, when it was at {process.doing}")
 
     # ---- what processes say ------------------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection, kind: str, version: int, about: dict[str, Any]) -> None:
-        if kind != "hello" or version != VERSION:
+        if kind not in ("hello", JOIN) or version != VERSION:
             raise ValueError(f"{kind} {version}: all processes of a run must have one version of avgpipe")
+        if kind == JOIN and self._let_join is not None:
+            self._unknown.discard(connection)
+            self._send(connection, "welcome", self._let_join(connection))
+            return
         number, rank = int(about["group"]), int(about["rank"])
+        if number in self._over:
+            raise ValueError(f"what was started together with {about['name']} has ended")
         if number not in self.groups:
             pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
             told = Memory.create(places * Bell.BYTES)
@@ -242,7 +282,7 @@ class Coordinator:
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
-        group.processes[rank] = Process(connection, str(about["name"]), time.monotonic())
+        group.processes[rank] = Process(connection, str(about["name"]), peer_of(connection), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
         batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
@@ -267,12 +307,18 @@ class Coordinator:
         elif kind == "once":
             request, name = values
             self._once.setdefault(name, _Once()).ask(group.number, request, partial(self._reply, process))
+            while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
+                del self._once[next(iter(self._once))]
         elif kind == "done":
             self._once[values[0]].done(values[1])
         elif kind == "hand over":
             number, name, value = values
             for receiver in self.groups[number].processes.values() if number in self.groups else ():
                 self._send(receiver.connection, "handed over", name, value)
+        elif kind == "tell" and self._recorder is not None:
+            self._recorder.hear(*values)
+        elif kind == "ask" and self._recorder is not None:
+            self._recorder.answer(partial(self._reply, process, values[0]), *values[1:])
         else:
             raise ValueError(f"unknown message {kind!r}")
 
@@ -311,12 +357,13 @@ class Coordinator:
             if stay.number in self.members and stay.first + other.turns_told() <= turn:
                 doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
                 waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part"
-                self._lost(stay.number, f"{waited} of turn {turn}; {doing}")
+                self._lost(stay.number, None, f"{waited} of step {turn}; {doing}")
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
     def gone(self, number: int) -> None:
         """Note that all processes of a group have ended."""
+        self._over.add(number)
         group = self.groups.get(number)
         if group is None:
             return
@@ -371,16 +418,7 @@ class Coordinator:
         """Change the roster from the next turn on; nobody has begun turn ``begun``."""
         begins = not self.has_begun
         for group, told in self._leaving:
-            stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
-            self._clean = max(self._clean, begun) + stay.end - stay.told
-            self._say(
-                f"pipeline {group.pipeline} counts in the turns before {stay.told}, and is gone from {stay.end} on"
-            )
-            for other in self.roster.present:
-                if other.donor == group.pipeline and not self.groups[other.number].turns_told():
-                    self._lost(
-                        other.number, f"pipeline {group.pipeline}, whose state it was to have, is gone"
-                    )
+            self._apply_leave(group, told, begun)
         self._leaving = []
         donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
         for group in sorted(coming, key=lambda group: group.pipeline):
@@ -392,9 +430,26 @@ class Coordinator:
             self.roster.enter(stay)
             self.members[group.number] = group.pipeline
             if not begins:
-                self._say(f"pipeline {group.pipeline} comes with turn {first}")
+                state = f"with the optimizer's state of pipeline {donors[0]}"
+                self._say(f"pipeline {group.pipeline} trains with the others from step {first} on, {state}")
         self._forget(begun)
         self._tell()
+
+    def _apply_leave(self, group: Group, told: int, begun: int) -> None:
+        stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
+        lost = stay.end - stay.told
+        self._clean = max(self._clean, begun) + lost
+        if lost and self.members:
+            steps = "step" if lost == 1 else f"{lost} steps"
+            self._say(f"pipeline {group.pipeline}: the others train on what it had of its last {steps}")
+        for other in self.roster.present:
+            if other.donor == group.pipeline and not self.groups[other.number].turns_told():
+                self._lost(
+                    other.number, None, f"pipeline {group.pipeline}, whose state it was to have, is gone"
+                )
+            elif lost and stay.told < other.first < self._clean:
+                why = f"it came too late to know what pipeline {group.pipeline} had, which is gone"
+                self._lost(other.number, None, why)
 
     def _forget(self, begun: int) -> None:
         """Give up what nobody can ask for any more: all have gone on from a turn once all have told the next one."""

@@ -12,7 +12,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def run_on_ranks(
         PipelineError: the ranks were not done after ``timeout_s``.
         Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT came, and the ranks have been ended.
     """
-    added = {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path), **(environment or {})}
+    added = {**same_modules(), **(environment or {})}
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
@@ -112,6 +113,11 @@ def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout")
     """
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder, loopback_store() as address:
         _run([tied(out, *command)] * world_size, Path(folder), address)
+
+
+def same_modules() -> dict[str, str]:
+    """Return the variable by which a process finds the modules that this one does."""
+    return {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
 
 
 def tied(out: str, *command: str) -> list[str]:
@@ -148,6 +154,35 @@ def loopback_store() -> Iterator[dict[str, str]]:
     del store
 
 
+@dataclass(frozen=True)
+class Job:
+    """What each process of a pipeline is.
+
+    Attributes:
+        out: where standard output goes, "stdout" or "stderr".
+        command: its words, or the name of a function as in :func:`run_on_ranks`.
+        size: how many processes a pipeline has.
+        added: variables beside the launcher's.
+        arguments: of the function.
+    """
+
+    out: str
+    command: Sequence[str]
+    size: int
+    added: Mapping[str, str]
+    arguments: Mapping[str, Any] | None = None
+
+    def start(self, stack: ExitStack, place: Mapping[str, str]) -> Started:
+        """Start the processes of a pipeline; what they need is there until the end of ``stack``."""
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
+        if self.arguments is None:
+            address = stack.enter_context(loopback_store())
+        else:
+            address = {}
+            (folder / ARGUMENTS).write_text(json.dumps(dict(self.arguments)))
+        return start([tied(self.out, *self.command)] * self.size, folder, {**self.added, **address, **place})
+
+
 class Started:
     """Processes that have been started together, by torch's launcher."""
 
@@ -176,8 +211,9 @@ class Started:
                     self.kill()
         return self.poll()
 
-    def kill(self) -> None:
-        """End all at once."""
+    def kill(self, why: str = "", blamed: int | None = None) -> None:
+        """End all at once; ``blamed``: the rank that was the first to fail, if it is known."""
+        self._first = blamed if self._first is None else self._first
         for process in self._processes.pids().values():
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
@@ -210,7 +246,7 @@ def start(
         "avgpipe",
         commands[0][0],
         {rank: tuple(command[1:]) for rank, command in enumerate(commands)},
-        {rank: {**environment, **rank_environment(rank, count)} for rank in range(count)},
+        {rank: {**rank_environment(rank, count), **environment} for rank in range(count)},
         elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
     )
     return Started(processes, count, captures)

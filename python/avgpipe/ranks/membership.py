@@ -178,6 +178,14 @@ class Membership:
     def done(self, name: str, value: Any) -> None:
         self._send_if_alive("done", name, value)
 
+    def tell(self, kind: str, *values: Any) -> None:
+        """Tell what records the run, in the launcher."""
+        self._send_if_alive("tell", kind, *values)
+
+    def ask(self, kind: str, *values: Any) -> Any:
+        """Ask what records the run, which may have to hear something first."""
+        return self._request("ask", kind, *values, limit_s=None)
+
     def hand_over(self, number: int, name: str, value: Any) -> None:
         """Send something to the processes of another group."""
         self._send_if_alive("hand over", number, name, value)

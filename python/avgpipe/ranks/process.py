@@ -21,6 +21,8 @@ import os
 import platform
 import re
 import signal
+import socket
+import struct
 import sys
 import traceback
 from pathlib import Path
@@ -30,6 +32,8 @@ from avgpipe.errors import PeerLost
 from avgpipe.ranks.signals import GRACE_S, PREEMPTED, ending_on_signals
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     import torch
 
 _log = logging.getLogger("avgpipe")
@@ -37,6 +41,7 @@ STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in 
 ARGUMENTS, PROGRESS = "arguments.json", "progress"  # beside it, as only their user may read the folder
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _PR_SET_PDEATHSIG = 1
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 _KEPT_BYTES = 2**31 - 1  # free at the end of the heap: the largest int
 _LARGE_BYTES = 2**30  # larger blocks go back at once
@@ -104,6 +109,14 @@ def _code_of(target: str) -> int:
 
 def _folder() -> Path:
     return Path(os.environ[STORE_FILE]).parent
+
+
+def peer_of(connection: Connection) -> int:
+    """Return the process id of who has made a connection over a Unix socket; 0 where this process cannot see it."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as end:
+        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, _, _ = _CREDENTIALS.unpack(credentials)
+    return int(process)
 
 
 # ---- processors, threads and main memory -------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
+from avgpipe.ranks.generation import generation
 from avgpipe.ranks.process import STORE_FILE
 
 _ANSWER_S = 2.0  # a store that takes longer is held to be cut off
@@ -195,7 +196,13 @@ def open_store(timeout_s: float) -> Any:
     """Return the store of the ranks that a launcher has started; PeerLost if nobody holds it."""
     store = private_store() or _tcp_store(timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore("avgpipe", store)  # type: ignore[attr-defined]
+    return named_apart(store)
+
+
+def named_apart(store: Any) -> Any:
+    """Return a store for names of ours, those of this generation of ranks alone where some may be replaced."""
+    name = "avgpipe" if generation() == 0 else f"avgpipe-{generation()}"
+    return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _tcp_store(timeout_s: float) -> Any:

@@ -5,96 +5,128 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
+from avgpipe.errors import PipelineError
 from avgpipe.faults import RESTART
-from avgpipe.ranks.coordinator import Coordinator
-from avgpipe.ranks.launch import Interrupted, RanksFailed, Started, keeping_handlers, loopback_store, start
+from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
+from avgpipe.ranks.joining import Joined, leave_address
+from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers
 from avgpipe.ranks.membership import environment
-from avgpipe.ranks.process import WRONG_ARGUMENTS
+from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
 
 _POLL_S = 0.02
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
 
-@dataclass
+@dataclass(frozen=True)
 class Isolation:
     """How many pipelines there are.
 
     Attributes:
         pipelines: how many the run begins with, and has while nothing is lost.
         least: with fewer it ends.
+        most: how many it has with those that join.
         restarts: how often in a row a pipeline that was lost is started again though it has made no step.
     """
 
     pipelines: int
     least: int = 1
+    most: int = 0
     restarts: int = 3
+
+
+class TooFewLeft(PipelineError):
+    """A run of isolated pipelines has ended, or has not begun, as too few of them were left.
+
+    Attributes:
+        exit_codes: of the processes of the first one that was lost and did not come back.
+    """
+
+    def __init__(self, least: int, lost: Sequence[LostPipeline], has_begun: bool = True) -> None:
+        self.exit_codes = lost[0].exit_codes
+        left = "no pipeline is left" if least == 1 else f"fewer than {least} pipelines are left"
+        left = left if has_begun else "the run has not begun"
+        super().__init__(f"{left}: {'; '.join(f'pipeline {loss.pipeline}: {loss.why}' for loss in lost)}")
+
+
+@dataclass(frozen=True)
+class LostPipeline:
+    """A pipeline that has ended before it was done.
+
+    Attributes:
+        why: names the process to blame.
+        exit_codes: of its processes; () where another command has started them.
+    """
+
+    pipeline: int
+    why: str
+    exit_codes: tuple[int, ...]
 
 
 @dataclass
 class _Group:
     pipeline: int
-    processes: Started
+    processes: Started | Joined
     resources: ExitStack
-    why: str = ""  # it was ended
+    started_at: float = field(default_factory=time.monotonic)
+    why: str | None = None  # it was ended; "" where the end of its process says more
+    blamed: int | None = None  # a rank
 
 
 class Supervisor:
-    """Runs a command as the processes of several isolated pipelines, until they have finished.
+    """Runs a job as the processes of several isolated pipelines, until they have finished.
 
     Args:
-        command: what each process runs.
-        size: how many a pipeline has.
-        added: variables for all of them.
+        folder: readable for this user alone; :func:`avgpipe.ranks.joining.join` finds the run there.
         say: is told a line for people.
+        recorder: hears what processes tell of the run.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
-        size: int,
+        job: Job,
         isolation: Isolation,
-        added: Mapping[str, str],
+        folder: Path,
         say: Callable[[str], None],
+        recorder: Recorder | None = None,
     ) -> None:
-        self._command, self._size, self._isolation, self._added, self._say = (
-            command,
-            size,
-            isolation,
-            added,
-            say,
-        )
+        self._job, self._isolation, self._say = job, isolation, say
         self._groups: dict[int, _Group] = {}
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
         self._finished: set[int] = set()  # pipelines
-        self._failure: RanksFailed | None = None
+        self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
+        self._missing: list[LostPipeline] = []  # once too few are left
+        self._token = secrets.token_hex(16)
+        self._coordinator = Coordinator(
+            str(folder / _ADDRESS),
+            self._token.encode(),
+            isolation.pipelines,
+            self._lose,
+            self._say_of_members,
+            recorder,
+            self._let_join,
+        )
+        leave_address(folder, self._coordinator.address, self._token)
 
     def run(self) -> None:
         """Run to the end.
 
         Raises:
-            RanksFailed: too few pipelines were left; of the last that failed.
+            TooFewLeft: too few pipelines were left.
             Interrupted: a signal came. No process is left, whatever happens.
         """
         with ExitStack() as stack:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-"))
-            self._token = secrets.token_hex(16)
-            self._coordinator = Coordinator(
-                os.path.join(folder, _ADDRESS),
-                self._token.encode(),
-                self._isolation.pipelines,
-                self._lose,
-                self._say,
-            )
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
             number = signal.SIGKILL
@@ -115,80 +147,151 @@ class Supervisor:
                 for group in self._groups.values():
                     group.processes.close(number)
                     group.resources.close()
-        if self._failure is not None and not self._finished:
-            raise self._failure
+        if self._missing and not self._finished:
+            raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
+
+    def history(self) -> dict[str, Any]:
+        """Return who was lost and who has come so far; steps are counted from 0, over all pipelines."""
+        stays = sorted(self._coordinator.history.items())
+        lost = [(stay, self._losses[number]) for number, stay in stays if number in self._losses]
+        lost.sort(key=lambda loss: loss[0].told)
+        return {
+            "lost": [
+                {"pipeline": s.pipeline, "step": s.told, "steps_lost": s.end - s.told, "why": loss.why}
+                for s, loss in lost
+            ],
+            "joined": [{"pipeline": s.pipeline, "step": s.first} for _, s in stays if s.donor is not None],
+        }
+
+    # ---- starting ----------------------------------------------------------------------------------------------------
 
     def _start(self, pipeline: int) -> None:
-        number, self._started = self._started, self._started + 1
+        number, place = self._new_group(pipeline)
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
-            address = stack.enter_context(loopback_store())
-            place = environment(self._coordinator.address, self._token, number, pipeline)
-            place[RESTART] = str(self._starts[pipeline])
+            processes = self._job.start(stack, {**place, RESTART: str(self._starts[pipeline])})
             self._starts[pipeline] += 1
-            processes = start([self._command] * self._size, folder, {**self._added, **address, **place})
             self._groups[number] = _Group(pipeline, processes, stack.pop_all())
 
-    def _lose(self, number: int, why: str) -> None:
+    def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
+        number, self._started = self._started, self._started + 1
+        return number, environment(self._coordinator.address, self._token, number, pipeline)
+
+    def _let_join(self, connection: Connection) -> dict[str, Any]:
+        """Let another command start one more pipeline; return what it needs, or why it may not."""
+        used = {group.pipeline for group in self._groups.values()}
+        most = max(self._isolation.most, self._isolation.pipelines)
+        free = [pipeline for pipeline in range(most) if pipeline not in used]
+        if self._finished:
+            return {"why": "the run is about to end"}
+        if not peer_of(connection):
+            return {"why": "its launcher cannot see this process: run the command where that one runs"}
+        if not free:
+            return {
+                "why": f"the run has {len(used)} pipelines, and may have no more: see its --max-pipelines"
+            }
+        number, place = self._new_group(free[0])
+        self._groups[number] = _Group(free[0], Joined(connection), ExitStack())
+        self._say(f"pipeline {free[0]}: started by avgpipe join")
+        return {"pipeline": free[0], "place": place, "folder": os.getcwd(), "job": asdict(self._job)}
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+
+    def _say_of_members(self, line: str) -> None:
+        if not self._missing:  # else the run ends, and the last line says why
+            self._say(line)
+
+    def _lose(self, number: int, rank: int | None, why: str) -> None:
         """End a pipeline of which a process is lost: the others cannot go on without it."""
         group = self._groups.get(number)
-        if group is not None and not group.why:
-            group.why = why
-            group.processes.kill()
+        if group is not None and group.why is None:
+            group.why, group.blamed = why, rank
+            group.processes.kill(why, rank)
 
     def _look(self) -> None:
         """See which pipelines have ended."""
         for number, group in list(self._groups.items()):
-            failure = group.processes.poll_or_kill()
-            if failure is None:
+            known = self._coordinator.groups.get(number)
+            if isinstance(group.processes, Joined) and known is not None:
+                group.processes.know([process.pid for process in known.processes.values()])
+            end = group.processes.poll_or_kill()
+            if end is None:
                 continue
             del self._groups[number]
             group.resources.close()
-            known = self._coordinator.groups.get(number)
             if known is not None and known.turns_told():
                 self._left[group.pipeline] = self._isolation.restarts
-            self._coordinator.gone(number)
-            if isinstance(failure, RanksFailed):
-                self._replace(group, failure)
-            else:
+            is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
+            loss = None if is_done or group.why == _OVER else _loss_of(group, known, end)
+            if loss is not None:
+                self._losses[number] = loss
+                self._replace(group, loss)
+            elif is_done:
                 self._finished.add(group.pipeline)
-        if self._groups and (self._is_over() or self._failed()):
-            self._end(_OVER)
-        for number in self._coordinator.overdue(set(self._groups)):
-            self._lose(number, "it has not come to its first batch, for which the others have waited")
+            self._coordinator.gone(number)
+        if self._is_over():
+            self._end()
+        elif self._too_few() and not self._missing:
+            self._missing = self._lost_for_good()
+            self._end()
+        started = {number: group.started_at for number, group in self._groups.items()}
+        for number in self._coordinator.overdue(started):
+            self._lose(number, None, "it has not come to its first batch, for which the others have waited")
 
-    def _end(self, why: str) -> None:
+    def _end(self) -> None:
         for group in self._groups.values():
-            group.why = group.why or why
-            group.processes.kill()
+            if group.why is None:
+                group.why = _OVER
+                group.processes.kill(_OVER, None)
         self._left = dict.fromkeys(self._left, 0)
 
     def _is_over(self) -> bool:
         """Whether those that trained are done, and nobody is left whom a pipeline that comes could join."""
         return bool(self._finished) and not self._coordinator.training
 
-    def _failed(self) -> bool:
-        """Whether too few are left."""
-        living = self._coordinator.training
-        if not self._has_begun:
-            living = {group.pipeline for group in self._groups.values()}
-        return len(living | self._finished) < self._isolation.least
+    def _living(self) -> set[int]:
+        """The pipelines that train, are done, or are to begin the run."""
+        if not self._coordinator.has_begun:
+            return {group.pipeline for group in self._groups.values() if group.why is None} | self._finished
+        return self._coordinator.training | self._finished
 
-    @property
-    def _has_begun(self) -> bool:
-        return self._coordinator.has_begun
+    def _too_few(self, without: Collection[int] = ()) -> bool:
+        return not self._finished and len(self._living().difference(without)) < self._isolation.least
 
-    def _replace(self, group: _Group, failure: RanksFailed) -> None:
+    def _lost_for_good(self) -> list[LostPipeline]:
+        last = {loss.pipeline: number for number, loss in self._losses.items()}
+        gone = [loss for number, loss in self._losses.items() if number == last[loss.pipeline]]
+        return [loss for loss in gone if loss.pipeline not in self._living()]
+
+    def _replace(self, group: _Group, loss: LostPipeline) -> None:
         """Start a lost pipeline again, if it may be."""
-        if group.why == _OVER:
-            return
-        self._failure = failure
-        rank, reason = failure.rank, failure.reason
-        self._say(f"pipeline {group.pipeline}: rank {rank} {reason}" + f" ({group.why})" * bool(group.why))
-        was_killed = failure.exit_codes[rank] < 0
-        is_hopeless = failure.exit_codes[rank] == WRONG_ARGUMENTS or not (self._has_begun or was_killed)
-        if self._left[group.pipeline] > 0 and not is_hopeless:
-            self._left[group.pipeline] -= 1
-            self._start(group.pipeline)
-        elif not self._has_begun:  # it would do so again, and the others wait for it
-            self._end(f"pipeline {group.pipeline} cannot begin")
+        pipeline, has_begun = group.pipeline, self._coordinator.has_begun
+        refuses = WRONG_ARGUMENTS in loss.exit_codes
+        was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
+        is_hopeless = refuses or not (has_begun or was_killed)  # it would do so again
+        goes_on = has_begun and not self._too_few(without={pipeline})
+        may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
+        is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)
+        then = "; it is started again" * is_restarted
+        if goes_on:
+            then += ", and the others go on" if is_restarted else "; the others go on without it"
+        self._say(f"pipeline {pipeline} is lost: {loss.why}{then}")
+        if is_restarted:
+            self._left[pipeline] -= 1
+            self._start(pipeline)
+        elif not has_begun and pipeline in self._left:  # the others wait for it
+            self._missing = [loss]
+            self._end()
+
+
+def _is_done(group: Group | None) -> bool:
+    return group is not None and group.is_done
+
+
+def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
+    codes: tuple[int, ...] = ()
+    rank, reason = group.blamed, "has ended"
+    if isinstance(end, RanksFailed):
+        codes, rank, reason = end.exit_codes, end.rank, end.reason
+    process = None if known is None or rank is None else known.processes.get(rank)
+    name = process.name if process is not None else "a process" if rank is None else f"rank {rank}"
+    return LostPipeline(group.pipeline, group.why or f"{name} {reason}", codes)

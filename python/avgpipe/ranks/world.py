@@ -23,12 +23,13 @@ import torch.distributed as dist
 
 from avgpipe import faults
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, private_store
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
 T = TypeVar("T")
 
 # That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
 SPARE_S = 3.0
+_PASS_TAG = 2**30  # none of a link's
 _MOST_BYTES = 2**30  # of what a rank gives to a gathering
 _TICK_S = 0.5
 _TELL_S = 5.0
@@ -46,6 +47,7 @@ class World:
         rank, size: of this process, and of all; size is 1 outside torch.distributed.
         group: of all ranks, on CPU memory; None if there is one.
         timeout_s: limit of every wait.
+        made_group: whether the default process group was made here.
     """
 
     def __init__(self, timeout_s: float, members: dist.ProcessGroup | None = None) -> None:
@@ -56,7 +58,9 @@ class World:
         self._board = Board(dist.HashStore())  # type: ignore[attr-defined]
         self._connections = 0
         faults.at("start")
+        self.made_group = False
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
+            self.made_group = True
             join(timeout_s, None if torch.accelerator.is_available() else "gloo")
         self._members = members
         if not dist.is_initialized() or dist.get_world_size(members) == 1:
@@ -64,7 +68,7 @@ class World:
         self.rank, self.size = dist.get_rank(members), dist.get_world_size(members)
         deadline = time.monotonic() + timeout_s
         store = private_store() or dist.distributed_c10d._get_default_store()
-        store = dist.PrefixStore("avgpipe", store)  # type: ignore[attr-defined]
+        store = named_apart(store)
         if members is not None:  # other groups have pipelines of their own
             place = "ranks-" + "-".join(map(str, dist.get_process_group_ranks(members)))
             store = dist.PrefixStore(place, store)  # type: ignore[attr-defined]
@@ -104,6 +108,18 @@ class World:
         store = Board.beside(self._board.store, self.rank, self.size, self.timeout_s).store
         store.set_timeout(self._limit)
         return store
+
+    def pass_on(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Send a tensor on the CPU from rank ``source`` to ``target``, which has one as large; the others return."""
+        if self.group is None or self.rank not in (source, target):
+            return
+        with self._explaining():
+            work = (
+                self.group.send([tensor], target, _PASS_TAG)
+                if self.rank == source
+                else self.group.recv([tensor], source, _PASS_TAG)
+            )
+            work.wait(self._limit)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 

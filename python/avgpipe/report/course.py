@@ -103,12 +103,26 @@ class Totals:
     def recall(self, rows: Iterable[Mapping[str, Any]], batches: int) -> None:
         """Go on after the rows of metrics.jsonl up to a checkpoint of so many batches."""
         for row in rows:
-            if row["kind"] == "train":
-                self.enter(row["epoch"])
-                self.note_batch(row["samples"] - self.samples, row["seconds"] - self.seconds)
-            else:
-                self.note_validation(row["batch"], row["loss"], row["metric"])
+            self.take(row)
         self.batches = batches
+
+    def take(self, row: Mapping[str, Any]) -> None:
+        """Take in a row of metrics.jsonl."""
+        if row["kind"] == "train":
+            self.enter(row["epoch"])
+            self.note_batch(row["samples"] - self.samples, row["seconds"] - self.seconds)
+        else:
+            self.note_validation(row["batch"], row["loss"], row["metric"])
+
+    def figures(self) -> dict[str, Any]:
+        """Return what a summary says of samples and seconds."""
+        return {
+            "samples": self.samples,
+            "samples_to_target": self.samples_to_target,
+            "seconds_to_target": self.seconds_to_target,
+            "train_seconds": self.seconds,
+            "samples_per_second": self.samples / self.seconds if self.seconds > 0 else None,
+        }
 
     def enter(self, epoch: int) -> None:
         if epoch != self.epoch:

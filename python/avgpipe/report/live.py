@@ -61,7 +61,7 @@ class Progress:
             self.warnings = list(map(str, told)) if isinstance(told, list) else self.warnings
 
     def _take_batch(self, batch: int, row: Mapping[str, Any]) -> None:
-        self.batches = batch + 1
+        self.batches = max(self.batches, batch + 1)  # what a lost pipeline had of a batch comes later
         self.lr = number(row.get("lr"))
         self._marks.append((self.batches, self.samples, self.seconds))
         loss = number(row.get("loss"))
@@ -136,7 +136,7 @@ class LiveRun:
     def _find_status(self) -> str:
         """A run ends with its summary, which is newer than what it began with."""
         begun, summary = _modified(self.path / "run.json"), _modified(self.path / "summary.json")
-        if is_saved_into(self.path / "checkpoints" / "last"):
+        if is_saved_into(self.path / "checkpoints" / "last") or is_saved_into(self.path):
             return "running"
         if summary is not None and (begun is None or summary >= begun):
             return "ended"

@@ -172,7 +172,7 @@ def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
     trained = [row for row in rows if row["kind"] == "train"]
     breaks |= {after["batch"] for row, after in pairwise(trained) if row.get("epoch") != after.get("epoch")}
     if trained:
-        breaks |= {trained[0]["batch"], trained[-1]["batch"] + 1}
+        breaks |= {trained[0]["batch"], max(row["batch"] for row in trained) + 1}
     return [(first, after - 1) for first, after in pairwise(sorted(breaks))]
 
 

@@ -148,7 +148,8 @@ class Exchange:
             self._own[place] = [Slot(memory, n, tensors) for n in range(_SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
-        self._asked: list[int] = []  # before which turn something was asked for once, and how often
+        self._asked: dict[str, int] = {}  # how often something was asked for once, between two turns
+        self._asked_before = 0  # the second of them
         self._complained = -1  # of this turn
         self._last: list[Stay] = []  # those that counted in the turn before
         self.turns: dict[int, Turn] = {}
@@ -225,12 +226,12 @@ class Exchange:
     def once(self, what: str, find: Callable[[], Any]) -> Any:
         """Return what one pipeline finds, as JSON has it, and all others learn, between two turns.
 
-        Another one does it if that one is lost. Every process calls this at the same turn, for the same things.
+        Another one does it if that one is lost. Every process calls this at the same turn, for each thing as often.
         """
-        turn, count = self.membership.begun, 0
-        if self._asked[:1] == [turn]:
-            count = self._asked[1] + 1
-        self._asked = [turn, count]
+        turn = self.membership.begun
+        if turn != self._asked_before:
+            self._asked, self._asked_before = {}, turn
+        count = self._asked[what] = self._asked.get(what, 0) + 1
         name = f"{what}, number {count} before turn {turn}"
         known = self.membership.once(name)
         if known:

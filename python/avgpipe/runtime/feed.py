@@ -109,6 +109,7 @@ class Feed:
         self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._sums_loss = options.sums_loss
+        self.kept: list[Pairs] | None = [] if options.copies else None  # the last batches that have begun
         self.next_batch = self.begun = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[InFlight] = deque()  # oldest first
@@ -124,6 +125,8 @@ class Feed:
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
         plan, batch = self._plan, self.next_batch
+        if self.kept is not None:
+            self.kept.append(given)
         counts = [sample_count(inputs, targets) for inputs, targets in given]
         if counts[0] < self._parts and not self.begun and not self._worker.world.rank:
             _log.warning(

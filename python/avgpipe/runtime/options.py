@@ -27,7 +27,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire", "verify_every"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies"),
 )
 
 
@@ -41,6 +41,7 @@ class TrainingOptions:
         accumulate: how many batches of a loader make an update.
         verify_wire: whether messages between processes carry checksums.
         verify_every: after how many batches copies are compared; None: they are not.
+        copies: whether processes keep copies of each other's state.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
     """
@@ -60,6 +61,7 @@ class TrainingOptions:
     wire_dtype: torch.dtype | None = None
     measures: bool = False
     accumulate: int = 1
+    copies: bool = False
     ema_decay: float | None = None
     verify_wire: bool = False
     verify_every: int | None = None

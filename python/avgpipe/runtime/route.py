@@ -245,16 +245,27 @@ def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Ke
     return Key(Message.RESULT, evaluation_pipeline(placement, pipeline), source, target, batch, -1)
 
 
+def copy_key(placement: Placement, rank: int, batches: int) -> Key:
+    """Name the message by which a process gets the beginning of a copy of the state of the process before it."""
+    before = (rank - 1) % placement.ranks
+    source, target = placement.held_by(before)[0], placement.held_by(rank)[0]
+    return Key(Message.COPY, placement.evaluates, source, target, batches, 0)
+
+
 def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
     """Return the pipeline that an evaluation's messages name: one serves all that share their replicas."""
     return pipeline if placement.is_dedicated else placement.evaluates
 
 
-def channels_into(rank: int, placement: Placement, routes: Sequence[Route]) -> list[Channel]:
+def channels_into(
+    rank: int, placement: Placement, routes: Sequence[Route], copies: bool = False
+) -> list[Channel]:
     """List the channels from other processes into ``rank``, whose routes are given; every rank finds the same order."""
     found = [channel for route in routes for channel in route.channels()]
     evaluated = placement.pipelines if placement.is_dedicated else [placement.evaluates]
     found += [Channel.of(result_key(placement, rank, i, 0)) for i in evaluated]
+    if copies:
+        found.append(Channel.of(copy_key(placement, rank, 0)))
     absent = [i for i in placement.pipelines if not placement.has_part_in(rank, i)]
     found += [Channel.of(loss_key(placement, rank, i, 0)) for i in absent]
     return [channel for channel in found if placement.rank_of(channel.source) != rank]

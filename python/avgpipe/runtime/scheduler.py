@@ -20,6 +20,7 @@ from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from avgpipe.ranks.generation import is_replaceable
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
@@ -62,6 +63,7 @@ class Scheduler:
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
         # Where messages have not come in time: whether somebody else is told, who sees to it that they need not come.
+        self.background: Callable[[], bool] = lambda: False  # as ``idle``, of every run
         self.complains: Callable[[Sequence[Key]], bool] = lambda keys: False
 
     def run_until(
@@ -88,7 +90,7 @@ class Scheduler:
             mailbox.collect()
             queue = self._most_urgent()
             if queue is None:
-                if not idle():
+                if not (idle() or self.background()):
                     self._wait(awaited, recorded)
                 continue
             lane, step = self._running = queue.next
@@ -264,7 +266,7 @@ class Scheduler:
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
         """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""
-        deadline = time.monotonic() + 1.0
+        deadline = time.monotonic() + (0.0 if is_replaceable() else 1.0)  # nobody is blamed who is replaced
         while (first := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(0.02)
         return first or loss

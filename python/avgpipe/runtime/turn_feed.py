@@ -38,6 +38,19 @@ _IN_FLIGHT = 2  # turns, so that a pipeline which is ahead of the others goes on
 
 
 @dataclass(frozen=True)
+class Counts:
+    """What a run of isolated pipelines has come to before a turn.
+
+    Attributes:
+        batches: of the loader.
+        results: of batches, or of what was left of them.
+    """
+
+    batches: int
+    results: int
+
+
+@dataclass(frozen=True)
 class Part:
     """Micro-batches of a batch of the loader, which has the number ``batch``.
 
@@ -80,11 +93,12 @@ class TurnFeed:
     """As :class:`avgpipe.runtime.feed.Feed`, for one of several isolated pipelines.
 
     Args:
-        enter: becomes a member of the run, and returns the number of the next batch by then.
+        enter: becomes a member of the run, and returns what it has come to by then; None at its beginning.
         verification: says of which batches stages keep something; None: of none.
 
     Attributes:
         next_batch: the number of the next batch of the loader, over the life of the run.
+        ended: results so far, over the life of the run.
     """
 
     def __init__(
@@ -93,7 +107,7 @@ class TurnFeed:
         plan: Plan,
         loader: Prefetch,
         options: TrainingOptions,
-        enter: Callable[[], int],
+        enter: Callable[[], Counts | None],
         verification: Verification | None = None,
     ) -> None:
         assert worker.exchange is not None
@@ -102,11 +116,11 @@ class TurnFeed:
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
-        self._enter: Callable[[], int] = enter
+        self._enter: Callable[[], Counts | None] = enter
         self._verification = verification
         self.next_batch: int = self._membership.batches
         self._membership.told_batches = lambda: self.next_batch
-        self.begun = 0
+        self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # turns
         self._parts: dict[int, dict[int, Part]] = {}  # by turn and pipeline: what may be lost
@@ -128,16 +142,24 @@ class TurnFeed:
     def takes_more(self) -> bool:
         return len(self._in_flight) < _IN_FLIGHT
 
-    def batches_before(self, turn: int) -> int:
-        """Return how many batches of the loader the turns before ``turn`` have."""
-        return self._before.get(turn, self.next_batch)
+    def before(self, turn: int) -> Counts:
+        """Return what the turns before ``turn``, which have ended, have come to."""
+        new = [self._results_of(ended) for number, ended in self._exchange.turns.items() if number < turn]
+        return Counts(self._before.get(turn, self.next_batch), self.ended + sum(new))
+
+    def _results_of(self, turn: Turn) -> int:
+        """Return how many results a turn has that is not noted yet."""
+        sizes = [values["part"][2] for values in turn.values.values() if values["part"] is not None]
+        return int(any(sizes)) if self._is_shared else len(sizes)
 
     # ---- beginning ---------------------------------------------------------------------------------------------------
 
     def fetch(self) -> bool:
         """Begin the next turn, with what was lost or else the loader's next batches; False if there is nothing."""
         start = time.perf_counter()
-        self._become_member()
+        there = self.next_batch
+        if self.enter():
+            self._behind = self.next_batch - there
         while self._behind:
             if self._loader.next() is None:
                 return False
@@ -151,13 +173,18 @@ class TurnFeed:
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
-        self._become_member()
+        self.enter()
         self._begin_turn((given, copied))
 
-    def _become_member(self) -> None:
-        if not self._is_member:
-            there, self.next_batch = self.next_batch, self._enter()
-            self._behind, self._is_member = self.next_batch - there, True
+    def enter(self) -> bool:
+        """Become a member of the run; False if it is one already."""
+        if self._is_member:
+            return False
+        counts = self._enter()
+        if counts is not None:
+            self.next_batch, self.ended = counts.batches, counts.results
+        self._is_member = True
+        return True
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         counts = [sample_count(inputs, targets) for inputs, targets in given]
@@ -305,6 +332,7 @@ class TurnFeed:
         elif samples:  # else those are gone that had some
             whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
+        self.ended += self._results_of(turn)
 
 
 def _named(place: Any) -> str:

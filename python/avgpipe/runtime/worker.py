@@ -165,7 +165,7 @@ class Worker:
     def _channels_into(self, rank: int) -> list[Channel]:
         placement = self.placement
         routes = [self._route(n, i) for n in placement.held_by(rank) for i in placement.pipelines_of(n)]
-        return channels_into(rank, placement, routes)
+        return channels_into(rank, placement, routes, self._options.copies)
 
     def _replica_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
         """Make the group of the ranks that hold replicas of a stage, by stage and pipeline; every rank makes all."""

@@ -1,0 +1,183 @@
+"""Copies of each process's state in memory: its own, and the neighbour's, with which a lost process is replaced.
+
+Every so often, between two batches, each process writes down the state of its stages, and sends it to the process with
+the next number, piece by piece, when it would wait otherwise. Two are kept of each, as the newest may not be whole
+where it is needed. The process that replaces a lost one gets its state from the neighbour, the others go back to their
+own::
+
+    batches  0 ......... B0 ......... B1 ....x          x: a process is lost
+    copies               own, sent    own, on its way
+    then     all at B0 again; batches B0 ... x once more; on
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from avgpipe.checkpoint.load import restore
+from avgpipe.checkpoint.snapshot import Snapshot, put_together
+from avgpipe.errors import PeerLost
+from avgpipe.links.message import Key
+from avgpipe.model.model import Model
+from avgpipe.ranks.world import World
+from avgpipe.runtime.route import copy_key
+from avgpipe.runtime.worker import Worker
+
+_PIECE_BYTES = 1 << 20
+_KEPT = 2
+
+
+class Received:
+    """A copy of the neighbour's state that comes piece by piece: a text, and the memory of its tensors.
+
+    ``sizes``: of the text and of each memory, in bytes; they come first.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.pieces: list[torch.Tensor] = []
+
+    def add(self, piece: torch.Tensor) -> None:
+        if self.sizes:
+            self.pieces.append(piece)
+        else:
+            self.sizes = piece.tolist()
+
+    @property
+    def messages(self) -> int:
+        """How many have come."""
+        return len(self.pieces) + bool(self.sizes)
+
+    @property
+    def is_whole(self) -> bool:
+        return bool(self.sizes) and sum(map(len, self.pieces)) == sum(self.sizes)
+
+
+class Copies:
+    """Those that one process holds.
+
+    Args:
+        every_s: the least seconds between two.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._own = [Snapshot() for _ in range(_KEPT)]  # the oldest first
+        self._theirs: dict[int, Received] = {}  # of the process before, by batches
+        self._sending: list[tuple[Key, torch.Tensor]] = []
+        self._worker: Worker | None = None
+        self._due = 0  # batches before the next one
+        self._taken_at, self._taken = time.monotonic(), 0
+
+    def attach(self, worker: Worker) -> None:
+        """Send and receive by another worker's links from now on."""
+        self._worker, self._sending = worker, []
+        worker.scheduler.background = self.send_piece
+
+    @property
+    def _batches(self) -> list[int]:
+        """Batches before the copies of this process's own state, ascending."""
+        return [snapshot.batches for snapshot in self._own if snapshot.contents]
+
+    # ---- taking and sending ------------------------------------------------------------------------------------------
+
+    def is_due(self, batches: int) -> bool:
+        """Whether all take one before the next batch; alike on all ranks."""
+        return batches >= self._due
+
+    def ask_for_one(self) -> None:
+        """Have one taken before the next batch."""
+        self._due = 0
+
+    def take(self, model: Model, worker: Worker, batches: int) -> None:
+        """Take a copy before the next batch; no batch is in flight. Every rank calls this."""
+        while self.send_piece():
+            pass  # of the one before, which is late
+        elapsed = max(worker.world.gather(time.monotonic() - self._taken_at))
+        passed = max(1, batches - self._taken)
+        wanted = round(passed * self._every_s / max(elapsed, 1e-3))
+        self._due = batches + max(1, min(wanted, 2 * passed))  # the first batches may be slow
+        self._taken_at, self._taken = time.monotonic(), batches
+        snapshot = self._own.pop(0)
+        self._own.append(snapshot)
+        snapshot.take(model, worker, batches)
+        text, memory = snapshot.taken_apart()
+        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
+        pieces = [torch.tensor([len(part) for part in parts])]
+        pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
+        key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, batches)
+        self._sending = [(key._replace(micro_batch=m), piece) for m, piece in enumerate(pieces)]
+        self._theirs[batches] = Received()
+        for old in sorted(self._theirs)[:-_KEPT]:
+            del self._theirs[old]
+
+    def send_piece(self) -> bool:
+        """Send one more piece, if there is one."""
+        if not self._sending or self._worker is None:
+            return False
+        key, value = self._sending.pop(0)
+        self._worker.links[key.target].send(key, value)
+        return True
+
+    def collect(self) -> None:
+        """Take what has come of the process before."""
+        if (worker := self._worker) is None:
+            return
+        worker.mailbox.collect()
+        for batches, received in self._theirs.items():
+            key = copy_key(worker.placement, worker.world.rank, batches)
+            while (following := key._replace(micro_batch=received.messages)) in worker.mailbox:
+                received.add(worker.mailbox.take(following))
+
+    @property
+    def oldest(self) -> int:
+        """Batches before the oldest copy: those from there on may be needed again."""
+        return min(self._batches)
+
+    # ---- going back --------------------------------------------------------------------------------------------------
+
+    def go_back(self, world: World, model: Model, worker: Worker, no_further: int) -> int:
+        """Restore the newest state that all have, or can have; return the batches before it. Every rank calls this.
+
+        PeerLost where there is none. ``no_further``: batches before the last call that cannot be made again.
+        """
+        theirs = [batches for batches, received in self._theirs.items() if received.is_whole]
+        said = world.gather([self._batches, theirs, no_further])
+        lacking = [rank for rank, (own, *_) in enumerate(said) if not own]
+        common = [own for own, *_ in said if own]
+        common += [said[(rank + 1) % world.size][1] for rank in lacking]
+        usable = set.intersection(*map(set, common)) if common else set()
+        usable = {batches for batches in usable if batches >= max(row[2] for row in said)}
+        if not usable:
+            raise PeerLost(
+                f"no memory has a copy of what rank {', '.join(map(str, lacking))} held: go on from a checkpoint"
+            )
+        batches: int = max(usable)
+        contents = next((own.contents for own in self._own if own.contents and own.batches == batches), None)
+        for rank in lacking:
+            given = self._pass_on(world, rank, batches)
+            contents = given if world.rank == rank else contents
+        assert contents is not None
+        restore(contents, model, worker)
+        for own in self._own:
+            own.contents = {}
+        self._theirs, self._due, self._taken_at, self._taken = {}, 0, time.monotonic(), batches
+        return batches
+
+    def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
+        """Give a lost rank's state to the process that has its number now, where it is returned."""
+        giver = (rank + 1) % world.size
+        received = self._theirs[batches] if world.rank == giver else Received()
+        sizes: list[int] = world.gather(received.sizes)[giver]
+        if world.rank not in (giver, rank):
+            return None
+        whole = (
+            torch.cat(received.pieces) if world.rank == giver else torch.empty(sum(sizes), dtype=torch.uint8)
+        )
+        world.pass_on(whole, giver, rank)
+        text, *memory = torch.split(whole, sizes)
+        # Each in memory of its own, as it was: a view of the whole may begin anywhere.
+        return put_together(bytes(text.numpy()), [part.clone() for part in memory])

@@ -1,0 +1,239 @@
+"""What a run with faults may look like, and what is wrong with one that does not.
+
+Who may be blamed, by what happened first in a run:
+
+- whose process fails of itself or is killed, it alone: kill, half-written message, exception, out of memory;
+- who stands still, it alone;
+- of a line that is cut or reset, and of a message with a flipped bit, nobody can know which end is at fault: any rank
+  of the same pipeline;
+- a full disk is an error of the save, which the job notes: nobody, and nobody for being slow;
+- a pipeline that is ended as another one is gone, whose state it was to have, is not blamed;
+- after several faults, those that all of them allow.
+
+A run may end at a fault where the guide "When something fails" does not promise that it goes on: see ``_may_end``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES
+from avgpipe.cli.bench.chaos.episode import PROMPT_S, Seen, Shape
+from avgpipe.ranks.launch import RanksFailed
+from avgpipe.ranks.supervise import TooFewLeft
+
+_ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
+_KILLED = ("kill", "half-written message")
+_HARMLESS = ("slow", "full disk")
+_COPY_S = 1.5  # after a call, by which all have a copy for certain
+_LOST = re.compile(
+    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said)"
+)
+
+Who = tuple[int, int]  # pipeline and rank
+
+
+@dataclass
+class Verdict:
+    """What became of a run.
+
+    Attributes:
+        faults: What happened: kind, place, pipeline, rank, who was blamed and the longest pause of the others.
+        wrong: What must not be, in words, by the column of the table that counts it.
+        ended: Whether a fault ended the run.
+        repeated: Samples that were lost with a pipeline and that another one has trained on, as results told.
+        curve: Losses of the evaluations, by the batches that were trained on before; all epochs' if it did not end.
+    """
+
+    name: str
+    way: str
+    kind: str
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    ended: bool = False
+    exit_codes: tuple[int, ...] = ()
+    repeated: int = 0
+    curve: dict[int, float] = field(default_factory=dict)
+
+
+def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict:
+    """Say what is wrong with a run; ``undisturbed``: losses by batch of one that nothing happened to."""
+    scenario = seen.scenario
+    verdict = Verdict(scenario.name, scenario.way, scenario.kind)
+    verdict.faults = [_fault(event, seen, shape) for event in seen.of("fault")]
+    verdict.ended = seen.failure is not None
+    if isinstance(seen.failure, RanksFailed | TooFewLeft):
+        verdict.exit_codes = seen.failure.exit_codes
+    verdict.curve = {event["batch"]: event["loss"] for event in seen.of("evaluation")}
+    if seen.left:
+        verdict.wrong["left over"] += seen.left
+    _judge_end(verdict, seen, shape)
+    _judge_blame(verdict, seen)
+    _judge_samples(verdict, seen)
+    if scenario.way != "isolate":
+        _judge_losses(verdict, seen, undisturbed)
+    return verdict
+
+
+def _fault(event: dict[str, Any], seen: Seen, shape: Shape) -> dict[str, Any]:
+    text = event["text"]
+    kind, _, place = text.partition(" at ") if " at " in text else ("kill", "", "outside: ")
+    who = {name: event[name] for name in ("pipeline", "rank", "life")}
+    found = {"at_s": event["at_s"], "kind": kind, "phase": place.partition(":")[0], "place": place, **who}
+    return {**found, "pause_s": _pause_s(event, seen, shape)}
+
+
+def _pause_s(fault: dict[str, Any], seen: Seen, shape: Shape) -> float | None:
+    """The longest time without a result of the others, while the fault can be felt; None if there was none any more."""
+    own = seen.scenario.way == "isolate"
+    others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
+    if own:
+        others = [event for event in others if event["pipeline"] != fault["pipeline"]]
+    times = sorted(event["at_s"] for event in others)
+    before = [t for t in times if t <= fault["at_s"]]
+    felt = [t for t in times if fault["at_s"] < t <= fault["at_s"] + shape.timeout_s + 2 * PROMPT_S]
+    if not before or not felt:
+        return None
+    return float(max(b - a for a, b in pairwise([fault["at_s"], *felt])))
+
+
+def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
+    limit_s = shape.timeout_s + PROMPT_S
+    if seen.is_hung:
+        verdict.wrong["hangs"].append("nothing more was heard, and the run did not end")
+        return
+    for fault in verdict.faults:
+        if fault["pause_s"] is not None and fault["pause_s"] > limit_s:
+            verdict.wrong["hangs"].append(f"the others paused for {fault['pause_s']:.1f} s")
+    last_s = max([fault["at_s"] for fault in verdict.faults], default=seen.ended_at_s)
+    if verdict.ended and seen.ended_at_s - last_s > limit_s + shape.timeout_s * (
+        seen.scenario.way == "isolate"
+    ):
+        verdict.wrong["hangs"].append(f"the run ended {seen.ended_at_s - last_s:.1f} s after the last fault")
+    if verdict.ended and not _may_end(verdict, seen):
+        verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
+    elif not verdict.ended and any(_must_be_noticed(verdict.way, fault) for fault in verdict.faults):
+        verdict.wrong["ended"].append("the run went on as if nothing had happened")
+
+
+def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
+    """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``."""
+    return way != "isolate" and (
+        fault["kind"] in ("exception", "out of memory", "flipped bit")
+        or (fault["kind"] in _KILLED and way == "plain")
+    )
+
+
+def _may_end(verdict: Verdict, seen: Seen) -> bool:
+    """Whether the guide leaves it open that the run goes on."""
+    if seen.scenario.way == "plain":
+        return any(fault["kind"] not in _HARMLESS for fault in verdict.faults)
+    if all(fault["kind"] in _HARMLESS for fault in verdict.faults):
+        return False
+    starts = any(fault["phase"] in ("start", "shutdown") for fault in verdict.faults)
+    if seen.scenario.way == "spares":
+        # Those that are not killed, two at once, and who dies between a call and the copy after the next batch.
+        calls = any(fault["phase"] in ("save", "evaluation") for fault in verdict.faults)
+        calls |= any(_follows_a_call(fault, seen) for fault in verdict.faults)
+        return (
+            starts
+            or calls
+            or len(verdict.faults) > 1
+            or any(f["kind"] not in _KILLED for f in verdict.faults)
+        )
+    lost = {fault["pipeline"] for fault in verdict.faults}  # one that nobody is left of has no state to give
+    return starts or len(lost) == len({event["pipeline"] for event in seen.events})
+
+
+def _follows_a_call(fault: Mapping[str, Any], seen: Seen) -> bool:
+    """Whether all have evaluated or saved, and trained on no more than a few batches since, or on none at all."""
+    results = [e["at_s"] for e in seen.of("result") if e["at_s"] < fault["at_s"]]
+    calls = [e["at_s"] for e in seen.of("evaluation") if e["at_s"] < fault["at_s"]]
+    return bool(fault["at_s"] - max([*calls, *results[:1]], default=fault["at_s"]) < _COPY_S)
+
+
+def _judge_blame(verdict: Verdict, seen: Seen) -> None:
+    blamed = _blamed(seen)
+    faults = [fault for fault in verdict.faults if fault["kind"] not in _HARMLESS]
+    allowed: set[Who] = set()
+    for fault in faults:
+        who = fault["pipeline"] if seen.scenario.way == "isolate" else 0, fault["rank"]
+        others = [(who[0], rank) for rank in range(_size(seen))]
+        allowed |= {who} if fault["kind"] in _ITSELF else set(others)
+        fault["blamed"] = [
+            list(one) for one, _ in blamed if one in ({who} if fault["kind"] in _ITSELF else others)
+        ]
+    for who, text in blamed:
+        if who not in allowed:
+            verdict.wrong["wrong blame"].append(f"pipeline {who[0]}, rank {who[1]} was blamed: {text}")
+
+
+def _blamed(seen: Seen) -> list[tuple[Who, str]]:
+    """Whom the launcher has blamed, in its own words."""
+    found = []
+    for _, line in seen.said:
+        match = _LOST.match(line)
+        if match:
+            found.append(((int(match[1] or 0), int(match[2])), line))
+    if isinstance(seen.failure, RanksFailed):
+        found.append(((0, seen.failure.rank), str(seen.failure)))
+    return found
+
+
+def _size(seen: Seen) -> int:
+    return 1 + max((event["rank"] for event in seen.events), default=0)
+
+
+def _judge_samples(verdict: Verdict, seen: Seen) -> None:
+    """Every sample is trained on once, as a process tells that was there from the first result to the end."""
+    results: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for event in seen.of("result"):
+        results[event["process"]].append(event)
+    ended = {event["process"] for event in seen.of("end")}
+    for process, rows in results.items():
+        batches = [row["batch"] for row in rows]
+        if seen.scenario.way == "isolate":
+            samples: Counter[int] = Counter()
+            for row in rows:
+                samples[row["batch"]] += row["samples"]
+            if process in ended and min(batches) == 0:
+                _tell_samples(verdict, process, rows, samples)
+                again = [row["samples"] for n, row in enumerate(rows) if row["batch"] in batches[:n]]
+                verdict.repeated = max(verdict.repeated, sum(again))
+        else:
+            last = BATCHES if process in ended else max(batches) + 1
+            samples = Counter({row["batch"]: 0 for row in rows})
+            for row in rows:
+                samples[row["batch"]] += row["samples"]
+            _tell_samples(verdict, process, rows, samples, range(min(batches), last))
+    if not verdict.ended and seen.scenario.way != "isolate":
+        told = {row["batch"] for rows in results.values() for row in rows}
+        if told != set(range(BATCHES)):
+            verdict.wrong["samples"].append(f"nobody told of batches {sorted(set(range(BATCHES)) - told)}")
+
+
+def _tell_samples(
+    verdict: Verdict,
+    process: int,
+    rows: Sequence[dict[str, Any]],
+    samples: Mapping[int, int],
+    batches: Sequence[int] = range(BATCHES),
+) -> None:
+    wrong = {batch: samples.get(batch, 0) for batch in batches if samples.get(batch, 0) != BATCH_SIZE}
+    if wrong:
+        who = f"pipeline {rows[0]['pipeline']}, rank {rows[0]['rank']}"
+        verdict.wrong["samples"].append(f"samples by batch that {who} was told of, of {BATCH_SIZE}: {wrong}")
+
+
+def _judge_losses(verdict: Verdict, seen: Seen, undisturbed: Mapping[int, float]) -> None:
+    """What is trained again comes to the same bits."""
+    others = [e["batch"] for e in seen.of("result") if e["loss"] != undisturbed.get(e["batch"], e["loss"])]
+    if others:
+        verdict.wrong["losses"].append(
+            f"losses differ from the undisturbed run's from batch {min(others)} on"
+        )

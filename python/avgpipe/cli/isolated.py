@@ -1,0 +1,30 @@
+"""Starting isolated pipelines: what ``avgpipe train``, ``avgpipe run`` and ``avgpipe join`` share."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from avgpipe.cli.config import IsolationOptions
+from avgpipe.cli.options import Options, flag
+from avgpipe.ranks.supervise import Isolation
+
+
+def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
+    """How many pipelines there are; ValueError for what does not fit together."""
+    most = config.max_pipelines or pipelines
+    if not config.min_pipelines <= pipelines <= most:
+        raise ValueError(
+            f"--min-pipelines {config.min_pipelines}, --max-pipelines {most}: the {pipelines} pipelines that the run "
+            "begins with must lie between the two"
+        )
+    return Isolation(pipelines, config.min_pipelines, most, config.restarts)
+
+
+def refuse_isolation(config: IsolationOptions, *more: str) -> None:
+    """Refuse options that are for isolated pipelines alone, and ``more`` that are."""
+    own = {f.name for f in fields(IsolationOptions)} - {f.name for f in fields(Options)}
+    given = [flag(name) for name in config.given if name in own or name in more]
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} without --isolate: it is for pipelines that have processes of their own"
+        )

@@ -1,0 +1,290 @@
+"""What a run writes and shows: by its first rank, or of isolated pipelines by the launcher, whom each of them tells."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any, Protocol
+
+from avgpipe.checkpoint.folder import FolderLocks
+from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.folder import RunFolder, number
+from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, strict_json
+from avgpipe.cli.progress import ProgressBar
+from avgpipe.plan import Plan
+from avgpipe.ranks.joining import ADDRESS
+from avgpipe.ranks.membership import Membership
+from avgpipe.report.course import Totals
+from avgpipe.report.loggers import Loggers
+from avgpipe.report.pictures import Curve, plot_curves
+from avgpipe.report.runs import read_metrics
+
+
+class Record(Protocol):
+    """Where the training loop of a rank tells what happens."""
+
+    def note(self, text: str) -> None:
+        """Say something that stays."""
+
+    def open(self, plan: Plan) -> None:
+        """Begin the files."""
+
+    def segment(self, values: dict[str, Any]) -> None:
+        """Batches without a pause begin, as others have to know who come in the midst of them."""
+
+    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
+        """A batch is done, of so many samples, so many seconds of training after the one before."""
+
+    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
+        """Return the batches, or the first ``most`` of them."""
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        """A validation is done."""
+
+    def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
+        """Write the summary, and draw the curves; whether this process shall add the timeline."""
+
+    def close(self) -> None:
+        """Write what is left."""
+
+
+class WrittenRecord:
+    """A record in the run's folder.
+
+    Args:
+        done: what the run had come to before.
+        total: batches of the whole run.
+        writes: whether this process does; else every method does nothing.
+        on_result: gets each row.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        done: Totals,
+        total: int,
+        writes: bool,
+        on_result: Callable[[Mapping[str, Any]], None] | None = None,
+    ) -> None:
+        self._config, self._begun, self._writes, self._on_result = config, done.batches, writes, on_result
+        self.folder = RunFolder(Path(config.out), writes)
+        self.progress = ProgressBar(total, done.batches, shown=writes)
+        self._loggers = Loggers({}, self.note)  # until the folder is there
+        self._newest = done.batches - 1  # batch
+
+    def note(self, text: str) -> None:
+        self.progress.note(text)
+
+    def open(self, plan: Plan) -> None:
+        if self._writes:
+            about = self._config.complete
+            self._loggers = Loggers.opened(
+                self._config.logger, self.folder.path, about, self._begun, self.note
+            )
+        self.folder.open(self._config, plan)
+
+    def segment(self, values: dict[str, Any]) -> None:
+        pass
+
+    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
+        is_new = row["batch"] > self._newest
+        self._newest = max(self._newest, row["batch"])
+        self._add("train", self._newest, row if is_new else {**row, "taken_over": True})
+        self.progress.batch(row["loss"], samples, seconds, is_new)
+
+    def validating(self, batches: Any, most: int | None) -> Iterator[Any]:
+        return self.progress.validating(batches, most)
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self._add("valid", row["batch"], row)
+        when = f"after {row['batch']} batches" if row["batch"] else "before training"
+        metrics = row["metrics"].items()
+        values = "".join(f"{name} {number(value)}, " for name, value in metrics if name != "loss")
+        skipped = row["skipped_updates"]
+        note = f"; updates skipped so far: {skipped}" if skipped else ""
+        self.note(f"validation {when}: {values}loss {row['loss']:.4f}{note}")
+
+    def _add(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
+        """Add a row; loggers want steps that do not decrease."""
+        self.folder.row(kind, **row)
+        if self._writes:
+            self._loggers.log(step, row, kind)
+            if self._on_result is not None:
+                self._on_result({"kind": kind, **row})
+
+    def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
+        self.progress.close()
+        if self._writes:
+            self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
+            curve = Curve.of(read_metrics(self.folder.path))
+            what = summary["metric_name"], summary["trivial_metric"], summary["target"]
+            picture = self.folder.path / "curves.png"
+            plot_curves({summary["system"]: curve}, heading, *what, picture)
+        return self._writes
+
+    def close(self) -> None:
+        self.progress.close()
+        self._loggers.close()
+        self.folder.close()
+
+
+# ---- isolated pipelines ----------------------------------------------------------------------------------------------
+
+
+class RemoteRecord:
+    """A record that the launcher keeps, told by the first rank of a pipeline.
+
+    All pipelines tell the same, and the launcher takes what is new to it.
+    """
+
+    def __init__(self, launcher: Membership, done: Totals, total: int) -> None:
+        self._launcher, self._results = launcher, 0  # of batches, that the run has had
+        launcher.tell("begin", asdict(done), total)
+
+    def standing(self, results: int, batches: int) -> Any:
+        """Return what a run has come to that others have begun: the totals, and the segment that they are at."""
+        self._results = results
+        return self._launcher.ask("standing", results, batches)
+
+    def note(self, text: str) -> None:
+        self._launcher.tell("note", self._results, text)
+
+    def open(self, plan: Plan) -> None:
+        self._launcher.tell("open", plan.to_json())
+
+    def segment(self, values: dict[str, Any]) -> None:
+        self._launcher.tell("segment", values, time.monotonic())
+
+    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
+        self._launcher.tell("batch", self._results, dict(row), samples, time.monotonic())
+        self._results += 1
+
+    def validating(self, batches: Any, most: int | None) -> Iterator[Any]:
+        return islice(batches, most)
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self._launcher.tell("validation", dict(row))
+
+    def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
+        return bool(self._launcher.ask("finish", dict(summary), heading))
+
+    def close(self) -> None:
+        pass
+
+
+class SharedRecord:
+    """Keeps the record of a run of isolated pipelines, in the launcher, as they tell it.
+
+    Args:
+        meeting: the folder that tells avgpipe join where this run is.
+    """
+
+    def __init__(self, config: TrainConfig, meeting: Path) -> None:
+        self._config, self._link, self._meeting = config, Path(config.out) / ADDRESS, meeting / ADDRESS
+        self._locks = FolderLocks()
+        self._written: WrittenRecord | None = None
+        self._done = Totals(lower_is_better=False)
+        self._told = 0  # results of batches
+        self._notes: set[tuple[int, str]] = set()
+        self._segment: dict[str, Any] = {}
+        self._ended_at = 0.0  # the last result, or the pause after it
+        self._waiting: list[tuple[int, int, Callable[[Any], None]]] = []
+        self._ending: tuple[dict[str, Any], str] | None = None
+
+    def say(self, text: str) -> None:
+        """Say what happens to pipelines."""
+        (note if self._written is None else self._written.note)(text)
+
+    def close(self, history: Mapping[str, Any]) -> None:
+        """Write what is left: the summary, if the run has come to its end, with what became of its pipelines."""
+        if self._written is not None:
+            if self._ending is not None:
+                summary, heading = self._ending
+                self._written.finish({**summary, **self._done.figures(), **history}, heading)
+            self._written.close()
+        if self._link.is_symlink() and self._link.readlink() == self._meeting:
+            self._link.unlink()
+        self._locks.release()
+
+    # ---- what a pipeline tells ---------------------------------------------------------------------------------------
+
+    def hear(self, kind: str, *values: Any) -> None:
+        if kind == "begin":
+            self._begin(*values)
+        elif self._written is None:
+            raise ValueError(f"{kind} before the run has begun")
+        elif kind == "note":
+            self._note(self._written, *values)
+        elif kind == "open":
+            self._open(self._written, *values)
+        elif kind == "batch":
+            self._take_batch(self._written, *values)
+        elif kind == "validation":
+            self._take_validation(self._written, *values)
+        elif kind == "segment" and values[0]["first"] > self._segment.get("first", -1):
+            self._segment, self._ended_at = values
+        self._answer_waiting()
+
+    def _begin(self, done: dict[str, Any], total: int) -> None:
+        if self._written is None:
+            self._done = Totals(**done)
+            self._written = WrittenRecord(self._config, self._done, total, writes=True)
+            if self._config.resume:
+                self._written.folder.cut(self._done.batches)
+
+    def _note(self, written: WrittenRecord, place: int, text: str) -> None:
+        if (place, text) not in self._notes:
+            self._notes.add((place, text))
+            written.note(text)
+
+    def _open(self, written: WrittenRecord, plan: str) -> None:
+        if not written.folder.is_open:
+            with arguments():
+                written.open(Plan.from_json(plan))
+                with self._locks.saving(Path(self._config.out)):  # until the end: who watches the run sees it
+                    self._link.unlink(missing_ok=True)
+                    self._link.symlink_to(self._meeting)
+
+    def _take_batch(
+        self, written: WrittenRecord, place: int, row: dict[str, Any], samples: int, ended_at: float
+    ) -> None:
+        if place > self._told:
+            raise ValueError(f"result {place} after result {self._told - 1}")
+        if place == self._told:
+            self._told += 1
+            seconds, self._ended_at = max(0.0, ended_at - self._ended_at), max(ended_at, self._ended_at)
+            row["seconds"] = round(self._done.seconds + seconds, 6)
+            self._done.take({"kind": "train", **row})
+            written.batch(row, samples, seconds)
+
+    def _take_validation(self, written: WrittenRecord, row: dict[str, Any]) -> None:
+        if row["batch"] > self._done.validated:
+            row["seconds"] = round(self._done.seconds, 6)
+            self._done.take({"kind": "valid", **row})
+            written.validation(row)
+
+    # ---- what a pipeline asks ----------------------------------------------------------------------------------------
+
+    def answer(self, reply: Callable[[Any], None], kind: str, *values: Any) -> None:
+        if kind == "finish":
+            reply(self._ending is None)
+            self._ending = self._ending or (values[0], values[1])
+        elif kind == "standing":
+            self._waiting.append((values[0], values[1], reply))
+            self._answer_waiting()
+        elif kind == "fail":
+            raise CommandFailed(values[0], FAILED)
+        else:
+            raise ValueError(f"unknown question {kind!r}")
+
+    def _answer_waiting(self) -> None:
+        """Tell those that come what the run has come to, once all that was before them has been told."""
+        first, count = self._segment.get("first", 0), self._segment.get("count", -1)
+        for waiting in list(self._waiting):
+            results, batches, reply = waiting
+            if results <= self._told and first <= batches <= first + count:
+                reply({"done": asdict(self._done), "segment": self._segment})
+                self._waiting.remove(waiting)

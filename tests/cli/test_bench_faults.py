@@ -1,0 +1,140 @@
+"""``avgpipe bench faults``: what it draws, what it finds wrong, and a run of some seconds."""
+
+import pytest
+
+from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, Scenario, draw
+from avgpipe.cli.bench.chaos.episode import Seen, Shape
+from avgpipe.cli.bench.chaos.judge import judge
+from avgpipe.faults.fault import KINDS
+from avgpipe.ranks.launch import RanksFailed
+from avgpipe.testing import environment
+from tests.cli.command import avgpipe, invoke, strict
+
+SHAPE = Shape(stages=2, pipelines=2, link="auto", timeout_s=5.0)
+LOSSES = dict.fromkeys(range(BATCHES), 1.0)
+KILL = {"kind": "kill", "phase": "training", "rank": 1, "restart": 0, "pipeline": 0, "batch": 20}
+
+
+@pytest.mark.parametrize("way", ["isolate", "spares", "plain"])
+def test_what_is_drawn_can_happen_and_follows_from_the_seed(way):
+    for number in range(200):
+        drawn = draw(3, way, number, tuple(KINDS), 2, 3, 20.0)
+        assert drawn == draw(3, way, number, tuple(KINDS), 2, 3, 20.0)
+        environment(drawn.faults)  # ValueError for what cannot be
+    some = [draw(3, way, number, tuple(KINDS), 2, 3, 20.0) for number in range(200)]
+    assert {one.kind for one in some} == set(KINDS)
+    assert [one.faults for one in some] != [
+        draw(4, way, n, tuple(KINDS), 2, 3, 20.0).faults for n in range(200)
+    ]
+
+
+def test_only_the_kinds_that_are_asked_for_are_drawn():
+    for number in range(50):
+        drawn = draw(0, "isolate", number, ("slow", "reset"), 2, 2, 1.0)
+        assert {fault["kind"] for fault in drawn.faults} <= {"slow", "reset", "kill"}  # who joins was killed
+        assert not drawn.kills_s
+
+
+def seen(way="isolate", fault_at_s=20.05, lost=0, **changes):
+    """A run of two pipelines of two ranks with a result each second, of which one is killed and does not come again."""
+    made = Seen(Scenario("a run", way, (KILL,)), ended_at_s=BATCHES + 0.5)
+    for process in range(4 if way == "isolate" else 2):
+        who = {"process": process, "pipeline": process // 2, "rank": process % 2, "life": 0}
+        is_lost = process // 2 == lost and way == "isolate"
+        batches = [batch for batch in range(BATCHES) if not is_lost or batch < fault_at_s]
+        rows = [("result", batch, {"batch": batch, "samples": BATCH_SIZE, "loss": 1.0}) for batch in batches]
+        if not is_lost:
+            rows += [("evaluation", BATCHES, {"batch": BATCHES, "loss": 1.0}), ("end", BATCHES, {})]
+        made.events += [{"event": kind, "at_s": float(at), **who, **about} for kind, at, about in rows]
+    killed = {"process": 1, "pipeline": 0, "rank": 1, "life": 0, "text": "kill at training: rank 1, batch 20"}
+    made.events.append({"event": "fault", "at_s": fault_at_s, **killed})
+    made.events.sort(key=lambda event: event["at_s"])
+    made.said.append((fault_at_s, "pipeline 0 is lost: rank 1 (stage 1) was killed by SIGKILL (by hand)"))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def test_a_run_that_goes_on_as_promised_has_nothing_wrong():
+    verdict = judge(seen(), SHAPE, LOSSES)
+    assert not verdict.wrong
+    assert verdict.curve == {BATCHES: 1.0}
+    (fault,) = verdict.faults
+    assert (fault["kind"], fault["phase"], fault["blamed"]) == ("kill", "training", [[0, 1]])
+    assert fault["pause_s"] == pytest.approx(1.0)
+
+
+def test_what_is_left_over_is_wrong():
+    assert judge(seen(left=["process 7: python"]), SHAPE, LOSSES).wrong == {
+        "left over": ["process 7: python"]
+    }
+
+
+def test_who_cannot_be_at_fault_must_not_be_blamed():
+    said = [
+        (20.1, "pipeline 0 is lost: rank 0 (stage 0) was killed by SIGKILL (by hand); it is started again")
+    ]
+    assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == ["wrong blame"]
+
+
+@pytest.mark.parametrize(("rank", "wrong"), [(1, []), (0, ["wrong blame"])])
+def test_who_is_said_to_stand_still_is_blamed(rank, wrong):
+    who = f"rank {rank} (stage {rank})"
+    said = [(20.1, f"pipeline 0 is lost: {who} has said nothing for 5 s, when it was at its start")]
+    assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == wrong
+
+
+def test_a_long_pause_is_a_hang():
+    late = seen()
+    late.events = [e for e in late.events if not (e["event"] == "result" and 20.05 < e["at_s"] < 33)]
+    assert "hangs" in judge(late, SHAPE, LOSSES).wrong
+
+
+def test_a_sample_that_is_lost_or_trained_on_twice_is_wrong():
+    lost = seen()
+    lost.events = [e for e in lost.events if not (e["event"] == "result" and e["batch"] == 50)]
+    assert list(judge(lost, SHAPE, LOSSES).wrong) == ["samples"]
+    twice = seen()
+    twice.events += [dict(e) for e in twice.events if e["event"] == "result" and e["batch"] == 50]
+    assert list(judge(twice, SHAPE, LOSSES).wrong) == ["samples"]
+
+
+def test_a_run_that_ends_where_another_pipeline_is_left_is_wrong():
+    assert "ended" in judge(seen(failure=RanksFailed([0, -9], 1)), SHAPE, LOSSES).wrong
+
+
+def test_a_replaced_rank_trains_to_the_same_bits():
+    said = [(20.1, "rank 1 was killed by SIGKILL (by hand); a spare process takes its place")]
+    assert not judge(seen("spares", said=said), SHAPE, LOSSES).wrong
+    assert list(judge(seen("spares", said=said), SHAPE, {**LOSSES, 30: 0.9}).wrong) == ["losses"]
+
+
+def test_unknown_names_are_refused():
+    for option, name in (("--kinds", "kil"), ("--ways", "isolated"), ("--links", "nccl")):
+        result = invoke("bench", "faults", option, name)
+        assert result.exit_code == 2
+        assert name in result.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_it_runs_for_some_seconds_and_says_how_to_repeat_it():
+    options = (
+        "--seed",
+        "1",
+        "--kinds",
+        "kill,exception",
+        "--ways",
+        "spares,plain",
+        "--only",
+        "spares-2,plain-0",
+    )
+    process = avgpipe("bench", "faults", *options, "--json")
+    stdout, stderr = process.communicate(timeout=200)
+    assert process.returncode == 0, stderr
+    found = strict(stdout)
+    assert found["command"].startswith("avgpipe bench faults --seed 1 ")
+    assert stderr.startswith(f"seed 1: {found['command']}")
+    assert found["violations"] == []
+    assert {run["name"] for run in found["runs"]} == {"spares-2", "plain-0"}
+    assert found["faults"] >= 2

@@ -1,0 +1,157 @@
+"""What the launcher of isolated pipelines hears and says, without any pipeline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from avgpipe.ranks.coordinator import VERSION, Coordinator, encoded, received
+from avgpipe_ext.ring import Bell, Memory
+
+_TOKEN = b"a token"
+
+
+class Served:
+    """A coordinator that serves in a thread."""
+
+    def __init__(self, folder: Path, wanted: int) -> None:
+        self.lost: dict[int, str] = {}
+        self.said: list[str] = []
+        self.coordinator = Coordinator(
+            str(folder / "coordinator"), _TOKEN, wanted, self._lose, self.said.append
+        )
+        self._ended = False
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _lose(self, number: int, rank: int | None, why: str) -> None:
+        self.lost.setdefault(number, why or f"rank {rank} has ended")
+
+    def _serve(self) -> None:
+        while not self._ended:
+            self.coordinator.serve(0.01)
+            for number in list(self.lost):
+                self.coordinator.gone(number)
+
+    def close(self) -> None:
+        self._ended = True
+        self._thread.join()
+        self.coordinator.close()
+
+    def connect(self, pipeline: int, group: int, **changes: Any) -> Connection:
+        connection = Client(self.coordinator.address, authkey=_TOKEN)
+        about = {
+            "rank": 0,
+            "size": 1,
+            "name": "rank 0",
+            "places": 1,
+            "period": 1,
+            "bell": ["", 64, 0],
+            "timeout_s": 9,
+        }
+        connection.send_bytes(
+            encoded(["hello", VERSION, about | {"pipeline": pipeline, "group": group} | changes])
+        )
+        return connection
+
+
+@contextmanager
+def served(folder: Path, wanted: int = 2) -> Iterator[Served]:
+    one = Served(folder, wanted)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+def heard(connection: Connection, kind: str) -> list[Any]:
+    """The next message of a kind."""
+    while connection.poll(10):
+        message = received(connection)
+        if message[0] == kind:
+            return message[1:]
+    raise AssertionError(f"no {kind} has come")
+
+
+def enter(connection: Connection, digests: tuple[str, str] = ("plan", "weights")) -> Any:
+    connection.send_bytes(encoded(["enter", 1, digests]))
+    return heard(connection, "reply")[1]
+
+
+def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        told = heard(second, "welcome")[0]["told"]
+        assert enter(first) == {}
+        assert enter(second) == {}
+        for connection in (first, second):
+            stays, about = heard(connection, "roster")
+            assert [stay[0] for stay in stays] == [0, 1]
+            assert about["1"]["told"] == told
+        count = Bell(Memory.open(*told), 0)
+        for _ in range(3):
+            count.ring()
+        second.close()
+        heard(first, "freeze")
+        first.send_bytes(encoded(["begun", 5, 5]))
+        stays, _ = heard(first, "roster")
+        assert [(stay[0], *stay[4:]) for stay in stays if stay[0] == 1] == [(1, 3, 5)]
+        assert one.lost == {1: "rank 0 has ended"}
+
+
+def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            Client(one.coordinator.address, authkey=b"another").recv_bytes()
+        first = one.connect(0, 0)
+        assert heard(first, "welcome")[0]["has_begun"] is False
+
+
+@pytest.mark.parametrize(
+    "text", [b"{}", b"[]", b"nonsense", b'["hello", 99, {}]', b'["hello", 1, {"group": []}]']
+)
+def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes) -> None:
+    with served(tmp_path) as one:
+        stranger = Client(one.coordinator.address, authkey=_TOKEN)
+        stranger.send_bytes(text)
+        with pytest.raises((EOFError, OSError)):
+            stranger.recv_bytes()
+        friend = one.connect(0, 0)
+        assert heard(friend, "welcome")
+        assert one.lost == {}
+
+
+def test_one_that_is_made_in_another_way_is_told_so(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second, third = (one.connect(i, i) for i in range(3))
+        assert enter(first) == {}
+        assert "plan or model differs from pipeline 0's" in enter(second, ("another plan", "weights"))["why"]
+        assert "initial weights differ" in enter(third, ("plan", "other weights"))["why"]
+
+
+def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tmp_path: Path) -> None:
+    with served(tmp_path, wanted=3) as one:
+        first, second, third = (one.connect(i, i) for i in range(3))
+        for connection in (first, second, third):
+            connection.send_bytes(encoded(["once", 7, "loss"]))
+            if connection is first:
+                assert heard(first, "reply") == [7, {}]
+        first.close()
+        assert heard(second, "reply") == [7, {}]
+        second.send_bytes(encoded(["done", "loss", 1.5]))
+        assert heard(third, "reply") == [7, {"value": 1.5}]
+
+
+def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        silent = one.connect(0, 0, timeout_s=0.2)
+        with pytest.raises((EOFError, OSError)):
+            heard(silent, "a word that never comes")
+        assert one.lost[0].startswith("rank 0 has said nothing for 0.2 s")

@@ -1,0 +1,192 @@
+"""A rank that is killed is replaced: training goes on from copies in memory, to the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe.model.context import Carry
+from avgpipe.ranks.generation import GENERATION, announcement
+from avgpipe.ranks.process import STORE_FILE
+from tests.isolated import die
+from tests.runner import Ranks
+
+_LIMIT_S = 60
+BATCHES = 12  # of an epoch
+
+
+class Recurrent(nn.Module):
+    """Goes on from batch to batch, drops out, and normalises: all that a copy must have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.2)
+        self.carry = Carry()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = self.carry.get()
+        x = self.linear(x) + (0.1 * before if before is not None and before.shape == x.shape else 0)
+        self.carry.set(x.detach())
+        out: torch.Tensor = self.dropout(torch.tanh(self.norm(x)))
+        return out
+
+
+def replaced(size: int, most: int = 3, **arguments: Any) -> tuple[list[Any], int]:
+    """Run :func:`train` on ranks that are replaced when they are killed; results, and how many were."""
+    ranks = Ranks(
+        size, train, environment={GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}, **arguments
+    )
+    store, count = dist.FileStore(str(ranks.folder / "store")), 0  # type: ignore[attr-defined]
+    deadline = time.monotonic() + _LIMIT_S
+    while any(process.exitcode is None for process in ranks.processes):
+        for rank, process in enumerate(ranks.processes):
+            if process.exitcode == -9 and count < most:
+                count += 1
+                ranks.replace(rank, {GENERATION: str(count)})
+                store.set(announcement(count), json.dumps([rank]))
+        assert time.monotonic() < deadline, ranks.outputs()
+        ranks.processes[0].join(0.01)
+    return ranks.results(), count
+
+
+def train(
+    options: dict[str, Any],
+    deaths: Any = (),
+    copies: float | None = 0.01,
+    link: str = "auto",
+    evaluates: int = 12,
+) -> Any:
+    """Results by batch, evaluations after every epoch, and the weights after three epochs.
+
+    Args:
+        deaths: (generation, rank, epoch, batch or "evaluation"): when who dies.
+        evaluates: after so many batches.
+    """
+    os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
+    rank, torch_seed = int(os.environ["RANK"]), 0
+    torch.manual_seed(torch_seed)
+    model = nn.Sequential(*[Recurrent() for _ in range(6)])
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        (torch.randn(8, 8, generator=generator), torch.randn(8, 8, generator=generator))
+        for _ in range(BATCHES)
+    ]
+    found: dict[int, float] = {}
+    seen: dict[int, float] = {}
+    with Pipeline(
+        model,
+        Plan(**options),
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
+        clip_grad_norm=1.0,
+        timeout_s=20,
+        link=link,
+        copies_every_s=copies,
+    ) as p:
+
+        def dies(epoch: int, when: Any) -> None:
+            if (int(os.environ[GENERATION]), rank, epoch, when) in deaths:
+                die()
+
+        epoch, first = divmod(p.batches, BATCHES)
+        for trained in p._worker.trained.values():
+            trained.stage.layers[0].register_forward_pre_hook(
+                lambda layer, _: None if layer.training else dies(p.batches // BATCHES, "evaluation")
+            )
+        while epoch < 3:
+            for result in p.train(data[first:]):
+                assert result.batch not in found
+                found[result.batch] = result.loss
+                dies(epoch, result.batch % BATCHES)
+            first, epoch = 0, epoch + 1
+            seen[epoch] = p.evaluate(data[:3]).loss
+        return found, seen, p.state_dict()
+
+
+def assert_as_undisturbed(run: list[Any], expected: Any) -> None:
+    losses, seen, weights = expected
+    for found, evaluated, state in run:
+        assert found == {batch: loss for batch, loss in losses.items() if batch >= min(found)}
+        assert evaluated == {epoch: loss for epoch, loss in seen.items() if epoch in evaluated}
+        assert all(torch.equal(value, weights[name]) for name, value in state.items())
+    whole = [found for found, _, _ in run if 0 in found]
+    assert whole
+    assert all(found.keys() == losses.keys() for found in whole)
+
+
+SHAPES: list[Any] = [
+    {"stages": 3, "pipelines": 2, "micro_batches": 4},
+    {"stages": 2, "pipelines": 2, "micro_batches": 2, "rule": "avgpipe", "batch": "per-pipeline"},
+    {"stages": 2, "micro_batches": 4},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("link", ["auto", "gloo"])
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_each_rank_is_replaced_and_training_comes_to_the_same_bits(
+    options: dict[str, Any], link: str
+) -> None:
+    size = options["stages"]
+    (expected, *_), none = replaced(size, options=options, copies=None, link=link)
+    assert none == 0
+    deaths = [
+        (n, size - 1 - n, n, 4 + n) for n in range(size - 1)
+    ]  # one in each generation, all but the first rank
+    run, count = replaced(size, options=options, deaths=deaths, link=link)
+    assert count == size - 1
+    assert_as_undisturbed(run, expected)
+
+
+@pytest.mark.slow
+def test_who_is_killed_while_all_evaluate_is_replaced() -> None:
+    options = SHAPES[0]
+    (expected, *_), _ = replaced(3, options=options, copies=None)
+    run, count = replaced(3, options=options, deaths=[(0, 1, 2, "evaluation"), (1, 0, 2, 3)])
+    assert count == 2
+    assert_as_undisturbed(run, expected)
+
+
+def test_without_copies_a_rank_that_is_killed_ends_the_others() -> None:
+    ranks = Ranks(
+        2,
+        train,
+        environment={GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""},
+        options=SHAPES[2],
+        copies=None,
+        deaths=[(0, 1, 0, 4)],
+    )
+    (code, text), _ = ranks.join()
+    assert code == 1
+    assert "PeerLost: rank 1 (stage 1) died" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"isolate": True, "pipelines": 2}, "stand in for each other"),
+        ({"spread": True, "pipelines": 2}, "use isolate=True"),
+        ({"replication": [2, 1], "stages": 2, "micro_batches": 2}, "leave it out"),
+        ({"advance": "auto", "stages": 2, "micro_batches": 2}, "give numbers"),
+    ],
+)
+def test_what_copies_cannot_have(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Pipeline(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            Plan(**options),
+            loss_fn=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            copies_every_s=1,
+        )
+    assert issubclass(PeerLost, RuntimeError)
