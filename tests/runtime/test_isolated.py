@@ -19,9 +19,6 @@ from tests.isolated import Isolated, die
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
 
-# Not in order on a device with streams yet: what is told goes through the host's memory, of which they know nothing.
-pytestmark = pytest.mark.host
-
 LOSS = nn.CrossEntropyLoss()
 BATCHES = 24
 

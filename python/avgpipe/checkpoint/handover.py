@@ -7,6 +7,7 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
 from avgpipe.runtime.turn_feed import Counts
@@ -42,7 +43,7 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
     if ema is not None:
         state["ema"] = {"flats": list(ema.flats), "updates": ema.updates}
     buffer = io.BytesIO()
-    torch.save(state, buffer)
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), buffer)
     return buffer.getvalue()
 
 
@@ -55,7 +56,7 @@ def take_state(given: bytes, worker: Worker, number: int) -> Counts:
         worker.references[number],
         worker.emas.get(number),
     )
-    state = torch.load(io.BytesIO(given), map_location=worker.device, weights_only=True)
+    state = torch.load(io.BytesIO(given), weights_only=True)
     if reference is not None and trained.elastic is not None:
         averaging, of_all = state["reference"], state["optimizer"]
         inner = trained.elastic.inner

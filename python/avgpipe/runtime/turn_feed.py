@@ -56,6 +56,7 @@ class Part:
 
     Attributes:
         first: the number of the first micro-batch in that batch.
+        answers: the targets as the loader has given them, which all stages have.
         sizes: of the micro-batches, in samples.
         mark: a checksum of the beginning of the batch: loaders that draw otherwise show by it.
         copied: as in :class:`avgpipe.runtime.compute.Work`.
@@ -65,6 +66,7 @@ class Part:
     first: int
     inputs: list[Any]
     targets: list[Any]
+    answers: list[Any]
     sizes: list[int]
     mark: int
     copied: ReadyOnEvent | None
@@ -83,8 +85,8 @@ class Part:
         found, first = [], 0
         for size in sizes_of(len(self.sizes), count):
             of = slice(first, first + size)
-            part = replace(self, first=self.first + first, inputs=self.inputs[of], targets=self.targets[of])
-            found.append(replace(part, sizes=self.sizes[of]))
+            lists = {n: getattr(self, n)[of] for n in ("inputs", "targets", "answers", "sizes")}
+            found.append(replace(self, first=self.first + first, **lists))
             first += size
         return found
 
@@ -189,13 +191,13 @@ class TurnFeed:
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         counts = [sample_count(inputs, targets) for inputs, targets in given]
         parts = [min(self._micro_batches, samples) for samples in counts]
-        mark = _mark(given)
+        mark, answers = _mark(given), cut([targets for _, targets in given], parts)
         if copied is not None:
             given = copied.value
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
         inputs, targets = (cut([pair[n] for pair in given], parts) for n in (0, 1))
         self.next_batch += 1
-        return Part(self.next_batch - 1, 0, inputs, targets, sizes, mark, copied)
+        return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
         """Begin a turn: with what is in line, else with ``batch``, which is cut for all, else with the loader's.
@@ -247,15 +249,15 @@ class TurnFeed:
                 turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place
             )
             if self._is_shared:
-                targets, sizes = (
-                    [x for p in parts.values() for x in getattr(p, n)] for n in ("targets", "sizes")
+                answers, sizes = (
+                    [x for p in parts.values() for x in getattr(p, n)] for n in ("answers", "sizes")
                 )
-                weights = loss_weights(loss_fn, targets, sizes, self._options.loss_weight)
+                weights = loss_weights(loss_fn, answers, sizes, self._options.loss_weight)
                 shares = share_out(weights, [len(p.sizes) for p in parts.values()], self._options.sums_loss)
                 work.weights = dict(zip(parts, shares))[self._pipeline]
                 work.draws = Position(0, turn, part.first)
             else:
-                work.weights = loss_weights(loss_fn, part.targets, part.sizes, self._options.loss_weight)
+                work.weights = loss_weights(loss_fn, part.answers, part.sizes, self._options.loss_weight)
         if part is not None and self._verification is not None:
             work.is_kept = self._verification.keeps(self.next_batch - 1, self._pipeline)
         for row in self._worker.rows:

@@ -85,7 +85,8 @@ class Turns:
             with self._averaging():
                 self._take_in(self._mailbox.take(self._next))
             self._next = self._next._replace(batch=self._told)
-        self._exchange.hand_over(self._route.replica, self._next.batch)
+        with self._averaging():
+            self._exchange.hand_over(self._route.replica, self._next.batch)
 
     def _compare(self, told: Told) -> None:
         """Fail where the reference here, when the turn was told, was not that of most pipelines; of two both fail."""
@@ -106,7 +107,8 @@ class Turns:
         rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
         if reference is not None and rows:
             count = len(reference.z.flats)
-            updates = [tensors[:count] for _, _, tensors in rows]
+            device = reference.z.flats[0].device  # what was told lies in main memory
+            updates = [[flat.to(device) for flat in tensors[:count]] for _, _, tensors in rows]
             reference.complete(updates, {i: without for i, without, _ in rows})
 
     def may_step(self, turn: int) -> bool:
