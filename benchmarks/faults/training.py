@@ -1,6 +1,6 @@
 """Question: what does training lose, in quality and in pace, when a process is killed every 20 s on average?
 
-    AVGPIPE_DATA=DIR python -m benchmarks.faults.training [--batches 6000] [--seeds 0,1,2] [--disturbed 0]
+    AVGPIPE_DATA=DIR python -m benchmarks.faults.training [--epochs 18] [--seeds 0,1,2] [--disturbed 0]
         [--mean-seconds 20] [--stages 1] [--pipelines 3] [--out FILE] [--resume] [--picture FILE.png]
 
 Runs `avgpipe train gnmt --isolate` on Multi30k, one run after another: undisturbed with each of the seeds, which shows
@@ -26,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +44,7 @@ MOST_ENDS = 20  # of one run, after each of which it is resumed
 _POLL_S = 0.02
 _LOST = re.compile(r"pipeline (\d+) is lost: ")
 _CAME = re.compile(r"pipeline (\d+) trains with the others from step ")
+_TOOK_OVER = re.compile(r"the others train on what it had of its last (?:step|(\d+) steps)")
 _INK, _QUIET, _DISTURBED = "#333333", "#b9b9b9", "#2a6fb0"
 
 
@@ -52,9 +54,9 @@ _INK, _QUIET, _DISTURBED = "#333333", "#b9b9b9", "#2a6fb0"
 def command(asked: argparse.Namespace, seed: int) -> list[str]:
     """Return the words of a run, but for its folder."""
     words = ["avgpipe", "train", "gnmt", "--preset", "tiny", "--data", f"$AVGPIPE_DATA/{DATA}", "--isolate"]
-    for option in ("stages", "pipelines", "micro_batches", "validations"):
+    for option in ("stages", "pipelines", "micro_batches", "epochs", "validations"):
         words += [f"--{option.replace('_', '-')}", str(getattr(asked, option))]
-    return [*words, "--max-batches", str(asked.batches), "--checkpoint-minutes", "1", "--seed", str(seed)]
+    return [*words, "--checkpoint-minutes", "1", "--seed", str(seed)]
 
 
 class Run:
@@ -63,12 +65,14 @@ class Run:
     Attributes:
         lines: what it has said on standard error, each with the time when it came.
         seen: when its first and its newest training result were seen.
+        samples: of the newest one, since the run's beginning.
     """
 
     def __init__(self, words: list[str], out: Path) -> None:
         self._words, self._metrics = [*words, "--out", str(out), "--json"], out / "metrics.jsonl"
         self.lines: list[tuple[float, str]] = []
         self.seen: list[float] = []
+        self.samples = 0
         self._size = 0
         self.start()
 
@@ -91,12 +95,19 @@ class Run:
 
     def look(self) -> None:
         """Note whether results have come."""
-        size = self._metrics.stat().st_size if self._metrics.is_file() else 0
-        if size > self._size:
-            text = self._metrics.read_bytes()[self._size :] if size > self._size else b""
-            self._size = size
-            if b'"train"' in text:
-                self.seen = [*self.seen[:1], time.monotonic()]
+        if not self._metrics.is_file():
+            return
+        size = self._metrics.stat().st_size
+        self._size = min(self._size, size)  # what is resumed has cut it
+        with self._metrics.open("rb") as file:
+            file.seek(self._size)
+            new = file.read()
+        whole = new[: new.rfind(b"\n") + 1]
+        self._size += len(whole)
+        trained = [row for row in map(json.loads, whole.splitlines()) if row["kind"] == "train"]
+        if trained:
+            self.seen = [*self.seen[:1], time.monotonic()]
+            self.samples = trained[-1]["samples"]
 
     def wait(self) -> int:
         """Return the exit code, once all that it has said is read."""
@@ -126,7 +137,7 @@ def ranks(launcher: int) -> dict[int, list[int]]:
 def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str, Any]:
     """Run to the end, and return what came of it."""
     draw = random.Random(seed)
-    kills: list[tuple[float, int]] = []
+    kills: list[dict[str, Any]] = []
     ends = 0
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -143,7 +154,7 @@ def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str,
                     if next_kill is None:
                         next_kill = now + draw.expovariate(1 / asked.mean_seconds)
                     elif now >= next_kill:
-                        kills += [(now, pipeline) for pipeline in _kill(run, draw)]
+                        kills += _kill(run, draw)
                         next_kill = now + draw.expovariate(1 / asked.mean_seconds)
                 time.sleep(_POLL_S)
             code = run.wait()
@@ -157,11 +168,11 @@ def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str,
         run.look()
         summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
         found = {"seed": seed, "command": " ".join(words), "load_before": load, "resumed": ends}
-        return found | _course(run, summary) | (_faults(run, kills, summary) if is_disturbed else {})
+        return found | _course(run, summary) | (_faults(run, kills) if is_disturbed else {})
 
 
-def _kill(run: Run, draw: random.Random) -> list[int]:
-    """Kill one process; return its pipeline, or nothing where none is there."""
+def _kill(run: Run, draw: random.Random) -> list[dict[str, Any]]:
+    """Kill one process; return when and of whom, or nothing where none is there."""
     there = ranks(run.process.pid)
     if not there:
         return []
@@ -170,30 +181,31 @@ def _kill(run: Run, draw: random.Random) -> list[int]:
         os.kill(draw.choice(sorted(there[pipeline])), signal.SIGKILL)
     except ProcessLookupError:
         return []
-    return [pipeline]
+    return [{"at": time.monotonic() - run.seen[0], "pipeline": pipeline, "samples": run.samples}]
 
 
 def _course(run: Run, summary: dict[str, Any]) -> dict[str, Any]:
     rows, first, last = run.rows(), *run.seen
     trained, valid = ([row for row in rows if row["kind"] == kind] for kind in ("train", "valid"))
-    samples, before = Counter[str](), 0
+    samples, before = Counter[int](), 0
     for row in trained:
-        samples[str(row["batch"])] += row["samples"] - before
+        samples[row["batch"]] += row["samples"] - before
         before = row["samples"]
     return {
         "samples": summary["samples"],
         "seconds": last - first,  # from the first update to the last, with validations and checkpoints
         "samples_per_second": (summary["samples"] - trained[0]["samples"]) / (last - first),
         "training_samples_per_second": summary["samples_per_second"],  # without them
-        "samples_of_batches": samples,
+        "samples_of_batches": [
+            [count, len(list(same))] for count, same in groupby(samples[b] for b in sorted(samples))
+        ],
         "loss": valid[-1]["loss"],
         "bleu": valid[-1]["metric"],
         "validations": [{name: row[name] for name in ("samples", "loss", "metric")} for row in valid],
-        "results": [[row["samples"], row["seconds"]] for row in trained[:: max(1, len(trained) // 200)]],
     }
 
 
-def _faults(run: Run, kills: list[tuple[float, int]], summary: dict[str, Any]) -> dict[str, Any]:
+def _faults(run: Run, kills: list[dict[str, Any]]) -> dict[str, Any]:
     """When what happened, in seconds since the first update."""
     first = run.seen[0]
     lost: dict[int, float] = {}  # since when pipelines are away
@@ -206,17 +218,23 @@ def _faults(run: Run, kills: list[tuple[float, int]], summary: dict[str, Any]) -
             away.append({"pipeline": int(match[1]), "at": since - first, "seconds": at - since})
     happened = [line for _, line in run.lines if line.startswith("pipeline ")]
     return {
-        "kills": [{"at": at - first, "pipeline": pipeline} for at, pipeline in kills],
+        "kills": kills,
         "lost": sum(_LOST.match(line) is not None for line in happened),
         "joined": sum(_CAME.match(line) is not None for line in happened),
         "away": away,
         "away_at_the_end": sorted(lost),
-        "steps_lost": sum(one["steps_lost"] for one in summary["lost"]),
+        "steps_taken_over": sum(int(match[1] or 1) for match in map(_TOOK_OVER.search, happened) if match),
         "said": happened,
     }
 
 
 # ---- all runs --------------------------------------------------------------------------------------------------------
+
+
+def _by_batch(counts: list[list[int]]) -> Counter[int]:
+    """Return the samples of each batch; ``counts``: how many, of how many batches in a row."""
+    samples = chain.from_iterable(repeat(samples, batches) for samples, batches in counts)
+    return Counter(dict(enumerate(samples)))
 
 
 def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -227,7 +245,7 @@ def compared(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
         if "kills" not in run or run["seed"] not in quiet:
             continue
         other = quiet[run["seed"]]
-        got, wanted = Counter(run["samples_of_batches"]), Counter(other["samples_of_batches"])
+        got, wanted = (_by_batch(one["samples_of_batches"]) for one in (run, other))
         found.append(
             {
                 "seed": run["seed"],
@@ -252,7 +270,7 @@ def picture(runs: dict[str, dict[str, Any]], path: Path) -> Figure:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     labels = set()
-    for name, run in runs.items():
+    for run in runs.values():
         if "failed" in run:
             continue
         is_disturbed = "kills" in run
@@ -264,7 +282,7 @@ def picture(runs: dict[str, dict[str, Any]], path: Path) -> Figure:
         labels.add(label)
         for kill in run.get("kills", ()):
             axes.axvline(
-                kill["at"] / run["seconds"] * run["samples"],
+                kill["samples"],
                 ymax=0.04,
                 color="#c0453c",
                 linewidth=1.0,
@@ -284,7 +302,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--batches", type=int, default=6000, help="of each run")
+    parser.add_argument("--epochs", type=int, default=18, help="of each run: 11,996 sentence pairs each")
     parser.add_argument("--seeds", default="0,1,2", help="of undisturbed runs")
     parser.add_argument("--disturbed", default="0", help="those of the seeds that are run with kills, too")
     parser.add_argument("--mean-seconds", type=float, default=20.0, help="between two kills")
