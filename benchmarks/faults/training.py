@@ -1,7 +1,8 @@
 """Question: what does training lose, in quality and in pace, when a process is killed every 20 s on average?
 
     AVGPIPE_DATA=DIR python -m benchmarks.faults.training [--epochs 18] [--seeds 0,1,2] [--disturbed 0]
-        [--mean-seconds 20] [--stages 1] [--pipelines 3] [--out FILE] [--resume] [--picture FILE.png]
+        [--mean-seconds 20] [--stages 1] [--pipelines 3] [--spare-pipelines 1] [--out FILE] [--resume]
+        [--picture FILE.png]
 
 Runs `avgpipe train gnmt --isolate` on Multi30k, one run after another: undisturbed with each of the seeds, which shows
 how much seeds differ, and after the undisturbed run of each seed of --disturbed the same again, of which a random
@@ -33,6 +34,7 @@ from typing import IO, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from avgpipe.ranks.generation import SPARE
 from avgpipe.ranks.membership import PIPELINE
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import RESULTS, say, write_record
@@ -54,7 +56,7 @@ _INK, _QUIET, _DISTURBED = "#333333", "#b9b9b9", "#2a6fb0"
 def command(asked: argparse.Namespace, seed: int) -> list[str]:
     """Return the words of a run, but for its folder."""
     words = ["avgpipe", "train", "gnmt", "--preset", "tiny", "--data", f"$AVGPIPE_DATA/{DATA}", "--isolate"]
-    for option in ("stages", "pipelines", "micro_batches", "epochs", "validations"):
+    for option in ("stages", "pipelines", "micro_batches", "spare_pipelines", "epochs", "validations"):
         words += [f"--{option.replace('_', '-')}", str(getattr(asked, option))]
     return [*words, "--checkpoint-minutes", "1", "--seed", str(seed)]
 
@@ -119,19 +121,19 @@ class Run:
         return [json.loads(line) for line in self._metrics.read_text().splitlines()]
 
 
-def ranks(launcher: int) -> dict[int, list[int]]:
-    """Return the processes that a launcher has started, by pipeline."""
-    found: dict[int, list[int]] = {}
+def ranks(launcher: int) -> list[int]:
+    """Return the processes of pipelines that a launcher has started; not those that wait to take the place of some."""
+    found = []
     for process in map(int, Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()):
         try:
-            variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+            said = Path(f"/proc/{process}/environ").read_bytes().decode().split("\0")
         except OSError:  # it has ended
             continue
-        for variable in variables:
-            name, _, value = variable.partition(b"=")
-            if name.decode() == PIPELINE:
-                found.setdefault(int(value), []).append(process)
-    return found
+        variables = dict(variable.split("=", 1) for variable in said if "=" in variable)
+        spare = variables.get(SPARE)
+        if PIPELINE in variables or (spare is not None and not Path(spare).exists()):
+            found.append(process)
+    return sorted(found)
 
 
 def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str, Any]:
@@ -172,16 +174,15 @@ def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str,
 
 
 def _kill(run: Run, draw: random.Random) -> list[dict[str, Any]]:
-    """Kill one process; return when and of whom, or nothing where none is there."""
+    """Kill one process; return when, or nothing where none is there."""
     there = ranks(run.process.pid)
     if not there:
         return []
-    pipeline = draw.choice(sorted(there))
     try:
-        os.kill(draw.choice(sorted(there[pipeline])), signal.SIGKILL)
+        os.kill(draw.choice(there), signal.SIGKILL)
     except ProcessLookupError:
         return []
-    return [{"at": time.monotonic() - run.seen[0], "pipeline": pipeline, "samples": run.samples}]
+    return [{"at": time.monotonic() - run.seen[0], "samples": run.samples}]
 
 
 def _course(run: Run, summary: dict[str, Any]) -> dict[str, Any]:
@@ -308,6 +309,7 @@ def main() -> None:
     parser.add_argument("--mean-seconds", type=float, default=20.0, help="between two kills")
     parser.add_argument("--stages", type=int, default=1)
     parser.add_argument("--pipelines", type=int, default=3)
+    parser.add_argument("--spare-pipelines", type=int, default=1)
     parser.add_argument("--micro-batches", type=int, default=3)
     parser.add_argument("--validations", type=int, default=10)
     parser.add_argument("--out", help="of the record; default: benchmarks/results")

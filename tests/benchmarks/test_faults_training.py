@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from avgpipe.ranks.generation import SPARE
 from avgpipe.ranks.membership import PIPELINE
 from benchmarks.faults.training import compared, picture, ranks
 from benchmarks.tables.disturbed import disturbed, disturbed_bars
@@ -30,7 +31,7 @@ def run(seed: int, loss: float, pace: float, batches: list[list[int]], **more: A
 
 
 def record() -> dict[str, Any]:
-    kills = [{"at": 0.5, "pipeline": 1, "samples": 48}]
+    kills = [{"at": 0.5, "samples": 48}]
     away = [{"pipeline": 1, "at": 0.5, "seconds": 4.25}]
     whole = [[32, 2], [28, 1]]
     runs = {
@@ -59,13 +60,14 @@ def test_kills_are_compared_with_the_undisturbed_run_of_their_seed(tmp_path: Pat
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
-def test_only_processes_of_pipelines_are_killed() -> None:
+def test_only_processes_of_pipelines_are_killed(tmp_path: Path) -> None:
     waits = [sys.executable, "-c", "input()"]
     of_pipeline = subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, PIPELINE: "2"})
+    told = subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, SPARE: str(tmp_path / "gone")})
+    spare = subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, SPARE: str(tmp_path)})
     other = subprocess.Popen(waits, stdin=subprocess.PIPE)
     try:
-        assert ranks(os.getpid()).get(2) == [of_pipeline.pid]
-        assert all(other.pid not in processes for processes in ranks(os.getpid()).values())
+        assert ranks(os.getpid()) == sorted([of_pipeline.pid, told.pid])
     finally:
-        for process in (of_pipeline, other):
+        for process in (of_pipeline, told, spare, other):
             process.communicate(b"\n")
