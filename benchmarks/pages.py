@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks.tables import (
     checkpoints,
+    disturbed,
     families,
     gpu,
     models,
@@ -127,6 +128,7 @@ TABLES: dict[str, Callable[..., str]] = {
     for made in (
         *(models.vision, models.vision_count),
         *(source, checkpoints.checkpoints),
+        *(disturbed.disturbed, disturbed.disturbed_bars),
         *(training.losses, training.workloads, training.sixteen_bits),
         *(operators.operators, operators.more_operators),
         *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),

@@ -76,6 +76,11 @@ class Command:
                 return process
         raise AssertionError(f"pipeline {pipeline} has no rank {rank}")
 
+    def spares(self) -> list[int]:
+        """Return the process ids of workers that were started without a pipeline."""
+        variables = {p: Path(f"/proc/{p}/environ").read_bytes() for p in children(self.process.pid)}
+        return [process for process, said in variables.items() if b"AVGPIPE_SPARE=" in said]
+
     def kill(self, pipeline: int, rank: int) -> None:
         os.kill(self.rank(pipeline, rank), signal.SIGKILL)
 
@@ -198,6 +203,28 @@ def test_a_killed_rank_costs_no_sample_and_its_pipeline_comes_again(start: Any, 
     assert len(says) == 2 + bool(lost["steps_lost"]), training.stderr
     assert "error" not in training.stderr
     assert not (training.out / "join.json").is_symlink()
+
+
+@pytest.mark.slow
+def test_spare_processes_take_the_place_of_a_lost_pipeline(
+    start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = tmp_path / "temporary"
+    folders.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folders))
+    training = start("--spare-pipelines", "1")
+    training.trains(5)
+    wait_for(lambda: len(list(folders.glob("*/place-of-?"))) == 2, 100)  # they are ready
+    spares = training.spares()
+    training.kill(1, 0)
+    training.says("pipeline 1 trains with the others from step")
+    assert all(map(alive, spares))
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert_whole(training.out)
+    summary = strict(training.stdout)
+    assert [of["pipeline"] for of in summary["joined"]] == [1]
+    assert not list(folders.glob("avgpipe-*"))
 
 
 @pytest.mark.slow

@@ -243,11 +243,14 @@ class IsolationOptions(Options):
         max_pipelines: With --isolate, how many pipelines the run has at most, with those of avgpipe join. Default: as
             many as it begins with.
         restarts: With --isolate, how often in a row a lost pipeline is started again that makes no step.
+        spare_pipelines: With --isolate, pipelines whose processes wait, with all imported and read, to take the place
+            of one that is lost.
     """
 
     min_pipelines: Count = 1
     max_pipelines: Count | None = None
     restarts: int = 3
+    spare_pipelines: CountOrNone = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
             f"--min-pipelines {config.min_pipelines}, --max-pipelines {most}: the {pipelines} pipelines that the run "
             "begins with must lie between the two"
         )
-    return Isolation(pipelines, config.min_pipelines, most, config.restarts)
+    return Isolation(pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines)
 
 
 def refuse_isolation(config: IsolationOptions, *more: str) -> None:

@@ -1,4 +1,4 @@
-"""Ranks of which one may be replaced: they meet anew each time, as another *generation*.
+"""Ranks of which one may be replaced: they meet anew each time, as another *generation*; and spare processes.
 
 Each generation meets under names of its own in the launcher's store, where the launcher announces it.
 """
@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PeerLost
 
-# These variables say which generation this is, where ranks are replaced, and in which pipe a spare is told its rank.
+# These variables say which generation this is, where ranks are replaced, and in which folder a spare is told its place.
 GENERATION, SPARE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE"
 _LOOK_S = 0.01
 
@@ -33,20 +35,44 @@ def announcement(number: int) -> str:
     return f"generation/{number}"
 
 
+def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Return where a spare process is told its place; it is there once the process is ready."""
+    return Path(folder) / f"place-of-{rank}"
+
+
 def become_a_rank(first: Callable[[], None]) -> None:
-    """Wait, in a spare process, until the launcher says which rank this one is; elsewhere return at once.
+    """Wait, in a spare process, until the launcher says whose place it takes; elsewhere return at once.
 
     ``first``: what a spare does before it waits.
     """
-    pipe = os.environ.pop(SPARE, None)
-    if pipe is None:
+    folder = os.environ.pop(SPARE, None)
+    if folder is None:
         return
     first()
-    with open(pipe) as told:
+    pipe = pipe_of(folder, int(os.environ["RANK"]))
+    new = pipe.with_suffix(".new")
+    os.mkfifo(new)
+    descriptor = os.open(new, os.O_RDONLY | os.O_NONBLOCK)
+    new.rename(pipe)  # where it is found, somebody reads it
+    select.select([descriptor], [], [])
+    with open(descriptor) as told:
         line = told.readline()
     if not line:
         sys.exit(0)  # no rank needs it: the run is over
     os.environ.update(json.loads(line))
+
+
+def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
+    """Tell spare processes their place; False if they have not come so far all, and are no help."""
+    if not all(pipe.exists() for pipe in pipes):
+        return False
+    try:
+        for pipe in pipes:
+            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as told:
+                told.write(json.dumps(place) + "\n")
+    except OSError:  # nobody reads
+        return False
+    return True
 
 
 def next_generation(store: Any, timeout_s: float) -> list[int]:

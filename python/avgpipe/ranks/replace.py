@@ -7,7 +7,6 @@ and waits there to be told who it is, or else to a new process.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import tempfile
 import time
@@ -17,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from avgpipe.faults import RESTART
-from avgpipe.ranks.generation import GENERATION, SPARE, announcement
+from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, tell_place
 from avgpipe.ranks.launch import Interrupted, RanksFailed, Started, keeping_handlers, rank_environment, start
 from avgpipe.ranks.process import STORE_FILE
 
@@ -100,9 +99,9 @@ class Replacing:
         return {**rank_environment(rank, self._size), **counts}
 
     def _make_spare(self) -> None:
-        pipe = self._folder / f"spare-{self._made}"
-        os.mkfifo(pipe)
-        self._spares.append((self._start(-1, **{SPARE: str(pipe)}), pipe))
+        folder = self._folder / f"spare-{self._made}"
+        folder.mkdir()
+        self._spares.append((self._start(-1, **{SPARE: str(folder)}), pipe_of(folder, -1)))
 
     def _look(self) -> None:
         for rank, one in list(self._ranks.items()):
@@ -123,7 +122,7 @@ class Replacing:
         place = self._place(rank)
         how = "a new process"
         self._spares = [one for one in self._spares if one[0].poll() is None]
-        ready = (one for one in self._spares if _tell(one[1], json.dumps(place)))
+        ready = (one for one in self._spares if tell_place([one[1]], place))
         if (chosen := next(ready, None)) is not None:
             self._spares.remove(chosen)
             self._ranks[rank], how = chosen[0], "a spare process"
@@ -133,14 +132,3 @@ class Replacing:
         self._say(f"rank {rank} {why}; {how} takes its place")
         if len(self._spares) < self._wanted:
             self._make_spare()
-
-
-def _tell(pipe: Path, line: str) -> bool:
-    """Tell a spare its rank; False if it has not come so far, and is no help."""
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:  # nobody reads
-        return False
-    with open(descriptor, "w") as told:
-        told.write(line + "\n")
-    return True

@@ -7,16 +7,18 @@ import secrets
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
+from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, leave_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers
 from avgpipe.ranks.membership import environment
@@ -36,12 +38,14 @@ class Isolation:
         least: with fewer it ends.
         most: how many it has with those that join.
         restarts: how often in a row a pipeline that was lost is started again though it has made no step.
+        spares: pipelines whose processes have come as far as their Pipeline, and wait there to take the place of one.
     """
 
     pipelines: int
     least: int = 1
     most: int = 0
     restarts: int = 3
+    spares: int = 0
 
 
 class TooFewLeft(PipelineError):
@@ -82,6 +86,13 @@ class _Group:
     blamed: int | None = None  # a rank
 
 
+@dataclass(frozen=True)
+class _Spare:
+    processes: Started
+    resources: ExitStack
+    folder: TemporaryDirectory[str]  # where its processes are told their place; it is gone then
+
+
 class Supervisor:
     """Runs a job as the processes of several isolated pipelines, until they have finished.
 
@@ -101,6 +112,7 @@ class Supervisor:
     ) -> None:
         self._job, self._isolation, self._say = job, isolation, say
         self._groups: dict[int, _Group] = {}
+        self._spares: list[_Spare] = []
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
@@ -136,6 +148,7 @@ class Supervisor:
                 while self._groups:
                     self._coordinator.serve(_POLL_S)
                     self._look()
+                    self._keep_spares()
             except BaseException as error:
                 number = getattr(
                     error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
@@ -144,9 +157,10 @@ class Supervisor:
                     raise Interrupted(number) from error
                 raise
             finally:
-                for group in self._groups.values():
-                    group.processes.close(number)
-                    group.resources.close()
+                started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+                for one in started:
+                    one.processes.close(number)
+                    one.resources.close()
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
 
@@ -167,10 +181,37 @@ class Supervisor:
 
     def _start(self, pipeline: int) -> None:
         number, place = self._new_group(pipeline)
+        place[RESTART] = str(self._starts[pipeline])
+        self._starts[pipeline] += 1
+        self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
+
+    def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Group:
         with ExitStack() as stack:
-            processes = self._job.start(stack, {**place, RESTART: str(self._starts[pipeline])})
-            self._starts[pipeline] += 1
-            self._groups[number] = _Group(pipeline, processes, stack.pop_all())
+            return _Group(pipeline, self._job.start(stack, place), stack.pop_all())
+
+    def _from_spares(self, pipeline: int, place: Mapping[str, str]) -> _Group | None:
+        """Give the place to a spare that has come so far; others stay spares, but for those that have ended."""
+        for spare in list(self._spares):
+            has_ended = spare.processes.poll_or_kill() is not None
+            pipes = [pipe_of(spare.folder.name, rank) for rank in range(self._job.size)]
+            if has_ended or tell_place(pipes, place):
+                self._spares.remove(spare)
+                spare.folder.cleanup()
+                if not has_ended:
+                    return _Group(pipeline, spare.processes, spare.resources)
+                spare.resources.close()
+        return None
+
+    def _keep_spares(self) -> None:
+        """Start what was used up; one that ends by itself is missed only when it is needed."""
+        if not self._coordinator.has_begun or self._finished or self._missing:
+            return
+        while len(self._spares) < self._isolation.spares:
+            with ExitStack() as stack:
+                folder = TemporaryDirectory(prefix="avgpipe-")
+                stack.callback(folder.cleanup)
+                processes = self._job.start(stack, {SPARE: folder.name})
+                self._spares.append(_Spare(processes, stack.pop_all(), folder))
 
     def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
         number, self._started = self._started, self._started + 1
