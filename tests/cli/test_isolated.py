@@ -311,3 +311,15 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     assert stopped.process.wait(60) == 1
     wait_for(lambda: not any(map(alive, workers)), 10)
     assert stopped.stderr.splitlines()[-1] == "avgpipe: error: pipeline 2 was ended: the run has ended"
+
+
+@pytest.mark.slow
+def test_every_process_of_every_pipeline_says_what_it_is_doing(start: Any) -> None:
+    training = start()
+    training.trains(5)
+    training.process.send_signal(signal.SIGUSR1)
+    for rank in (0, 1):
+        wait_for(lambda rank=rank: training.stderr.count(f"avgpipe: rank {rank}") >= 2, 20)
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert_whole(training.out)

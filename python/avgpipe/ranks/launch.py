@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,7 +271,7 @@ def _run(
         preempted: Preempted | None = None
         try:
             started = start(commands, folder, added, captures)
-            _pass_on_questions(started)
+            pass_on_questions(lambda: [started])
             if preemption_s is not None:
                 preempted = Preempted(started, preemption_s)
             while (end := started.poll(_POLL_S)) is None:
@@ -334,9 +334,15 @@ def _was_late(end: RanksFailed) -> bool:
     return end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def _pass_on_questions(started: Started) -> None:
+def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
+    """Have SIGUSR1, by which ranks show what they are at, reach all of them; see :func:`keeping_handlers`."""
+
+    def pass_on(*_: object) -> None:
+        for started in all_started():
+            started.tell(signal.SIGUSR1, set())
+
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, lambda *_: started.tell(signal.SIGUSR1, set()))
+        signal.signal(signal.SIGUSR1, pass_on)
 
 
 def _handles(process: int, number: int) -> bool:

@@ -17,7 +17,15 @@ from pathlib import Path
 
 from avgpipe.faults import RESTART
 from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, tell_place
-from avgpipe.ranks.launch import Interrupted, RanksFailed, Started, keeping_handlers, rank_environment, start
+from avgpipe.ranks.launch import (
+    Interrupted,
+    RanksFailed,
+    Started,
+    keeping_handlers,
+    pass_on_questions,
+    rank_environment,
+    start,
+)
 from avgpipe.ranks.process import STORE_FILE
 
 _POLL_S = 0.02
@@ -65,6 +73,7 @@ class Replacing:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
             self._store = FileStore(str(self._folder / "store"))
             stack.enter_context(keeping_handlers())
+            pass_on_questions(lambda: [*self._ranks.values(), *(spare for spare, _ in self._spares)])
             number = signal.SIGKILL
             try:
                 for rank in range(self._size):

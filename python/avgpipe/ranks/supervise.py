@@ -20,7 +20,7 @@ from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, leave_address
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers
+from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers, pass_on_questions
 from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
 
@@ -141,6 +141,7 @@ class Supervisor:
         with ExitStack() as stack:
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
+            pass_on_questions(self._all_started)
             number = signal.SIGKILL
             try:
                 for pipeline in range(self._isolation.pipelines):
@@ -163,6 +164,10 @@ class Supervisor:
                     one.resources.close()
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
+
+    def _all_started(self) -> list[Started]:
+        groups: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+        return [group.processes for group in groups if isinstance(group.processes, Started)]
 
     def history(self) -> dict[str, Any]:
         """Return who was lost and who has come so far; steps are counted from 0, over all pipelines."""
