@@ -104,6 +104,7 @@ def options_of(config, system):
     (run,) = repetitions(config, system)
     words = words_of(config, run)
     assert words[:2] == ["train", "awd-lstm"]
+    words.remove("--wait-for-checkpoints")  # the only flag
     return dict(zip(words[2::2], words[3::2]))
 
 
