@@ -2,7 +2,7 @@
 
 import pytest
 
-from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, Scenario, draw
+from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, OF_LINES, Scenario, draw
 from avgpipe.cli.bench.chaos.episode import Seen, Shape
 from avgpipe.cli.bench.chaos.judge import judge
 from avgpipe.faults.fault import KINDS
@@ -114,6 +114,14 @@ def test_unknown_names_are_refused():
         result = invoke("bench", "faults", option, name)
         assert result.exit_code == 2
         assert name in result.stderr
+
+
+def test_one_stage_sends_nothing_that_could_be_cut():
+    result = invoke("bench", "faults", "--stages", "1", "--kinds", "cut line,reset")
+    assert result.exit_code == 2
+    assert "of what stages send each other, and --stages is 1" in result.stderr
+    drawn = {draw(0, "plain", number, tuple(KINDS), 1, 2, 20.0).kind for number in range(200)}
+    assert drawn == set(KINDS).difference(OF_LINES)
 
 
 @pytest.mark.ranks

@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 
 from avgpipe.cli.bench import measuring
-from avgpipe.cli.bench.chaos.draw import WAYS, Scenario, draw
+from avgpipe.cli.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
 from avgpipe.cli.bench.chaos.episode import Seen, Shape, play
 from avgpipe.cli.bench.chaos.judge import Verdict, judge
 from avgpipe.cli.config import FaultsConfig
@@ -84,6 +84,8 @@ def check(config: FaultsConfig) -> None:
         for name in names:
             if name not in known:
                 raise ValueError(f"{option} {name}: {nearest(name, known)}")
+    if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
+        raise ValueError(f"--kinds {','.join(config.kinds)}: of what stages send each other, and --stages is 1")
 
 
 def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[str, str, Scenario]]:

@@ -13,6 +13,8 @@ WAYS = ("isolate", "spares", "plain")
 # Of the job: an evaluation and a save at the end of each epoch.
 EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 4, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
+OF_MESSAGES = ("flipped bit", "half-written message")
+OF_LINES = (*OF_MESSAGES, "cut line", "reset")
 _DELAY_S = 0.5  # of a slow rank
 # The places of these phases that are passed by at most; they are counted, as they have no batch of training.
 _PASSED_BY = {"evaluation": 6, "save": 4, "load": 2, "start": 0, "join": 0, "shutdown": 0}
@@ -47,7 +49,8 @@ def draw(
 ) -> Scenario:
     """Draw the run with this number of a way; it depends on the arguments alone."""
     chance = random.Random(f"{seed} {way} {number}")
-    kinds = [kind for kind in kinds if kind != "flipped bit" or stages > 1]  # of a message
+    if stages == 1:  # nothing travels between stages
+        kinds = [kind for kind in kinds if kind not in (OF_LINES if way != "isolate" else OF_MESSAGES)]
     fault = _fault(chance, way, chance.choice(kinds), stages, pipelines)
     faults = [fault]
     if fault["phase"] == "join":  # only who is lost can join

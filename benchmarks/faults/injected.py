@@ -1,0 +1,93 @@
+"""Question: a thousand faults at places drawn from seeds: what happens that must not?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.faults.injected --faults 1000 --out FILE --resume
+
+Runs ``avgpipe bench faults`` for K = 1 to 3 stages and N = 1 to 4 pipelines in turn, each time with a new seed, until
+so many faults have happened; it takes hours. With ``--resume`` it goes on with the record that is there. What a fault
+has come to does not depend on what else the machine does, but for the pauses, which are upper bounds then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import secrets
+import subprocess
+import sys
+import time
+from collections import Counter
+from itertools import cycle, islice, product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.record import RESULTS, say, write_record
+from benchmarks.tables.injected import injected
+
+SIZES = list(product((1, 2, 3), (1, 2, 3, 4)))  # stages, pipelines
+WRONG_EXIT = 1  # of the command: something has happened that must not
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--faults", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="about when to stop")
+    parser.add_argument("--seconds-each", type=float, default=150.0, help="of one command")
+    parser.add_argument("--mean-seconds", type=float, default=8.0, help="between two kills from outside")
+    parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    asked = parser.parse_args()
+    out = Path(asked.out or RESULTS / f"faults-injected-{time.strftime('%Y-%m-%d')}.json")
+    commands = json.loads(out.read_text())["commands"] if asked.resume and out.is_file() else []
+    end = time.monotonic() + asked.seconds
+    for stages, pipelines in islice(cycle(SIZES), len(commands), None):
+        total = sum(command["faults"] for command in commands)
+        if total >= asked.faults or time.monotonic() > end:
+            break
+        say(f"{total} faults so far; now {stages} stages, {pipelines} pipelines")
+        commands.append(_run(stages, pipelines, asked.seconds_each, asked.mean_seconds, asked.timeout))
+        record = {"timeout_s": asked.timeout, "mean_seconds": asked.mean_seconds, "commands": commands}
+        write_record("faults-injected", "a thousand injected faults", record, str(out))
+    print(injected(json.loads(out.read_text())))
+
+
+def _run(stages: int, pipelines: int, seconds: float, mean_s: float, timeout_s: float) -> dict[str, Any]:
+    """Return what one command has found, without what only concerns single runs."""
+    # One pipeline has nobody to go on without it, and one process no neighbour that keeps a copy.
+    ways = ["isolate"] * (pipelines > 1) + ["spares"] * (stages > 1) + ["plain"]
+    words = ["bench", "faults", "--json", "--seconds", f"{seconds:g}", "--mean-seconds", f"{mean_s:g}"]
+    words += ["--stages", str(stages), "--pipelines", str(pipelines), "--timeout", f"{timeout_s:g}"]
+    words += ["--ways", ",".join(ways), "--seed", str(secrets.randbelow(10**6))]
+    ended = subprocess.run([sys.executable, "-m", "avgpipe", *words], stdout=subprocess.PIPE, text=True)
+    if ended.returncode not in (0, WRONG_EXIT):
+        raise RuntimeError(f"avgpipe {' '.join(words)} ended with exit code {ended.returncode}")
+    found = json.loads(ended.stdout)
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    phases: Counter[str] = Counter()
+    for run in found["runs"]:
+        row = rows.setdefault(
+            (run["way"], run["kind"]),
+            {"runs": 0, "went_on": 0, "faults": 0, "pauses_s": [], "trained_again": 0, "wrong": {}},
+        )
+        row["runs"] += 1
+        row["went_on"] += not run["ended"]
+        row["faults"] += len(run["faults"])
+        row["trained_again"] += run["repeated"]
+        row["pauses_s"] += [round(f["pause_s"], 3) for f in run["faults"] if f["pause_s"] is not None]
+        for column in run["wrong"]:
+            row["wrong"][column] = row["wrong"].get(column, 0) + 1
+        phases.update(fault["phase"] for fault in run["faults"])
+    return {
+        "command": found["command"],
+        **{name: found[name] for name in ("seed", "seconds", "faults", "violations")},
+        "stages": stages,
+        "pipelines": pipelines,
+        "rows": [{"way": way, "kind": kind, **row} for (way, kind), row in sorted(rows.items())],
+        "phases": phases,
+    }
+
+
+if __name__ == "__main__":
+    main()
