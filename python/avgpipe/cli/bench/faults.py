@@ -85,7 +85,9 @@ def check(config: FaultsConfig) -> None:
             if name not in known:
                 raise ValueError(f"{option} {name}: {nearest(name, known)}")
     if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
-        raise ValueError(f"--kinds {','.join(config.kinds)}: of what stages send each other, and --stages is 1")
+        raise ValueError(
+            f"--kinds {','.join(config.kinds)}: of what stages send each other, and --stages is 1"
+        )
 
 
 def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[str, str, Scenario]]:
