@@ -88,7 +88,11 @@ def made(asked: dict[str, Any], journal: Journal | None = None) -> Pipeline:
 
 
 def main() -> None:
-    """Train until the launcher has left a file that says so, or for so many epochs; write down weights after each."""
+    """Train until the launcher has left a file that says so, or for so many epochs.
+
+    Isolated pipelines write down their weights after each epoch, others at the end: between such a call and the copy
+    after the next batch nobody could be replaced.
+    """
     torch.set_num_threads(1)
     asked = json.loads(os.environ[VARIABLE])
     journal, enough, last = Journal(asked["journals"]), Path(asked["enough"]), asked["epochs"]
@@ -103,25 +107,25 @@ def main() -> None:
         while not is_over:
             for result in pipeline.train(batches(epoch, start)):
                 journal.write("result", batch=result.batch, samples=result.samples, generation=generation())
-            found = [digest(pipeline.state_dict(each).values()) for each in which]
-            journal.write("weights", epoch=epoch, digests=found)
+            is_over = epoch + 1 == last
+            if is_over or last is None:
+                found = [digest(pipeline.state_dict(each).values()) for each in which]
+                journal.write("weights", epoch=epoch, digests=found)
+            if last is None:
+                is_over = pipeline.once("enough", enough.exists)
             epoch, start = epoch + 1, 0
-            is_over = epoch == last if last is not None else pipeline.once("enough", enough.exists)
 
 
-def saved_and_loaded(stages: int, pipelines: int, batch: int, epochs: int, folder: str) -> dict[str, str]:
-    """Train as a rank of a run that is not disturbed, but saved and loaded after ``batch`` batches; weights by epoch."""
+def saved_and_loaded(stages: int, pipelines: int, batch: int, epochs: int, folder: str) -> str:
+    """Train as a rank of a run that is not disturbed, but saved and loaded after ``batch`` batches; its weights."""
     torch.set_num_threads(1)
     asked = {"stages": stages, "pipelines": pipelines, "isolate": False, "timeout_s": 60}
-    found: dict[str, str] = {}
 
     def train(pipeline: Pipeline, end: int) -> None:
         while pipeline.batches < end:
             epoch, start = divmod(pipeline.batches, EPOCH)
-            for _ in pipeline.train(batches(epoch)[start : min(EPOCH, end - epoch * EPOCH)]):
+            for _ in pipeline.train(batches(epoch)[start : end - epoch * EPOCH]):
                 pass
-            if pipeline.batches == (epoch + 1) * EPOCH:
-                found[str(epoch)] = digest(pipeline.state_dict().values())
 
     with made(asked) as pipeline:
         train(pipeline, batch)
@@ -129,7 +133,7 @@ def saved_and_loaded(stages: int, pipelines: int, batch: int, epochs: int, folde
     with made(asked) as pipeline:
         pipeline.load(folder)
         train(pipeline, epochs * EPOCH)
-    return found
+        return digest(pipeline.state_dict().values())
 
 
 if __name__ == "__main__":
