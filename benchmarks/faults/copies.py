@@ -16,6 +16,7 @@ import gc
 import math
 import statistics
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,9 @@ def transformer(pipelines: int, every_s: list[float], rounds: int, seconds: floa
     return _measure(task, modules, plan, every_s, rounds, seconds)
 
 
-def emulated(pipelines: int, every_s: list[float], rounds: int, seconds: float, state_mib: int) -> dict[str, Any]:
+def emulated(
+    pipelines: int, every_s: list[float], rounds: int, seconds: float, state_mib: int
+) -> dict[str, Any]:
     """Measure the emulated cluster's ways."""
     from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss, precise_sleeps
     from benchmarks.common.rows import Task, our_plan
@@ -55,7 +58,9 @@ def emulated(pipelines: int, every_s: list[float], rounds: int, seconds: float, 
         # No gradient reaches it: an update passes it by, as it takes no time that is not emulated.
         stage.register_parameter("state", nn.Parameter(torch.zeros(state_mib * MIB // 4)))
         modules.append(stage)
-    return _measure(task, modules, our_plan(STAGES, MICRO_BATCHES, pipelines=pipelines), every_s, rounds, seconds)
+    return _measure(
+        task, modules, our_plan(STAGES, MICRO_BATCHES, pipelines=pipelines), every_s, rounds, seconds
+    )
 
 
 def memory(pipelines: int, every_s: float | None, batches: int) -> dict[str, int]:
@@ -122,7 +127,7 @@ class _Counted:
                 text, parts = snapshot.taken_apart()
                 self.bytes = len(text) + sum(part.nbytes for part in parts)
 
-        Snapshot.take = counting  # type: ignore[method-assign]
+        Snapshot.take = counting  # type: ignore[method-assign, assignment]
 
 
 def _measure(
@@ -136,10 +141,13 @@ def _measure(
     ways: list[float | None] = [None, *every_s]
     names = ["without" if s is None else f"at least every {s:g} s" for s in ways]
     rows = [
-        OurRow(name, task, modules, plan, timeout_s=TIMEOUT_S, copies_every_s=s) for name, s in zip(names, ways)
+        OurRow(name, task, modules, plan, timeout_s=TIMEOUT_S, copies_every_s=s)
+        for name, s in zip(names, ways)
     ]
     counted = _Counted()
-    found: list[dict[str, Any]] = [{"name": row.name, "every_s": s, "seconds": [], "copies": []} for row, s in zip(rows, ways)]
+    found: list[dict[str, Any]] = [
+        {"name": row.name, "every_s": s, "seconds": [], "copies": []} for row, s in zip(rows, ways)
+    ]
     progress("warming up")
     for row in rows:
         warm_s = seconds_per_batch(row.losses, row.pipelines, 4)
@@ -176,7 +184,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--every-s", type=lambda text: [float(s) for s in text.split(",")], default=[2.0, 10.0])
+    parser.add_argument(
+        "--every-s", type=lambda text: [float(s) for s in text.split(",")], default=[2.0, 10.0]
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a way's turn, at least")
     parser.add_argument("--pipelines", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
@@ -208,31 +218,34 @@ def main() -> None:
 
 
 def _case(name: str, pipelines: int, asked: dict[str, Any], state_mib: int) -> dict[str, Any]:
-    from contextlib import nullcontext
-
     from avgpipe.ranks.launch import run_on_ranks
-    from benchmarks.common.namespaces import network
+    from benchmarks.common.namespaces import Network, network
     from benchmarks.common.record import say
     from benchmarks.common.schedules import summary
 
     turns = (asked["rounds"] + 1) * (1 + len(asked["every_s"]))
     given = {**asked, "pipelines": pipelines}
-    ranks, hosts = RANKS, nullcontext()
+    ranks = RANKS
+    hosts: AbstractContextManager[Network | None] = nullcontext()
     if name == "emulated":
         given["state_mib"], ranks, hosts = state_mib, STAGES, network(STAGES, RATE_BITS_PER_S)
     with hosts as net:
-        options = net.launching() if net is not None else {}
+        options: dict[str, Any] = net.launching() if net is not None else {}
         limit_s = 120 + 6 * turns * asked["seconds"]
         found = run_on_ranks(f"{_HERE}:{name}", ranks, given, timeout_s=limit_s, say=say, **options)
     rows = [{**summary(row), **row} for row in found[0]["rows"]]
-    pairs = [
-        [b / a - 1 for a, b in zip(rows[0]["seconds"], row["seconds"])] for row in rows
-    ]
+    pairs = [[b / a - 1 for a, b in zip(rows[0]["seconds"], row["seconds"])] for row in rows]
     for row, costs in zip(rows, pairs):
         row["cost"] = row["median_s"] / rows[0]["median_s"] - 1
         row["cost_of_pairs"] = statistics.median(costs)
-        say(f"{name}, N = {pipelines}, {row['name']}: {row['median_s']:.4f} s, {100 * row['cost']:+.2f} %, copies {row['copies']}")
-    each = {"copy_bytes": [rank["copy_bytes"] for rank in found], "take_s": [rank["take_s"] for rank in found]}
+        say(
+            f"{name}, N = {pipelines}, {row['name']}: {row['median_s']:.4f} s, {100 * row['cost']:+.2f} %, "
+            f"copies {row['copies']}"
+        )
+    each = {
+        "copy_bytes": [rank["copy_bytes"] for rank in found],
+        "take_s": [rank["take_s"] for rank in found],
+    }
     return {"name": name, "pipelines": pipelines, "batches": found[0]["batches"], **each, "rows": rows}
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from avgpipe import Plan
 from avgpipe.elastic import Arena, ElasticAveraging, Reference
 from avgpipe.model.batch import loss_weights, share_out, sizes_of
 from avgpipe.ranks.roster import Roster, Stay
@@ -101,6 +102,14 @@ class _Stage:
         self.elastic = ElasticAveraging(inner, reference, pipeline, parameters=self.arena.weights)
 
 
+def _reference(arena: Arena, plan: Plan) -> Reference:
+    def steps(flats: list[torch.Tensor]) -> torch.optim.Optimizer:
+        return job.optimizer([nn.Parameter(view) for view in arena.layout.tensors(flats)])
+
+    rule, staleness = plan.rule or "", plan.staleness
+    return Reference(arena.weights, plan.pipelines, rule=rule, staleness=staleness, outer=steps, open=True)
+
+
 class Emulation:
     """Replicas and their reference, as a run's history has them."""
 
@@ -110,19 +119,7 @@ class Emulation:
         bounds = [0, *job.cut(stages), len(layers)]
         self._layers = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
         self._arenas = [Arena(copy.deepcopy(layers).parameters()) for layers in self._layers]
-        self._references = [
-            Reference(
-                arena.weights,
-                pipelines,
-                rule=plan.rule or "",
-                staleness=plan.staleness,
-                outer=lambda flats, arena=arena: job.optimizer(
-                    [nn.Parameter(view) for view in arena.layout.tensors(flats)]
-                ),
-                open=True,
-            )
-            for arena in self._arenas
-        ]
+        self._references = [_reference(arena, plan) for arena in self._arenas]
         self._replicas: dict[int, list[_Stage]] = {}
 
     def train(self, epoch: int) -> None:
@@ -167,7 +164,7 @@ class Emulation:
                 for stage in stages:
                     output = stage.layers(output)
                 value = loss(output, y[of])
-                value.backward(torch.tensor(factor * share.scale, dtype=value.dtype))
+                torch.autograd.backward(value, torch.tensor(factor * share.scale, dtype=value.dtype))
             for stage in stages:
                 for p in stage.arena.parameters if not slices else ():
                     p.grad = torch.zeros_like(p) if p in stage.elastic.state else None

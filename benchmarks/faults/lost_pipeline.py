@@ -72,13 +72,15 @@ def _trial(loss: Loss, stages: int, timeout_s: float, shown: list[dict[str, Any]
 
 def _is_back(events: Sequence[Event], loss: Loss) -> bool:
     own = [e for e in events if e["event"] == "update" and e["pipeline"] == loss.pipeline and e["life"]]
-    return sum(e["rank"] == 0 for e in own) >= _THEN
+    return len([e for e in own if e["rank"] == 0]) >= _THEN
 
 
 def _lateness(seen: Seen, loss: Loss) -> dict[str, Any]:
     """Say how late the others' updates were, and when the pipeline was back."""
     back_s = min(e["at_s"] for e in seen.of("update", pipeline=loss.pipeline, life=1))
-    entered_s = next(at for at, line in seen.said if f"pipeline {loss.pipeline} trains with the others" in line)
+    entered_s = next(
+        at for at, line in seen.said if f"pipeline {loss.pipeline} trains with the others" in line
+    )
     parts: dict[str, list[float]] = {"late_s": [], "late_before_s": [], "late_after_s": [], "median_s": []}
     for pipeline in set(range(PIPELINES)) - {loss.pipeline}:
         times = [e["at_s"] for e in seen.of("update", pipeline=pipeline, rank=0, life=0)]
@@ -106,7 +108,7 @@ def _compare(seen: Seen, stages: int) -> dict[str, Any]:
             compared[place] += 1
             if event["digests"] != [expected[None], expected[event["pipeline"]]]:
                 unequal.append(f"epoch {epoch}, pipeline {event['pipeline']}, rank {event['rank']}")
-    results = [e for e in seen.of("result", rank=0, life=0)]
+    results = seen.of("result", rank=0, life=0)
     survivor = next(e["pipeline"] for e in results if e["pipeline"] != lost["pipeline"])
     samples = sum(e["samples"] for e in results if e["pipeline"] == survivor)
     batches = EPOCH * (1 + max(e["epoch"] for e in weights))
@@ -115,7 +117,7 @@ def _compare(seen: Seen, stages: int) -> dict[str, Any]:
 
 
 def _shown(seen: Seen, loss: Loss, stages: int) -> dict[str, Any]:
-    """Return what a picture shows: by pipeline, when the first stage has made its updates, in seconds after the fault."""
+    """Return what a picture shows: by pipeline, when its first stage has made updates, in seconds after the fault."""
     updates: dict[int, list[float]] = {i: [] for i in range(PIPELINES)}
     for event in seen.of("update", rank=0):
         if event["at_s"] > seen.at_s - _SHOWN_S:

@@ -23,7 +23,7 @@ from benchmarks.faults.trial import Loss, Seen, lose_worker
 
 STAGES, PIPELINES, SPARES = 3, 2, 1
 TIMEOUT_S = 30.0
-_SHOWN_S = 4.0  # before the loss
+_SHOWN_S = (-4.0, 6.0)  # after the loss
 
 
 def main() -> None:
@@ -48,7 +48,9 @@ def main() -> None:
         trials.append(_trial(loss, every_s, epochs, shown))
         say(f"{len(trials)}: {trials[-1]}")
         question = "how soon a spare process goes on for one that all pipelines share"
-        write_record("faults-lost-worker", question, {**asked, "trials": trials, "shown": shown}, arguments.out)
+        write_record(
+            "faults-lost-worker", question, {**asked, "trials": trials, "shown": shown}, arguments.out
+        )
 
 
 def _trial(loss: Loss, every_s: float, epochs: int, shown: list[dict[str, Any]]) -> dict[str, Any]:
@@ -59,10 +61,11 @@ def _trial(loss: Loss, every_s: float, epochs: int, shown: list[dict[str, Any]])
     except PipelineError as error:
         return row | {"failure": str(error)}
     row |= _compare(seen, row["batch"], epochs)
-    if not shown:
-        updates = [e for e in seen.of("update", rank=0) if e["at_s"] > seen.at_s - _SHOWN_S]
-        points = [(round(e["at_s"] - seen.at_s, 4), e["number"]) for e in updates]
-        shown.append({**vars(loss), "back_after_s": row["back_after_s"], "updates": points})
+    if not shown or row["batches_lost"] > shown[0]["batches_lost"]:
+        updates = [(round(e["at_s"] - seen.at_s, 4), e["number"]) for e in seen.of("update", rank=0)]
+        near = [point for point in updates if _SHOWN_S[0] < point[0] < _SHOWN_S[1]]
+        known = {name: row[name] for name in ("seed", "rank", "back_after_s", "batches_lost")}
+        shown[:] = [{**known, "updates": near}]
     return row
 
 
@@ -82,15 +85,17 @@ def _seen_of(seen: Seen, loss: Loss) -> dict[str, Any]:
         "lost_s": max(0.0, seen.at_s - done[batch]) if batch else seen.at_s - before[0]["at_s"],
         "batches_lost": max(done) - batch,
         "said": [line for _, line in seen.said],
-        "results_missing_or_twice": len(results) - len(set(results)) + len(set(range(max(results))) - set(results)),
+        "results_missing_or_twice": len(results)
+        - len(set(results))
+        + len(set(range(max(results))) - set(results)),
     }
 
 
 def _compare(seen: Seen, batch: int, epochs: int) -> dict[str, Any]:
     """Compare the weights with those of a run that is saved and loaded at a batch."""
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
-        arguments = {"stages": STAGES, "pipelines": PIPELINES, "batch": batch, "epochs": epochs}
-        arguments["folder"] = str(Path(name, "checkpoint"))
+        arguments: dict[str, Any] = {"stages": STAGES, "pipelines": PIPELINES, "batch": batch}
+        arguments |= {"epochs": epochs, "folder": str(Path(name, "checkpoint"))}
         expected = run_on_ranks("benchmarks.faults.job:saved_and_loaded", STAGES, arguments, timeout_s=600)[0]
     found = [(e["rank"], e["digests"]) for e in seen.of("weights")]
     return {"compared": len(found), "unequal": [rank for rank, digests in found if digests != [expected]]}

@@ -46,12 +46,20 @@ class Loss:
 
     @classmethod
     def draw(
-        cls, seed: int, kind: str, pipelines: int, stages: int, when_s: tuple[float, float], rank: int | None = None
+        cls,
+        seed: int,
+        kind: str,
+        pipelines: int,
+        stages: int,
+        when_s: tuple[float, float],
+        rank: int | None = None,
     ) -> Loss:
         """``rank``: which one, else one that is drawn."""
         chance = random.Random(f"{seed} {kind} {stages}")
         drawn = chance.randrange(stages)
-        return cls(seed, kind, chance.randrange(pipelines), drawn if rank is None else rank, chance.uniform(*when_s))
+        return cls(
+            seed, kind, chance.randrange(pipelines), drawn if rank is None else rank, chance.uniform(*when_s)
+        )
 
 
 @dataclass
@@ -84,7 +92,12 @@ class Watch(threading.Thread):
     """
 
     def __init__(
-        self, loss: Loss, lives: int, folder: Path, is_enough: Callable[[Sequence[Event]], bool], limit_s: float
+        self,
+        loss: Loss,
+        lives: int,
+        folder: Path,
+        is_enough: Callable[[Sequence[Event]], bool],
+        limit_s: float,
     ) -> None:
         super().__init__(name="watch", daemon=True)
         self._loss, self._lives, self._folder, self._is_enough = loss, lives, folder, is_enough
@@ -138,7 +151,13 @@ def lose_pipeline(
     limit_s: float = 120,
 ) -> Seen:
     """Run isolated pipelines of which one is lost. PipelineError if that ends the run."""
-    asked = {"stages": stages, "pipelines": pipelines, "isolate": True, "timeout_s": timeout_s, "epochs": None}
+    asked = {
+        "stages": stages,
+        "pipelines": pipelines,
+        "isolate": True,
+        "timeout_s": timeout_s,
+        "epochs": None,
+    }
     seen = Seen()
     with _run(asked) as (folder, added), tempfile.TemporaryDirectory(prefix="avgpipe-") as meeting:
         watch = Watch(loss, stages * pipelines, folder, is_enough, limit_s)
