@@ -56,6 +56,32 @@ class Received:
         return bool(self.sizes) and sum(map(len, self.pieces)) == sum(self.sizes)
 
 
+class Intervals:
+    """How many batches there are between two copies, alike on all ranks.
+
+    Args:
+        every_s: the least seconds between two.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._batch_s: float | None = None
+
+    def after(self, passed: int, elapsed_s: float) -> int:
+        """Return the next number of batches, ``passed`` after the copy before, which was taken ``elapsed_s`` ago.
+
+        A pause, or a copy that was asked for, says little of how long a batch takes: the number doubles or halves, at
+        most. So it also grows from the first batches, which may be slow.
+        """
+        if not passed:
+            return 1
+        batch_s = max(elapsed_s, 1e-3) / passed
+        if self._batch_s is not None:
+            batch_s = min(max(batch_s, self._batch_s / 2), self._batch_s * 2)
+        self._batch_s = batch_s
+        return max(1, round(self._every_s / batch_s))
+
+
 class Copies:
     """Those that one process holds.
 
@@ -69,6 +95,7 @@ class Copies:
         self._theirs: dict[int, Received] = {}  # of the process before, by batches
         self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
+        self._intervals = Intervals(every_s)
         self._due = 0  # batches before the next one
         self._taken_at, self._taken = time.monotonic(), 0
 
@@ -97,9 +124,7 @@ class Copies:
         while self.send_piece():
             pass  # of the one before, which is late
         elapsed = max(worker.world.gather(time.monotonic() - self._taken_at))
-        passed = max(1, batches - self._taken)
-        wanted = round(passed * self._every_s / max(elapsed, 1e-3))
-        self._due = batches + max(1, min(wanted, 2 * passed))  # the first batches may be slow
+        self._due = batches + self._intervals.after(batches - self._taken, elapsed)
         self._taken_at, self._taken = time.monotonic(), batches
         snapshot = self._own.pop(0)
         self._own.append(snapshot)
@@ -165,6 +190,7 @@ class Copies:
         for own in self._own:
             own.contents = {}
         self._theirs, self._due, self._taken_at, self._taken = {}, 0, time.monotonic(), batches
+        self._intervals = Intervals(self._every_s)  # as the new rank has them
         return batches
 
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:

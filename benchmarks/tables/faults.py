@@ -1,0 +1,127 @@
+"""What is lost with a pipeline or a process, and what it costs to be ready for it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from benchmarks.tables.markdown import MIB, Record, against, table
+
+_NOTHING = "*No record yet.*"
+_KILL_S, _BACK_S, _COST_PERCENT = 2.0, 5.0, 2.0  # bars
+
+
+def faults_lost_pipeline(record: Record | None) -> str:
+    """A row for each number of stages and kind of loss."""
+    if record is None:
+        return _NOTHING
+    rows = []
+    for stages in record["stages"]:
+        for kind, bar in (("kill", _KILL_S), ("hang", record["timeout_s"])):
+            trials = [t for t in record["trials"] if (t["stages"], t["kind"]) == (stages, kind)]
+            good = [t for t in trials if "failure" not in t]
+            if not good:
+                continue
+            compared = [sum(t["compared"][part] for t in good) for part in ("before", "without", "again")]
+            unequal = sum(len(t["unequal"]) for t in good)
+            failures = len(trials) - len(good)
+            rows.append(
+                (
+                    f"K = {stages}, {kind}",
+                    len(trials),
+                    f"**{failures}**" if failures else 0,
+                    f"{bar:g} s",
+                    *_spread((t["late_s"] for t in good), bar),
+                    f"{max(t['late_after_s'] for t in good):.2f} s",
+                    *_spread(t["back_after_s"] for t in good),
+                    " + ".join(map(str, compared)),
+                    f"**{unequal}**" if unequal else 0,
+                    sum(t["samples_missing"] for t in good),
+                )
+            )
+    return table(
+        "| trials: | runs that ended: | bar: | late, median: | worst: | worst at the return: | back after, median: | "
+        "worst: | weights compared, before + without + again: | unequal: | samples lost:",
+        rows,
+    )
+
+
+def faults_lost_worker(record: Record | None) -> str:
+    """A row for each rank."""
+    if record is None:
+        return _NOTHING
+    rows = []
+    for rank in range(record["stages"]):
+        trials = [t for t in record["trials"] if t["rank"] == rank]
+        good = [t for t in trials if "failure" not in t]
+        if not good:
+            continue
+        failures, unequal = len(trials) - len(good), sum(len(t["unequal"]) for t in good)
+        rows.append(
+            (
+                f"rank {rank}",
+                len(trials),
+                f"**{failures}**" if failures else 0,
+                sum("spare process" in line for t in good for line in t["said"]),
+                *_spread((t["back_after_s"] for t in good), _BACK_S),
+                *_spread((t["lost_s"] for t in good), record["copies_every_s"]),
+                max(t["batches_lost"] for t in good),
+                sum(t["compared"] for t in good),
+                f"**{unequal}**" if unequal else 0,
+                sum(t["results_missing_or_twice"] for t in good),
+            )
+        )
+    return table(
+        "| trials: | runs that ended: | by a spare: | back after, median: | worst: | work lost, median: | worst: | "
+        "batches, worst: | weights compared: | unequal: | results missing or twice:",
+        rows,
+    )
+
+
+def faults_copies(record: Record | None) -> str:
+    """A row for each way of each case."""
+    if record is None:
+        return _NOTHING
+    rows = []
+    for case in record["cases"]:
+        for row in case["rows"]:
+            has_copies = row["every_s"] is not None
+            rows.append(
+                (
+                    f"{case['name']}, N = {case['pipelines']}, {row['name']}",
+                    f"{1e3 * row['median_s']:.1f}",
+                    f"{1e3 * row['quartile1_s']:.1f}-{1e3 * row['quartile3_s']:.1f}",
+                    f"{sum(row['copies']) / len(row['copies']):.1f}" if has_copies else "",
+                    f"{case['batches'] * row['median_s']:.0f} s",
+                    f"{against(100 * row['cost'], most=_COST_PERCENT)} %" if has_copies else "",
+                    f"{against(100 * row['cost_of_pairs'], most=_COST_PERCENT)} %" if has_copies else "",
+                )
+            )
+    return table(
+        "| ms/batch: | quartiles: | copies in a turn: | of: | cost of medians: | median of pairs:", rows
+    )
+
+
+def faults_copies_memory(record: Record | None) -> str:
+    """A row for each process."""
+    if record is None or not record["memory"]:
+        return _NOTHING
+    rows = [
+        (
+            f"N = {case['pipelines']}, rank {rank['rank']}",
+            *(f"{rank[name] / MIB:.0f}" for name in ("copy_bytes", "computed_bytes")),
+            f"{(rank['with_bytes'] - rank['without_bytes']) / MIB:.0f}",
+            f"{rank['without_bytes'] / MIB:.0f}",
+        )
+        for case in record["memory"]
+        for rank in case["ranks"]
+    ]
+    return table(
+        "MiB | its own state: | two copies of it and its neighbour's: | measured: | without copies:", rows
+    )
+
+
+def _spread(seconds: Iterable[float], most: float | None = None) -> tuple[str, str]:
+    """Return median and worst; in bold above `most`."""
+    known = list(seconds)
+    return tuple(f"{against(s, most=most)} s" for s in (statistics.median(known), max(known)))  # type: ignore[return-value]

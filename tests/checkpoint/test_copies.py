@@ -1,0 +1,27 @@
+"""When copies are taken, in batches: all ranks count these alike."""
+
+from avgpipe.checkpoint.copies import Intervals
+
+
+def test_intervals_grow_from_slow_first_batches_to_the_seconds_asked_for() -> None:
+    intervals = Intervals(2.0)
+    assert intervals.after(0, 9.0) == 1
+    found, batches = [], 1
+    for seconds in (1.0, *[0.1] * 6):
+        batches = intervals.after(batches, batches * seconds)
+        found.append(batches)
+    assert found == [2, 4, 8, 16, 20, 20, 20]
+
+
+def test_a_pause_or_a_copy_that_was_asked_for_changes_them_by_a_factor_of_two_at_most() -> None:
+    intervals = Intervals(2.0)
+    intervals.after(20, 2.0)
+    assert intervals.after(20, 62.0) == 10  # a pause of a minute
+    assert intervals.after(10, 1.0) == 20
+    assert intervals.after(1, 1e-3) == 40
+    assert intervals.after(40, 4.0) == 20
+
+
+def test_a_copy_before_every_batch() -> None:
+    intervals = Intervals(0.01)
+    assert [intervals.after(1, 0.5) for _ in range(3)] == [1, 1, 1]
