@@ -69,7 +69,9 @@ def test_who_only_missed_a_peer_is_not_to_blame():
 def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
     """Whoever missed it, and ended with an exit code of its own."""
     begin = time.monotonic()
-    with pytest.raises(RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it") as failure:
+    with pytest.raises(
+        RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it"
+    ) as failure:
         run_on_ranks(f"{HERE}:stops", 2, {"folder": str(tmp_path)}, timeout_s=60)
     assert failure.value.exit_codes == (-signal.SIGKILL, 1)
     assert time.monotonic() - begin < 20

@@ -223,7 +223,7 @@ class Started:
         return [rank for rank, process in self._processes.pids().items() if _is_stopped(process)]
 
     def _kill_stopped(self) -> list[int]:
-        """Kill and return the ranks that stand still: they do not hear that they are to end, and would be waited for."""
+        """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
         stopped = self.stopped()
         for rank in stopped:
             os.kill(self._processes.pids()[rank], signal.SIGKILL)
