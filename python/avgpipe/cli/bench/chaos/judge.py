@@ -99,7 +99,7 @@ def _fault(event: dict[str, Any], seen: Seen, shape: Shape) -> dict[str, Any]:
 def _wait_s(seen: Seen, begin_s: float, end_s: float) -> float:
     """What of a time others may have waited: the rest, once the last process that replaces a rank had started in it."""
     starts = [e["at_s"] for e in seen.of("start") if seen.scenario.way == "spares" and e["life"] > 0]
-    return end_s - max([begin_s, *(at_s for at_s in starts if begin_s < at_s < end_s)])
+    return float(end_s - max([begin_s, *(at_s for at_s in starts if begin_s < at_s < end_s)]))
 
 
 def _pauses(fault: dict[str, Any], seen: Seen, shape: Shape) -> list[tuple[float, float]]:
