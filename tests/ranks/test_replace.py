@@ -23,6 +23,7 @@ while os.environ["AVGPIPE_RESTART"] == "0" and not awaited.exists():
     time.sleep(0.01)
 (folder / os.environ["AVGPIPE_RESTART"]).touch()
 if os.environ["AVGPIPE_RESTART"] == "1":
+    from avgpipe.ranks.generation import become_a_rank
     become_a_rank(lambda: None)
 if os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
