@@ -41,4 +41,5 @@ with avgpipe.Pipeline(
         pipeline.load_sharded_state_dict(state)
     losses = [r.loss for r in pipeline.train(map(batch, range(pipeline.batches, pipeline.batches + 100)))]
     dcp.save(pipeline.sharded_state_dict(), checkpoint_id=folder)
-    print(f"rank {torch.distributed.get_rank()}: {losses[0]:.4f} to {losses[-1]:.4f}")
+    # A line is one write, also where Python does not buffer: else those of several ranks may mix.
+    print(f"rank {torch.distributed.get_rank()}: {losses[0]:.4f} to {losses[-1]:.4f}\n", end="")

@@ -90,6 +90,21 @@ def test_a_long_pause_is_a_hang():
     assert "hangs" in judge(late, SHAPE, LOSSES).wrong
 
 
+def test_the_start_of_a_process_that_replaces_a_rank_is_no_wait():
+    late = seen(
+        "spares", said=[(20.1, "rank 1 was killed by SIGKILL (by hand); a new process takes its place")]
+    )
+    late.events = [e for e in late.events if not (e["event"] == "result" and 20.05 < e["at_s"] < 40)]
+    assert "hangs" in judge(late, SHAPE, LOSSES).wrong
+    start = {"event": "start", "at_s": 35.0, "process": 7, "pipeline": 0, "rank": 1, "life": 1}
+    late.events.append(start)
+    verdict = judge(late, SHAPE, LOSSES)
+    assert "hangs" not in verdict.wrong
+    assert (verdict.faults[0]["pause_s"], verdict.faults[0]["wait_s"]) == pytest.approx((19.95, 5.0))
+    start["at_s"] = 25.0
+    assert "hangs" in judge(late, SHAPE, LOSSES).wrong
+
+
 def test_a_sample_that_is_lost_or_trained_on_twice_is_wrong():
     lost = seen()
     lost.events = [e for e in lost.events if not (e["event"] == "result" and e["batch"] == 50)]

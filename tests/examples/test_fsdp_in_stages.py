@@ -15,12 +15,13 @@ SCRIPT = EXAMPLES / "fsdp_in_stages.py"
 def losses(ranks, *arguments):
     """The first and last loss of each rank, in rank order."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    env = environment(PYTHONUNBUFFERED="1")  # what is not one write shows as such
     done = subprocess.run(
-        [*command, SCRIPT, *arguments], env=environment(), capture_output=True, text=True, timeout=100
+        [*command, SCRIPT, *arguments], env=env, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^rank (\d): ([\d.]+) to ([\d.]+)$", done.stdout, re.MULTILINE)
-    assert len(found) == ranks
+    assert len(found) == ranks, done.stdout
     return [(float(first), float(last)) for _, first, last in sorted(found)]
 
 

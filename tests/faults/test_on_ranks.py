@@ -187,7 +187,9 @@ def test_a_line_that_is_cut_at_a_save_ends_all_ranks(store: bool, tmp_path: Path
     codes, last = ends_of([fault], folder=str(tmp_path / "c"), link="gloo", timeout_s=LIMIT_S)
     assert codes == [1, 1, 1]
     assert not (tmp_path / "c" / "manifest.json").exists()
-    if store:  # else all ranks can still say that they are there, and none is named
+    if not store:  # all can still say that they are there, and nobody can know which end is at fault
+        assert all("no good line to rank " in text and "rank 1" in text for text in last)
+    else:
         assert all("rank 1 (stage 1), which does not answer" in last[rank] for rank in (0, 2))
         assert "rank 1 is cut off from the others" in last[1]
 

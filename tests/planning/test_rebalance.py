@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from avgpipe.planning import Costs
@@ -50,6 +52,14 @@ def test_large_messages_are_not_moved_to_a_slow_link() -> None:
     free = rebalanced(profile(*layers), [0, 2, 6], Costs([0.2, 0.4], [0.4, 0.8]), ORDER, 1, "flush")
     assert free is not None
     assert free.boundaries == (3,)
+
+
+def test_rounding_of_measured_seconds_makes_no_costs_that_are_refused() -> None:
+    """What is accumulated is all of a backward but the part for the input, whatever seconds were measured."""
+    layers = [replace(layer(), input_backward_s=(0.6,), accumulate_s=5.0) for _ in range(5)]
+    for n in range(1, 60):
+        measured = Costs([1e-4 * n, 1e-4], [1.7e-4 * n, 3e-4])
+        assert rebalanced(profile(*layers), [0, 2, 5], measured, ORDER, 1, "flush") is not None
 
 
 def test_several_stages_on_a_worker() -> None:

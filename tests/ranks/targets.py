@@ -1,6 +1,7 @@
 """What the workers of test_launch.py run."""
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -42,6 +43,17 @@ def misses_its_peer():
         raise PeerLost("rank 1 died")
     time.sleep(1)
     raise ValueError("later")
+
+
+def stops(folder):
+    here = Path(folder, "process")
+    if os.environ["RANK"] == "0":
+        here.with_suffix(".new").write_text(str(os.getpid()))
+        here.with_suffix(".new").rename(here)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while not here.exists() or Path("/proc", here.read_text(), "stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
+    raise ValueError("rank 0 does not answer")
 
 
 def refuses():

@@ -65,6 +65,19 @@ def test_who_only_missed_a_peer_is_not_to_blame():
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
+def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
+    """Whoever missed it, and ended with an exit code of its own."""
+    begin = time.monotonic()
+    with pytest.raises(
+        RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it"
+    ) as failure:
+        run_on_ranks(f"{HERE}:stops", 2, {"folder": str(tmp_path)}, timeout_s=60)
+    assert failure.value.exit_codes == (-signal.SIGKILL, 1)
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.ranks
 def test_a_function_may_choose_its_exit_code():
     last = "what standard output gets is kept back, too"
     with pytest.raises(RanksFailed, match=f"worker 0 of 1 failed with exit code 2: {last}"):
@@ -154,6 +167,11 @@ def test_a_refusal_comes_before_its_consequences():
 
 def test_a_failure_comes_before_its_consequences():
     assert first_to_fail({0: (PEER_LOST, 9), 1: (128 + signal.SIGTERM, 9), 2: (1, 10)}) == 2
+
+
+def test_who_stood_still_comes_before_those_that_missed_it():
+    assert first_to_fail({0: (-signal.SIGKILL, 11), 1: (1, 10)}, [0]) == 0
+    assert first_to_fail({0: (-signal.SIGKILL, 11), 1: (-signal.SIGSEGV, 11)}, [0]) == 1
 
 
 def test_among_equals_the_earliest():

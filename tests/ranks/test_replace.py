@@ -1,24 +1,30 @@
 """Ranks that are replaced by the launcher: who takes the place, what it is told, and that nobody is left."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
-from avgpipe.ranks.launch import tied
+import pytest
+
+from avgpipe.ranks.launch import RanksFailed, tied
 from avgpipe.ranks.replace import Replacing
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
 import os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
-if "AVGPIPE_SPARE" in os.environ:
+if os.environ["RANK"] == "-1":
     (folder / "new").write_text(str(os.getpid()))
     (folder / "new").rename(folder / "spare")
     signal.pause()
 awaited = folder / ("spare" if os.environ["RANK"] == "0" else "1")
-while not awaited.exists():
+while os.environ["AVGPIPE_RESTART"] == "0" and not awaited.exists():
     time.sleep(0.01)
 (folder / os.environ["AVGPIPE_RESTART"]).touch()
+if os.environ["AVGPIPE_RESTART"] == "1":
+    from avgpipe.ranks.generation import become_a_rank
+    become_a_rank(lambda: None)
 if os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -32,3 +38,67 @@ def test_a_spare_that_is_not_ready_stays_one_and_is_ended_with_the_run(tmp_path:
     assert said[0].endswith("a new process takes its place")
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "spare"]  # each life knows how often it was started
     assert not Path("/proc", (tmp_path / "spare").read_text()).exists()
+
+
+# Rank 0 is stopped at its start, which rank 1 does not know; that one ends with an exit code of its own.
+_STOPS = """
+import os, pathlib, signal, sys, time
+here = pathlib.Path(sys.argv[1], "process")
+if os.environ["RANK"] == "0":
+    here.with_suffix(".new").write_text(str(os.getpid()))
+    here.with_suffix(".new").rename(here)
+    os.kill(os.getpid(), signal.SIGSTOP)
+while not here.exists() or pathlib.Path("/proc", here.read_text(), "stat").read_text().split()[2] != "T":
+    time.sleep(0.01)
+sys.exit(1)
+"""
+
+
+def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
+    command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
+    with pytest.raises(
+        RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it"
+    ) as failure:
+        Replacing(command, 2, 0, {}, print).run()
+    assert failure.value.exit_codes == (-signal.SIGKILL, 0)
+
+
+# Rank 0 is killed, and its new process comes to its Pipeline only after its imports, for which rank 1 waits longer than
+# its limit of 0.2 s.
+_LATE = """
+import os, pathlib, signal, sys, time
+from avgpipe.ranks.generation import become_a_rank, next_generation
+from avgpipe.ranks.rendezvous import private_store
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    (folder / "1").touch()
+    assert next_generation(private_store(), 0.2) == [0]
+    (folder / "met").touch()
+elif os.environ["AVGPIPE_RESTART"] == "0":
+    while not (folder / "1").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    assert not (folder / "met").exists()
+    become_a_rank(lambda: None)
+    assert (os.environ["RANK"], os.environ["AVGPIPE_GENERATION"]) == ("0", "1")
+"""
+
+
+@pytest.mark.slow
+def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    Replacing(tied("stderr", sys.executable, "-c", _LATE, str(tmp_path)), 2, 0, {}, said.append).run()
+    assert len(said) == 1
+    assert (tmp_path / "met").exists()
+
+
+def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("avgpipe.ranks.replace._START_S", 0.5)
+    late = _SCRIPT.replace('if os.environ["RANK"] == "-1"', 'if os.environ["AVGPIPE_RESTART"] == "1"')
+    (tmp_path / "spare").touch()  # nobody waits for it
+    command = tied("stderr", sys.executable, "-c", late + "\nsignal.pause()", str(tmp_path))
+    with pytest.raises(RanksFailed, match="worker 0 of 2 has not come to its Pipeline within 0 s"):
+        Replacing(command, 2, 0, {}, print).run()

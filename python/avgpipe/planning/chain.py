@@ -181,14 +181,17 @@ def stage_costs(
     forward_s = chain.forward_s(*blocks)
     again_s = forward_s[:, None] * recomputed(micro_batches, recompute)
     less_s = chain.accumulate_s(*blocks)[:, None] * (np.arange(micro_batches) == 0)
+    input_s = chain.input_backward_s(*blocks)[:, None]
+    # A difference of differences, which may end a rounding error below its part.
+    backward_s = np.maximum(chain.backward_s(*blocks)[:, None] - less_s, input_s)
     latency_s = chain.link.latency_s if chain.link else 0.0
     return Costs(
         forward_s=forward_s.tolist(),
-        backward_s=_rows(chain.backward_s(*blocks)[:, None] - less_s + again_s),
+        backward_s=_rows(backward_s + again_s),
         transfer_s=(chain.transfer_s[blocks[0][1:]] - latency_s).tolist(),
         latency_s=latency_s,
         update_s=chain.update_s(*blocks, elastic=pipelines > 1).tolist(),
-        input_backward_s=_rows(chain.input_backward_s(*blocks)[:, None] + again_s),
+        input_backward_s=_rows(input_s + again_s),
     )
 
 

@@ -31,19 +31,24 @@ def generation() -> int:
 
 
 def announcement(number: int) -> str:
-    """The name under which the launcher says which ranks a generation has anew."""
+    """The name under which the launcher says which ranks a generation has anew, once they are at their Pipeline."""
     return f"generation/{number}"
 
 
+def prospect(number: int) -> str:
+    """The name under which it says before that a generation will come."""
+    return f"generation/{number}/awaited"
+
+
 def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return where a spare process is told its place; it is there once the process is ready."""
+    """Return where a process that waits is told its place; it is there once the process is ready."""
     return Path(folder) / f"place-of-{rank}"
 
 
 def become_a_rank(first: Callable[[], None]) -> None:
-    """Wait, in a spare process, until the launcher says whose place it takes; elsewhere return at once.
+    """Wait, in a spare or new process, until the launcher says whose place it takes; elsewhere return at once.
 
-    ``first``: what a spare does before it waits.
+    ``first``: what it does before it waits.
     """
     folder = os.environ.pop(SPARE, None)
     if folder is None:
@@ -63,7 +68,7 @@ def become_a_rank(first: Callable[[], None]) -> None:
 
 
 def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
-    """Tell spare processes their place; False if they have not come so far all, and are no help."""
+    """Tell processes that wait their place; False if they have not come so far all, and are no help."""
     if not all(pipe.exists() for pipe in pipes):
         return False
     try:
@@ -76,11 +81,16 @@ def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
 
 
 def next_generation(store: Any, timeout_s: float) -> list[int]:
-    """Be of the next generation, once the launcher has announced it; return the ranks that are new in it."""
-    name, deadline = announcement(generation() + 1), time.monotonic() + timeout_s
+    """Be of the next generation, once the launcher has announced it; return the ranks that are new in it.
+
+    PeerLost if it has not even said after ``timeout_s`` that there will be one. Then it limits itself how long new
+    processes may take to start, and ends this one with the run.
+    """
+    number, deadline = generation() + 1, time.monotonic() + timeout_s
+    name = announcement(number)
     while not store.check([name]):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline and not store.check([prospect(number)]):
             raise PeerLost(f"the launcher has replaced nobody within {timeout_s:g} s")
         time.sleep(_LOOK_S)
-    os.environ[GENERATION] = str(generation() + 1)
+    os.environ[GENERATION] = str(number)
     return [int(rank) for rank in json.loads(store.get(name))]

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from avgpipe.ranks.process import (
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
+STOPPED = "stands still, as a signal has stopped it"
 
 
 class RanksFailed(PipelineError):
@@ -38,14 +39,16 @@ class RanksFailed(PipelineError):
     Attributes:
         exit_codes: of every rank, negative for a signal.
         rank: the one that failed of itself; the others missed it, or were ended for it.
-        reason: what happened to it, as the end of a sentence.
+        reason: what happened to it, as the end of a sentence; by default its exit code says it.
     """
 
-    def __init__(self, exit_codes: Sequence[int], rank: int, said: str = "") -> None:
+    def __init__(
+        self, exit_codes: Sequence[int], rank: int, said: str = "", reason: str | None = None
+    ) -> None:
         self.exit_codes, self.rank = tuple(exit_codes), rank
         code = self.exit_codes[rank]
-        self.reason = f"failed with exit code {code}"
-        if code < 0:
+        self.reason = reason or f"failed with exit code {code}"
+        if code < 0 and reason is None:
             hint = " (by hand, or by the system when memory runs out)" if -code == signal.SIGKILL else ""
             self.reason = f"was killed by {_signal_name(-code)}{hint}"
         super().__init__(f"worker {rank} of {len(self.exit_codes)} {self.reason}{': ' * bool(said)}{said}")
@@ -190,26 +193,53 @@ class Started:
         self._processes, self._count, self._captures = processes, count, captures
         self._first: int | None = None  # to fail, when the others were killed
 
-    def poll(self, wait_s: float = 0.0) -> RanksFailed | bool | None:
+    def poll(self) -> RanksFailed | bool | None:
         """Return None while they run; True once all have ended well; or the failure, after which all have ended."""
-        result = self._processes.wait(wait_s, wait_s)
-        if result is None or not (failed := result.failures):
-            return None if result is None else True
-        codes = [failed[rank].exitcode if rank in failed else 0 for rank in range(self._count)]
+        codes = self._exit_codes()
+        if len(codes) < self._count and not any(codes.values()):
+            return None
+        stopped = self._kill_stopped()
+        result = self._processes.wait(0)
+        if not (failed := result.failures):
+            return True
+        codes = {rank: end.exitcode for rank, end in failed.items()}
         first = self._first
         if first is None:
-            first = first_to_fail({rank: (end.exitcode, end.timestamp) for rank, end in failed.items()})
-        return RanksFailed(codes, first, _last_line(result.stderrs[first]) if self._captures else "")
+            ends = {rank: (end.exitcode, end.timestamp) for rank, end in failed.items()}
+            first = first_to_fail(ends, stopped)
+        said = _last_line(result.stderrs[first]) if self._captures else ""
+        all_codes = [codes.get(rank, 0) for rank in range(self._count)]
+        return RanksFailed(all_codes, first, said, STOPPED if first in stopped else None)
 
     def poll_or_kill(self) -> RanksFailed | bool | None:
         """As :meth:`poll`, but once one has failed the others are killed: nobody waits for what they have to say."""
-        for rank, process in self._processes.pids().items():
-            with suppress(ChildProcessError):
-                end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-                if end is not None and end.si_status != 0 and self._first is None:
-                    self._first = rank
-                    self.kill()
+        failed = [rank for rank, code in self._exit_codes().items() if code]
+        if failed and self._first is None:
+            self.kill(blamed=failed[0])
         return self.poll()
+
+    def stopped(self) -> list[int]:
+        """Return the ranks that a signal has stopped."""
+        return [rank for rank, process in self._processes.pids().items() if _is_stopped(process)]
+
+    def _kill_stopped(self) -> list[int]:
+        """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
+        stopped = self.stopped()
+        for rank in stopped:
+            os.kill(self._processes.pids()[rank], signal.SIGKILL)
+        return stopped
+
+    def _exit_codes(self) -> dict[int, int]:
+        """Return those of the ranks that have ended, without telling torch's launcher, which would end the others."""
+        codes = {}
+        for rank, process in self._processes.pids().items():
+            try:
+                end = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:  # torch's launcher knows how it ended
+                codes[rank] = 0
+            else:
+                codes |= {} if end is None else {rank: end.si_status}
+        return codes
 
     def kill(self, why: str = "", blamed: int | None = None) -> None:
         """End all at once; ``blamed``: the rank that was the first to fail, if it is known."""
@@ -228,6 +258,7 @@ class Started:
 
     def close(self, number: int) -> None:
         """End all by a signal, and wait."""
+        self._kill_stopped()
         self._processes.close(signal.Signals(number))
 
 
@@ -274,7 +305,8 @@ def _run(
             pass_on_questions(lambda: [started])
             if preemption_s is not None:
                 preempted = Preempted(started, preemption_s)
-            while (end := started.poll(_POLL_S)) is None:
+            while (end := started.poll()) is None:
+                time.sleep(_POLL_S)
                 said = _pass_on(folder / PROGRESS, said, say)
                 if preempted is not None:
                     preempted.look()
@@ -364,15 +396,27 @@ def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
     return line
 
 
-def first_to_fail(failures: Mapping[int, tuple[int, int]]) -> int:
-    """Return the rank to blame, of exit codes and times by rank: others missed it, or the launcher ended them."""
+def first_to_fail(failures: Mapping[int, tuple[int, int]], stopped: Collection[int] = ()) -> int:
+    """Return the rank to blame, of exit codes and times by rank: others missed it, or the launcher ended them.
+
+    ``stopped``: ranks that stood still, and were killed for it. What a script is ended by that has missed one of these
+    may have any exit code.
+    """
 
     def blame(rank: int) -> tuple[int, int]:
         code, timestamp = failures[rank]
-        order = {WRONG_ARGUMENTS: 1, PEER_LOST: 3, -signal.SIGTERM: 4, 128 + signal.SIGTERM: 4}
-        return order.get(code, 0 if code < 0 else 2), timestamp
+        order = {WRONG_ARGUMENTS: 1, PEER_LOST: 4, -signal.SIGTERM: 5, 128 + signal.SIGTERM: 5}
+        return 2 if rank in stopped else order.get(code, 0 if code < 0 else 3), timestamp
 
     return min(failures, key=blame)
+
+
+def _is_stopped(process: int) -> bool:
+    try:
+        status = Path(f"/proc/{process}/stat").read_text()
+    except OSError:  # it has ended
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
 
 
 def _last_line(log: str) -> str:

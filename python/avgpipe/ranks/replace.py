@@ -1,7 +1,12 @@
 """Putting a new process in the place of a rank that was killed, while the others wait for it instead of ending.
 
-The launcher announces the next generation, and gives the rank to a spare process, which has come as far as its Pipeline
-and waits there to be told who it is, or else to a new process.
+A spare process has come as far as its Pipeline, and waits there to be told which rank it is. Where there is none a new
+process comes there in its own time, within the limit of a start. Then the launcher announces the next generation::
+
+    rank r is killed     prospect of generation g+1     all in their places     generation g+1: who is new
+    the others           ... wait ................................................. meet with a time limit
+    a spare process      told its rank -----------------^
+    a new process        starts ........ Pipeline, told ^
 """
 
 from __future__ import annotations
@@ -14,10 +19,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 from avgpipe.faults import RESTART
-from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, tell_place
+from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, prospect, tell_place
 from avgpipe.ranks.launch import (
+    STOPPED,
     Interrupted,
     RanksFailed,
     Started,
@@ -29,7 +36,8 @@ from avgpipe.ranks.launch import (
 from avgpipe.ranks.process import STORE_FILE
 
 _POLL_S = 0.02
-_MOST = 1000  # replacements of a run
+_MOST = 1000  # generations of a run
+_START_S = 300.0  # of a new process, until it has come to its Pipeline
 
 
 class Replacing:
@@ -56,7 +64,9 @@ class Replacing:
         self._prefixes = prefixes or [()] * size
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
-        self._spares: list[tuple[Started, Path]] = []
+        self._spares: list[_Waiting] = []
+        self._coming: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
+        self._failed: RanksFailed | None = None  # the last that was killed
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
@@ -73,16 +83,18 @@ class Replacing:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
             self._store = FileStore(str(self._folder / "store"))
             stack.enter_context(keeping_handlers())
-            pass_on_questions(lambda: [*self._ranks.values(), *(spare for spare, _ in self._spares)])
+            pass_on_questions(self._all_started)
             number = signal.SIGKILL
             try:
                 for rank in range(self._size):
                     self._ranks[rank] = self._start(rank)
-                while len(self._spares) < self._wanted:
-                    self._make_spare()
+                self._spares += [self._start_waiting(-1) for _ in range(self._wanted)]
                 while self._ranks:
                     self._look()
+                    self._look_for_new()
                     time.sleep(_POLL_S)
+                if self._coming and self._failed is not None:
+                    raise self._failed  # nobody is left with whom it could go on
             except BaseException as error:
                 number = getattr(
                     error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
@@ -91,8 +103,12 @@ class Replacing:
                     raise Interrupted(number) from error
                 raise
             finally:
-                for one in (*self._ranks.values(), *(spare for spare, _ in self._spares)):
+                for one in self._all_started():
                     one.close(number)
+
+    def _all_started(self) -> list[Started]:
+        waiting = [one.process for one in (*self._coming.values(), *self._spares)]
+        return [*self._ranks.values(), *waiting]
 
     def _start(self, rank: int, **others: str) -> Started:
         self._made += 1
@@ -107,37 +123,83 @@ class Replacing:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
         return {**rank_environment(rank, self._size), **counts}
 
-    def _make_spare(self) -> None:
-        folder = self._folder / f"spare-{self._made}"
+    def _start_waiting(self, rank: int) -> _Waiting:
+        """Start a process that waits at its Pipeline; -1: as a spare."""
+        folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
-        self._spares.append((self._start(-1, **{SPARE: str(folder)}), pipe_of(folder, -1)))
+        process = self._start(rank, **{SPARE: str(folder)})
+        return _Waiting(process, pipe_of(folder, rank), time.monotonic() + _START_S)
+
+    # ---- while it runs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        """See which ranks have ended."""
         for rank, one in list(self._ranks.items()):
             end = one.poll()
             if end is None:
                 continue
             del self._ranks[rank]
             if isinstance(end, RanksFailed):
-                code = end.exit_codes[0]
-                failed = RanksFailed([code if r == rank else 0 for r in range(self._size)], rank)
-                if code >= 0 or self._generation >= _MOST or not self._ranks:
-                    raise failed
-                self._replace(rank, failed.reason)
+                self._lose(rank, end)
 
-    def _replace(self, rank: int, why: str) -> None:
-        self._generation += 1
+    def _lose(self, rank: int, end: RanksFailed) -> None:
+        """Replace a rank that was killed."""
+        code = end.exit_codes[0]
+        stopped = [other for other, one in self._ranks.items() if one.stopped()]
+        if code >= 0 and stopped:
+            raise self._failure(stopped[0], -signal.SIGKILL, STOPPED)
+        failure = self._failure(rank, code)
+        if code >= 0 or self._generation >= _MOST or not self._ranks:
+            raise failure
+        self._failed = failure
+        self._store.set(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
-        place = self._place(rank)
-        how = "a new process"
-        self._spares = [one for one in self._spares if one[0].poll() is None]
-        ready = (one for one in self._spares if tell_place([one[1]], place))
-        if (chosen := next(ready, None)) is not None:
-            self._spares.remove(chosen)
-            self._ranks[rank], how = chosen[0], "a spare process"
+        how = "a spare process"
+        self._spares = [one for one in self._spares if one.process.poll() is None]
+        if (spare := next((one for one in self._spares if one.is_there), None)) is not None:
+            self._spares.remove(spare)
+            self._coming[rank] = spare
         else:  # those that have not come so far stay spares
-            self._ranks[rank] = self._start(rank)
-        self._store.set(announcement(self._generation), json.dumps([rank]))
-        self._say(f"rank {rank} {why}; {how} takes its place")
+            how, self._coming[rank] = "a new process", self._start_waiting(rank)
+        self._say(f"rank {rank} {failure.reason}; {how} takes its place")
         if len(self._spares) < self._wanted:
-            self._make_spare()
+            self._spares.append(self._start_waiting(-1))
+
+    def _look_for_new(self) -> None:
+        """Begin the next generation once every lost rank has a process again that waits at its Pipeline."""
+        for rank, one in list(self._coming.items()):
+            end = one.process.poll()
+            if isinstance(end, RanksFailed):
+                del self._coming[rank]
+                self._lose(rank, end)
+            elif end is not None or (not one.is_there and time.monotonic() > one.deadline):
+                late = f"within {_START_S:.0f} s" if end is None else "before its end"
+                raise self._failure(rank, 0, f"has not come to its Pipeline {late}, in its new process")
+        if not self._coming or not all(one.is_there for one in self._coming.values()):
+            return
+        self._generation += 1
+        for rank, one in self._coming.items():
+            tell_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
+            self._ranks[rank] = one.process
+        self._store.set(announcement(self._generation), json.dumps(list(self._coming)))
+        self._coming = {}
+
+    def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
+        return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)
+
+
+class _Waiting(NamedTuple):
+    """A process that waits at its Pipeline, or is on its way there.
+
+    Attributes:
+        pipe: in which it is told its place; it is there once the process is.
+        deadline: of the monotonic clock, by which it is to be there.
+    """
+
+    process: Started
+    pipe: Path
+    deadline: float
+
+    @property
+    def is_there(self) -> bool:
+        return self.pipe.exists()

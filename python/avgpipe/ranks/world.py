@@ -252,7 +252,10 @@ class World:
         if (loss := self.reported()) is not None:
             return loss
         if not missing:
-            return PipelineError(f"rank {self.rank}: a collective failed: {what}")
+            others = ", ".join(self.name(rank) for rank in range(self.size) if rank != self.rank)
+            return PipelineError(
+                f"rank {self.rank} has no good line to {others}, though all are there and answer on another one: {what}"
+            )
         names = ", ".join(map(self.name, sorted(missing)))
         if waited_s < self.timeout_s:
             return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {what}")

@@ -10,6 +10,9 @@ Who may be blamed, by what happened first in a run:
 - a pipeline that is ended as another one is gone, whose state it was to have, is not blamed;
 - after several faults, those that all of them allow.
 
+Nobody may wait for longer than the time limit and a few seconds. Where a new process replaces a rank, the time until it
+has imported what it needs is no wait, see ``_wait_s``; it is in the pauses that are reported.
+
 A run may end at a fault where the guide "When something fails" does not promise that it goes on: see ``_may_end``.
 """
 
@@ -85,21 +88,35 @@ def _fault(event: dict[str, Any], seen: Seen, shape: Shape) -> dict[str, Any]:
     kind, _, place = text.partition(" at ") if " at " in text else ("kill", "", "outside: ")
     who = {name: event[name] for name in ("pipeline", "rank", "life")}
     found = {"at_s": event["at_s"], "kind": kind, "phase": place.partition(":")[0], "place": place, **who}
-    return {**found, "pause_s": _pause_s(event, seen, shape)}
+    pauses = _pauses(event, seen, shape)
+    return {
+        **found,
+        "pause_s": max((end - begin for begin, end in pauses), default=None),
+        "wait_s": max((_wait_s(seen, begin, end) for begin, end in pauses), default=None),
+    }
 
 
-def _pause_s(fault: dict[str, Any], seen: Seen, shape: Shape) -> float | None:
-    """The longest time without a result of the others, while the fault can be felt; None if there was none any more."""
+def _wait_s(seen: Seen, begin_s: float, end_s: float) -> float:
+    """What of a time others may have waited: the rest, once the last process that replaces a rank had started in it."""
+    starts = [e["at_s"] for e in seen.of("start") if seen.scenario.way == "spares" and e["life"] > 0]
+    return float(end_s - max([begin_s, *(at_s for at_s in starts if begin_s < at_s < end_s)]))
+
+
+def _pauses(fault: dict[str, Any], seen: Seen, shape: Shape) -> list[tuple[float, float]]:
+    """The times between results of the others that began while the fault could be felt."""
     own = seen.scenario.way == "isolate"
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
     if own:
         others = [event for event in others if event["pipeline"] != fault["pipeline"]]
     times = sorted(event["at_s"] for event in others)
-    before = [t for t in times if t <= fault["at_s"]]
-    felt = [t for t in times if fault["at_s"] < t <= fault["at_s"] + shape.timeout_s + 2 * PROMPT_S]
-    if not before or not felt:
-        return None
-    return float(max(b - a for a, b in pairwise([fault["at_s"], *felt])))
+    if not times or times[0] > fault["at_s"]:
+        return []
+    felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
+    return [
+        (begin, end)
+        for begin, end in pairwise([fault["at_s"], *(t for t in times if t > fault["at_s"])])
+        if begin < felt_s
+    ]
 
 
 def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
@@ -108,13 +125,12 @@ def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
         verdict.wrong["hangs"].append("nothing more was heard, and the run did not end")
         return
     for fault in verdict.faults:
-        if fault["pause_s"] is not None and fault["pause_s"] > limit_s:
-            verdict.wrong["hangs"].append(f"the others paused for {fault['pause_s']:.1f} s")
+        if fault["wait_s"] is not None and fault["wait_s"] > limit_s:
+            verdict.wrong["hangs"].append(f"the others waited for {fault['wait_s']:.1f} s")
     last_s = max([fault["at_s"] for fault in verdict.faults], default=seen.ended_at_s)
-    if verdict.ended and seen.ended_at_s - last_s > limit_s + shape.timeout_s * (
-        seen.scenario.way == "isolate"
-    ):
-        verdict.wrong["hangs"].append(f"the run ended {seen.ended_at_s - last_s:.1f} s after the last fault")
+    waited_s = _wait_s(seen, last_s, seen.ended_at_s)
+    if verdict.ended and waited_s > limit_s + shape.timeout_s * (seen.scenario.way == "isolate"):
+        verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
     elif not verdict.ended and any(_must_be_noticed(verdict.way, fault) for fault in verdict.faults):
