@@ -206,9 +206,10 @@ class Pipeline:
             references of dedicated pipelines; and a micro-batch on each stage with itself when it runs twice, on an
             accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
             that names it, and where it is. Training goes on as if nothing had happened.
-        copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches with at
-            least so many seconds between them, so that a process which is killed is replaced, and training goes on from
-            the last copy without a disk; for ranks that ``avgpipe run --spares`` has started. Each process holds two
+        copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches, so
+            that a process which is killed is replaced, and training goes on from the last copy without a disk; for
+            ranks that ``avgpipe run --spares`` has started. About so many seconds of work are lost at most: the next
+            copy is taken after three quarters of them, as one counts once it has come. Each process holds two
             copies of its own state (weights, optimizer states, reference) and two of its neighbour's, and the inputs
             and targets since. The script of the new process runs from its beginning, finds in ``batches`` where to go
             on, and gives ``train`` a loader that begins there. A loader that is an iterator cannot be evaluated again.

@@ -28,6 +28,7 @@ from avgpipe.runtime.worker import Worker
 
 _PIECE_BYTES = 1 << 20
 _KEPT = 2
+_SHARE = 0.75  # of the time: a copy counts once it has come, and batches vary
 
 
 class Received:
@@ -60,7 +61,7 @@ class Intervals:
     """How many batches there are between two copies, alike on all ranks.
 
     Args:
-        every_s: the least seconds between two.
+        every_s: the seconds between two.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -86,7 +87,7 @@ class Copies:
     """Those that one process holds.
 
     Args:
-        every_s: the least seconds between two.
+        every_s: about how many seconds of work are lost at most.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -95,7 +96,7 @@ class Copies:
         self._theirs: dict[int, Received] = {}  # of the process before, by batches
         self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
-        self._intervals = Intervals(every_s)
+        self._intervals = Intervals(_SHARE * every_s)
         self._due = 0  # batches before the next one
         self._taken_at, self._taken = time.monotonic(), 0
 
@@ -190,7 +191,7 @@ class Copies:
         for own in self._own:
             own.contents = {}
         self._theirs, self._due, self._taken_at, self._taken = {}, 0, time.monotonic(), batches
-        self._intervals = Intervals(self._every_s)  # as the new rank has them
+        self._intervals = Intervals(_SHARE * self._every_s)  # as the new rank has them
         return batches
 
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
