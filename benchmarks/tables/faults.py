@@ -5,16 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from benchmarks.tables.markdown import MIB, Record, against, table
+from benchmarks.tables.markdown import MIB, NOTHING, Record, against, table
 
-_NOTHING = "*No record yet.*"
 _KILL_S, _BACK_S, _COST_PERCENT = 2.0, 5.0, 2.0  # bars
 
 
-def faults_lost_pipeline(record: Record | None) -> str:
+def faults_lost_pipeline(record: Record) -> str:
     """A row for each number of stages and kind of loss."""
-    if record is None:
-        return _NOTHING
     rows = []
     for stages in record["stages"]:
         for kind, bar in (("kill", _KILL_S), ("hang", record["timeout_s"])):
@@ -46,10 +43,8 @@ def faults_lost_pipeline(record: Record | None) -> str:
     )
 
 
-def faults_lost_worker(record: Record | None) -> str:
+def faults_lost_worker(record: Record) -> str:
     """A row for each rank."""
-    if record is None:
-        return _NOTHING
     rows = []
     for rank in range(record["stages"]):
         trials = [t for t in record["trials"] if t["rank"] == rank]
@@ -78,10 +73,8 @@ def faults_lost_worker(record: Record | None) -> str:
     )
 
 
-def faults_copies(record: Record | None) -> str:
+def faults_copies(record: Record) -> str:
     """A row for each way of each case."""
-    if record is None:
-        return _NOTHING
     rows = []
     for case in record["cases"]:
         for row in case["rows"]:
@@ -102,10 +95,10 @@ def faults_copies(record: Record | None) -> str:
     )
 
 
-def faults_copies_memory(record: Record | None) -> str:
+def faults_copies_memory(record: Record) -> str:
     """A row for each process."""
-    if record is None or not record["memory"]:
-        return _NOTHING
+    if not record["memory"]:
+        return NOTHING
     rows = [
         (
             f"N = {case['pipelines']}, rank {rank['rank']}",

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.gpu_suite import STAGES, Gpu, steps
-from benchmarks.tables.markdown import Record, table
+from benchmarks.tables.markdown import NOTHING, Record, table
 
-_NOTHING = "*No record yet.*"
 _STATES = {"failed": "**failed**"}
 
 
@@ -45,7 +44,7 @@ def gpu_stages() -> str:
 
 def gpu_verdicts(record: Record | None) -> str:
     if record is None:
-        return _NOTHING
+        return NOTHING
     rows = []
     for name, step in record["steps"].items():
         state = _STATES.get(step["state"], step["state"])
@@ -59,7 +58,7 @@ def gpu_kernels(record: Record | None) -> str:
     """GB/s of the machine's copy, and of ours beside it."""
     report = _report(record, "kernels")
     if report is None:
-        return _NOTHING
+        return NOTHING
     rows = []
     for section in report["sections"]:
         head = f"{section['elements'] / 1e6:.0f} M", section["question"], section["case"]
@@ -86,7 +85,7 @@ def gpu_kernels(record: Record | None) -> str:
 def gpu_counters(record: Record | None) -> str:
     report = _report(record, "counters")
     if report is None:
-        return _NOTHING
+        return NOTHING
     if report["refused"]:
         return f"ncu may not profile on that machine: {report['refused']}."
     rows = [
@@ -106,7 +105,7 @@ def gpu_counters(record: Record | None) -> str:
 def gpu_pipelines(record: Record | None) -> str:
     report = _report(record, "pipelines")
     if report is None:
-        return _NOTHING
+        return NOTHING
     rows = []
     for model, made in report["rows"].items():
         for row in made:
@@ -125,7 +124,7 @@ def gpu_actions(record: Record | None) -> str:
     report = _report(record, "pipelines")
     trace = report and report.get("trace")
     if not trace:
-        return _NOTHING
+        return NOTHING
     acts = [
         (a["action"], a["count"], a["host_us"], a.get("kernels", ""), a.get("device_us", ""))
         for a in trace["actions"]
@@ -148,7 +147,7 @@ def gpu_actions(record: Record | None) -> str:
 def gpu_answers(record: Record | None) -> str:
     report = _report(record, "questions")
     if report is None:
-        return _NOTHING
+        return NOTHING
     return table("question | answer", [(_cell(a["question"]), _cell(a["answer"])) for a in report["answers"]])
 
 

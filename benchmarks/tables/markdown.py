@@ -10,6 +10,7 @@ from avgpipe.units import format_seconds
 
 Record = dict[str, Any]
 MIB = 2**20
+NOTHING = "*No record yet.*"
 
 
 def table(columns: str, rows: Iterable[Sequence[object]]) -> str:

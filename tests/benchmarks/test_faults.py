@@ -12,6 +12,7 @@ from benchmarks.faults import job
 from benchmarks.faults.draw import draw
 from benchmarks.faults.emulation import Emulation, History, stays_of
 from benchmarks.faults.trial import Loss
+from benchmarks.pages import make
 from benchmarks.tables.faults import (
     faults_copies,
     faults_copies_memory,
@@ -115,8 +116,14 @@ def test_tables_show_in_bold_what_misses_its_bar() -> None:
 
 
 def test_without_a_record_tables_say_so() -> None:
-    tables = (faults_lost_pipeline, faults_lost_worker, faults_copies, faults_copies_memory)
-    assert {table(None) for table in tables} == {"*No record yet.*"}
+    tables = (
+        "faults-lost-pipeline",
+        "faults-lost-worker",
+        "faults-copies",
+        "faults-copies-memory",
+        "injected",
+    )
+    assert {make(f"{table} nothing-*") for table in tables} == {"*No record yet.*"}
 
 
 @pytest.mark.parametrize("record", [pipeline_record(), worker_record()], ids=["pipeline", "worker"])
