@@ -86,6 +86,7 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
 
 _log = logging.getLogger("avgpipe")
 _LOST_PATIENCE_S = 0.0  # with those that are lost
+_NOTICE_S = 5.0  # for the launcher to see that a process is lost; else a line was, and nobody is replaced
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 
@@ -555,24 +556,26 @@ class Pipeline:
         if copies is None or not is_replaceable() or not self.world.made_group:
             raise loss
         while True:
+            copies.collect()
             try:
-                copies.collect()
-                try:
-                    self._writer.close(_FAILED_PATIENCE_S)
-                except PipelineError as unsaved:
-                    _log.warning("a checkpoint was not written: %s", unsaved)
-                self._worker.close(_LOST_PATIENCE_S)
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-                next_generation(private_store(), self._timeout_s)
+                self._writer.close(_FAILED_PATIENCE_S)
+            except PipelineError as unsaved:
+                _log.warning("a checkpoint was not written: %s", unsaved)
+            self._worker.close(_LOST_PATIENCE_S)
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            try:
+                next_generation(private_store(), _NOTICE_S)
+            except PeerLost as nobody:
+                raise loss from nobody
+            try:
                 self._connect()
                 with self._worker.running():
                     self._go_back(copies)
                 self._train_again(copies)
                 return
             except PeerLost as another:  # one more
-                if self._worker.failure is None:
-                    raise another from loss
+                loss = another
 
     def _go_back(self, copies: Copies) -> None:
         """Restore a copy, and begin there."""

@@ -157,13 +157,14 @@ def test_who_is_killed_while_all_evaluate_is_replaced() -> None:
     assert_as_undisturbed(run, expected)
 
 
-def test_without_copies_a_rank_that_is_killed_ends_the_others() -> None:
+@pytest.mark.parametrize("copies", [None, pytest.param(0.01, marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | None) -> None:
     ranks = Ranks(
         2,
         train,
         environment={GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""},
         options=SHAPES[2],
-        copies=None,
+        copies=copies,
         deaths=[(0, 1, 0, 4)],
     )
     (code, text), _ = ranks.join()

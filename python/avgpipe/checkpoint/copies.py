@@ -19,7 +19,7 @@ import torch
 
 from avgpipe.checkpoint.load import restore
 from avgpipe.checkpoint.snapshot import Snapshot, put_together
-from avgpipe.errors import PeerLost
+from avgpipe.errors import PipelineError
 from avgpipe.links.message import Key
 from avgpipe.model.model import Model
 from avgpipe.ranks.world import World
@@ -168,7 +168,7 @@ class Copies:
     def go_back(self, world: World, model: Model, worker: Worker, no_further: int) -> int:
         """Restore the newest state that all have, or can have; return the batches before it. Every rank calls this.
 
-        PeerLost where there is none. ``no_further``: batches before the last call that cannot be made again.
+        PipelineError where there is none. ``no_further``: batches before the last call that cannot be made again.
         """
         theirs = [batches for batches, received in self._theirs.items() if received.is_whole]
         said = world.gather([self._batches, theirs, no_further])
@@ -178,7 +178,7 @@ class Copies:
         usable = set.intersection(*map(set, common)) if common else set()
         usable = {batches for batches in usable if batches >= max(row[2] for row in said)}
         if not usable:
-            raise PeerLost(
+            raise PipelineError(
                 f"no memory has a copy of what rank {', '.join(map(str, lacking))} held: go on from a checkpoint"
             )
         batches: int = max(usable)

@@ -83,7 +83,7 @@ def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
 def next_generation(store: Any, timeout_s: float) -> list[int]:
     """Be of the next generation, once the launcher has announced it; return the ranks that are new in it.
 
-    PeerLost if it has not even said after ``timeout_s`` that there will be one. Then it limits itself how long new
+    PeerLost if it has not said after ``timeout_s`` that there will be one. Then it limits itself how long new
     processes may take to start, and ends this one with the run.
     """
     number, deadline = generation() + 1, time.monotonic() + timeout_s
