@@ -40,7 +40,7 @@ from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
-from avgpipe.ranks.generation import become_a_rank, generation, is_replaceable, next_generation
+from avgpipe.ranks.generation import become_a_rank, generation, is_replaceable, next_generation, restored
 from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
@@ -583,6 +583,7 @@ class Pipeline:
         assert isinstance(before, Feed)
         assert before.kept is not None
         batches = copies.go_back(self.world, self._model, self._worker, self._called)
+        private_store().set(restored(generation()), "")
         begun = [*before.kept, *self._again]
         count = before.next_batch + len(self._again) - batches  # below 0 where this rank is new
         self._again = deque(begun[len(begun) - count :] if count > 0 else [])

@@ -102,3 +102,40 @@ def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
     command = tied("stderr", sys.executable, "-c", late + "\nsignal.pause()", str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 0 of 2 has not come to its Pipeline within 0 s"):
         Replacing(command, 2, 0, {}, print).run()
+
+
+# Rank 0 is killed, and when its new process is there rank 1 fails: at once, or when all have restored their state.
+_FAILS = """
+import os, pathlib, signal, sys, time
+from avgpipe.ranks.generation import become_a_rank, next_generation, restored
+from avgpipe.ranks.rendezvous import private_store
+folder = pathlib.Path(sys.argv[1])
+if os.environ["RANK"] == "1":
+    (folder / "1").touch()
+    next_generation(private_store(), 60)
+    if sys.argv[2] == "restored":
+        private_store().set(restored(1), "")
+    sys.exit(4)
+elif os.environ["AVGPIPE_RESTART"] == "0":
+    while not (folder / "1").exists():
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+become_a_rank(lambda: None)
+signal.pause()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("when", "says"),
+    [
+        ("lost", "worker 0 of 2 was killed by SIGKILL .*: rank 1 failed with exit code 4"),
+        ("restored", "worker 1 of 2 failed with exit code 4"),
+    ],
+)
+def test_who_was_lost_is_to_blame_until_the_others_have_their_state_again(
+    when: str, says: str, tmp_path: Path
+) -> None:
+    command = tied("stderr", sys.executable, "-c", _FAILS, str(tmp_path), when)
+    with pytest.raises(RanksFailed, match=says):
+        Replacing(command, 2, 0, {}, print).run()

@@ -40,6 +40,11 @@ def prospect(number: int) -> str:
     return f"generation/{number}/awaited"
 
 
+def restored(number: int) -> str:
+    """The name under which the ranks of a generation say that they have the state from which they go on."""
+    return f"generation/{number}/restored"
+
+
 def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return where a process that waits is told its place; it is there once the process is ready."""
     return Path(folder) / f"place-of-{rank}"

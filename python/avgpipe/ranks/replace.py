@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from avgpipe.faults import RESTART
-from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, prospect, tell_place
+from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, prospect, restored, tell_place
 from avgpipe.ranks.launch import (
     STOPPED,
     Interrupted,
@@ -149,6 +149,9 @@ class Replacing:
         if code >= 0 and stopped:
             raise self._failure(stopped[0], -signal.SIGKILL, STOPPED)
         failure = self._failure(rank, code)
+        if code >= 0 and self._failed is not None and not self._is_restored():
+            lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
+            raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
         if code >= 0 or self._generation >= _MOST or not self._ranks:
             raise failure
         self._failed = failure
@@ -183,6 +186,9 @@ class Replacing:
             self._ranks[rank] = one.process
         self._store.set(announcement(self._generation), json.dumps(list(self._coming)))
         self._coming = {}
+
+    def _is_restored(self) -> bool:
+        return bool(self._store.check([restored(self._generation)]))
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)
