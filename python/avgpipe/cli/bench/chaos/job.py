@@ -77,6 +77,7 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         **options,
     ) as pipeline:
+        pipeline.enter()  # so that each epoch's loader begins where it says
         while pipeline.batches < BATCHES:
             first = pipeline.batches
             end = (first // BATCHES_PER_EPOCH + 1) * BATCHES_PER_EPOCH
