@@ -134,7 +134,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(models.vision, models.vision_count),
         *(source, checkpoints.checkpoints),
         *(disturbed.disturbed, disturbed.disturbed_bars),
-        *(injected.injected, injected.injected_phases, injected.injected_violations),
+        *(injected.injected, injected.injected_kinds, injected.injected_phases, injected.injected_violations),
         *(training.losses, training.workloads, training.sixteen_bits),
         *(operators.operators, operators.more_operators),
         *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),

@@ -64,27 +64,26 @@ def _run(stages: int, pipelines: int, seconds: float, mean_s: float, timeout_s: 
     if ended.returncode not in (0, WRONG_EXIT):
         raise RuntimeError(f"avgpipe {' '.join(words)} ended with exit code {ended.returncode}")
     found = json.loads(ended.stdout)
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    ways: dict[str, dict[str, Any]] = {}
+    kinds: dict[tuple[str, str], list[float | None]] = {}
     phases: Counter[str] = Counter()
     for run in found["runs"]:
-        row = rows.setdefault(
-            (run["way"], run["kind"]),
-            {"runs": 0, "went_on": 0, "faults": 0, "pauses_s": [], "trained_again": 0, "wrong": {}},
-        )
-        row["runs"] += 1
-        row["went_on"] += not run["ended"]
-        row["faults"] += len(run["faults"])
-        row["trained_again"] += run["repeated"]
-        row["pauses_s"] += [round(f["pause_s"], 3) for f in run["faults"] if f["pause_s"] is not None]
+        way = ways.setdefault(run["way"], {"runs": 0, "went_on": 0, "trained_again": 0, "wrong": {}})
+        way["runs"] += 1
+        way["went_on"] += not run["ended"]
+        way["trained_again"] += run["repeated"]
         for column in run["wrong"]:
-            row["wrong"][column] = row["wrong"].get(column, 0) + 1
-        phases.update(fault["phase"] for fault in run["faults"])
+            way["wrong"][column] = way["wrong"].get(column, 0) + 1
+        for fault in run["faults"]:
+            kinds.setdefault((run["way"], fault["kind"]), []).append(fault["pause_s"])
+            phases[fault["phase"]] += 1
     return {
         "command": found["command"],
         **{name: found[name] for name in ("seed", "seconds", "faults", "violations")},
         "stages": stages,
         "pipelines": pipelines,
-        "rows": [{"way": way, "kind": kind, **row} for (way, kind), row in sorted(rows.items())],
+        "ways": ways,
+        "pauses_s": [{"way": way, "kind": kind, "each": each} for (way, kind), each in sorted(kinds.items())],
         "phases": phases,
     }
 

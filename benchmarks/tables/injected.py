@@ -13,25 +13,36 @@ WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
 
 
 def injected(record: Record) -> str:
-    """A row for each way to start a run and kind of fault."""
-    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for command in record["commands"]:
-        for row in command["rows"]:
-            rows.setdefault((row["way"], row["kind"]), []).append(row)
+    """A row for each way to start a run."""
+    rows = []
+    for way in ("isolate", "spares", "plain"):
+        some = [command["ways"][way] for command in record["commands"] if way in command["ways"]]
+        sums = [sum(row[name] for row in some) for name in ("runs", "went_on", "trained_again")]
+        wrong = [sum(row["wrong"].get(column, 0) for row in some) for column in WRONG]
+        faults = sum(len(each) for (of, _), each in _pauses(record).items() if of == way)
+        rows.append((way, sums[0], faults, *sums[1:], *(f"**{count}**" if count else 0 for count in wrong)))
+    columns = " | ".join(f"{column}:" for column in WRONG)
     return table(
-        "way | kind | runs: | faults: | runs that went on: | pause, median: | longest: | "
-        + " | ".join(f"{column}:" for column in WRONG),
-        [(*names, *_cells(some)) for names, some in sorted(rows.items())]
-        + [("**all**", "", *_cells([row for some in rows.values() for row in some]))],
+        f"way | runs: | faults: | runs that went on: | samples that others took over: | {columns}", rows
     )
 
 
-def _cells(some: list[dict[str, Any]]) -> list[object]:
-    pauses = [pause for row in some for pause in row["pauses_s"]]
-    shown = [format_seconds(statistics.median(pauses)), format_seconds(max(pauses))] if pauses else ["", ""]
-    wrong = [sum(row["wrong"].get(column, 0) for row in some) for column in WRONG]
-    sums = [sum(row[name] for row in some) for name in ("runs", "faults", "went_on")]
-    return [*sums, *shown, *(f"**{count}**" if count else "0" for count in wrong)]
+def injected_kinds(record: Record) -> str:
+    """How many faults there were of each kind, and how long others then paused."""
+    rows = []
+    for (way, kind), each in sorted(_pauses(record).items()):
+        known = [pause for pause in each if pause is not None]
+        shown = (format_seconds(statistics.median(known)), format_seconds(max(known))) if known else ("", "")
+        rows.append((way, kind, len(each), *shown))
+    return table("way | kind | faults: | the others paused, median: | longest:", rows)
+
+
+def _pauses(record: Record) -> dict[tuple[str, str], list[Any]]:
+    found: dict[tuple[str, str], list[Any]] = {}
+    for command in record["commands"]:
+        for row in command["pauses_s"]:
+            found.setdefault((row["way"], row["kind"]), []).extend(row["each"])
+    return found
 
 
 def injected_phases(record: Record) -> str:

@@ -122,6 +122,7 @@ def test_without_a_record_tables_say_so() -> None:
         "faults-copies",
         "faults-copies-memory",
         "injected",
+        "injected-kinds",
     )
     assert {make(f"{table} nothing-*") for table in tables} == {"*No record yet.*"}
 

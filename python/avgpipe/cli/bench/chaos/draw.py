@@ -15,6 +15,8 @@ EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 4, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
 OF_MESSAGES = ("flipped bit", "half-written message")
 OF_LINES = (*OF_MESSAGES, "cut line", "reset")
+HARMLESS = ("slow", "full disk")  # nothing ends
+_MORE = 3  # at most, beside the one that every run has
 _DELAY_S = 0.5  # of a slow rank
 # The places of these phases that are passed by at most; they are counted, as they have no batch of training.
 _PASSED_BY = {"evaluation": 6, "save": 4, "load": 2, "start": 0, "join": 0, "shutdown": 0}
@@ -57,6 +59,12 @@ def draw(
         batch = chance.randrange(BATCHES // 2)
         before = {"kind": "kill", "phase": "training", "batch": batch, "rank": chance.randrange(stages)}
         faults.insert(0, {**before, "pipeline": fault["pipeline"], "restart": 0})
+    # A run that goes on has more of them: any where a pipeline comes again, else such as end nothing.
+    more = [kind for kind in kinds if way == "isolate" or kind in HARMLESS]
+    for _ in range(chance.randint(0, _MORE) if more else 0):
+        another = _fault(chance, way, chance.choice(more), stages, pipelines)
+        if another["phase"] != "join":
+            faults.insert(0, another)
     kills, choices, at_s = [], [], 0.0
     while "kill" in kinds and (at_s := at_s + chance.expovariate(1 / mean_s)) < 2 * mean_s:
         kills.append(round(at_s, 3))

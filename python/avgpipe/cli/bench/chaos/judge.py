@@ -25,14 +25,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES
+from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS
 from avgpipe.cli.bench.chaos.episode import PROMPT_S, Seen, Shape
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe.ranks.supervise import TooFewLeft
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
-_HARMLESS = ("slow", "full disk")
 _COPY_S = 1.5  # after a call, by which all have a copy for certain
 _LOST = re.compile(
     r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said)"
@@ -148,8 +147,8 @@ def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
 def _may_end(verdict: Verdict, seen: Seen) -> bool:
     """Whether the guide leaves it open that the run goes on."""
     if seen.scenario.way == "plain":
-        return any(fault["kind"] not in _HARMLESS for fault in verdict.faults)
-    if all(fault["kind"] in _HARMLESS for fault in verdict.faults):
+        return any(fault["kind"] not in HARMLESS for fault in verdict.faults)
+    if all(fault["kind"] in HARMLESS for fault in verdict.faults):
         return False
     starts = any(fault["phase"] in ("start", "shutdown") for fault in verdict.faults)
     if seen.scenario.way == "spares":
@@ -175,7 +174,7 @@ def _follows_a_call(fault: Mapping[str, Any], seen: Seen) -> bool:
 
 def _judge_blame(verdict: Verdict, seen: Seen) -> None:
     blamed = _blamed(seen)
-    faults = [fault for fault in verdict.faults if fault["kind"] not in _HARMLESS]
+    faults = [fault for fault in verdict.faults if fault["kind"] not in HARMLESS]
     allowed: set[Who] = set()
     for fault in faults:
         who = fault["pipeline"] if seen.scenario.way == "isolate" else 0, fault["rank"]
