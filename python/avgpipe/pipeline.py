@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from html import escape
@@ -30,6 +30,7 @@ from avgpipe.checkpoint.copies import Copies
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
+from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError
@@ -497,7 +498,20 @@ class Pipeline:
     def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
         """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
         self._feed.drain()
-        return self._worker.running(harmless)
+        return self._settling(harmless)
+
+    @contextmanager
+    def _settling(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+        """As of :meth:`_idle`, where batches may be in flight. Without any, what is being copied is whole before."""
+        with self._worker.running(harmless):
+            self._settle()
+            yield
+
+    def _settle(self) -> None:
+        if self._feed.is_empty:
+            self._writer.settle()
+            if self._copies is not None:
+                self._copies.settle()
 
     @property
     def _is_due(self) -> bool:
@@ -542,8 +556,11 @@ class Pipeline:
         copies.collect()
         if not copies.is_due(feed.next_batch):
             return
-        with self._idle():
-            copies.take(self._model, self._worker, feed.next_batch)
+        if copies.is_under_way or copies.agrees or not may_run(self._running_plan, feed.next_batch):
+            self._feed.drain()
+        with self._settling():
+            copies.begin(self._model, self._worker, feed.next_batch)
+            self._settle()
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
 
@@ -767,9 +784,9 @@ class Pipeline:
         Args:
             directory: of the checkpoint.
             wait: False: the state is copied in main memory, which is kept for the next time, and a thread writes it
-                while training goes on. Why it could not be written is told by :meth:`wait_for_save`; else by the next
-                save, which has then saved nothing, or by :meth:`close`. A save waits for the one before. Isolated
-                pipelines always wait.
+                while training goes on; batches in flight go on, too, each stage copying its state between two. Why it
+                could not be written is told by :meth:`wait_for_save`; else by the next save, which has then saved
+                nothing, or by :meth:`close`. A save waits for the one before. Isolated pipelines always wait.
             also: other folders that get the same checkpoint, by links to its files where the file system has them.
 
         Raises:
@@ -782,9 +799,12 @@ class Pipeline:
             "use torch.distributed.checkpoint.save(pipeline.sharded_state_dict(), checkpoint_id=folder)",
         )
         folders = [Path(folder) for folder in (directory, *also)]
+        if self._worker.exchange is None and not wait:
+            self._begin_to_save(folders)
+            return
         with self._idle(CheckpointError):
             if self._worker.exchange is None:
-                self._save(folders, self.plan, wait)
+                self._writer.save(folders[0], self.plan, self._feed.next_batch, folders[1:])
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
             name = f"checkpoint {directory}"
@@ -792,12 +812,17 @@ class Pipeline:
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
-    def _save(self, folders: Sequence[Path], plan: Plan, wait: bool) -> None:
-        self._writer.save(folders[0], plan, self._feed.next_batch, wait, folders[1:])
+    def _begin_to_save(self, folders: Sequence[Path]) -> None:
+        writer, batches = self._writer, self._feed.next_batch
+        if not (writer.has_begun and writer.is_done and may_run(self._running_plan, batches)):
+            self._feed.drain()
+        with self._settling(CheckpointError):
+            writer.begin(folders[0], self.plan, batches, folders[1:])
+            self._settle()
 
     def _try_to_save(self, folders: Sequence[Path], plan: Plan) -> dict[str, Any] | None:
         try:
-            self._save(folders, plan, wait=True)
+            self._writer.save(folders[0], plan, self._feed.next_batch, folders[1:])
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
         finally:
@@ -811,7 +836,9 @@ class Pipeline:
         CheckpointError, on every rank, where it could not be written. Where a rank is replaced meanwhile, it may not be
         there: a warning says so.
         """
-        with self._worker.running(CheckpointError):
+        if not self._writer.is_done:
+            self._feed.drain()
+        with self._settling(CheckpointError):
             self._writer.wait()
 
     def load(self, directory: str | Path) -> None:
@@ -1016,6 +1043,9 @@ class Pipeline:
         failed, limit_s = self._worker.failure is not None, self.world.timeout_s
         patience_s = _FAILED_PATIENCE_S if failed else min(limit_s, _PATIENCE_S)
         try:
+            if self._writer.is_under_way and not failed and error is None:
+                with self._idle():  # copies it
+                    pass
             self._writer.close(patience_s if failed or error is not None else limit_s)
         except PipelineError as unsaved:
             if error is None and not failed:

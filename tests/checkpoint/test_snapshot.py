@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.checkpoint import Snapshot, restore
+from avgpipe.checkpoint.snapshot import may_run
 from tests.checkpoint.test_checkpoint import Summer, same
 from tests.runner import run
 from tests.runtime.cases import adamw
@@ -35,9 +37,22 @@ def make(plan: Plan, **options: Any) -> Pipeline:
     )
 
 
-def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def batches(count: int, samples: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
     g = torch.Generator().manual_seed(1)
-    return [(torch.randn(8, 6, generator=g), torch.randint(3, (8,), generator=g)) for _ in range(count)]
+    return [
+        (torch.randn(samples, 6, generator=g), torch.randint(3, (samples,), generator=g))
+        for _ in range(count)
+    ]
+
+
+def take(snapshot: Snapshot, p: Pipeline) -> None:
+    """Copy what is there now; no batch is in flight."""
+    done: list[bool] = []
+    snapshot.begin(p._model, p._worker, p.batches, lambda: done.append(True))
+    assert not done
+    snapshot.finish()
+    assert done == [True]
+    snapshot.wait_for_device()
 
 
 def restore_into(p: Pipeline, snapshot: Snapshot) -> None:
@@ -57,7 +72,7 @@ def go_back(plan: Plan) -> bool:
     snapshot = Snapshot()
     with make(plan, ema_decay=0.9) as p:
         list(p.train(before))
-        snapshot.take(p._model, p._worker, p.batches)
+        take(snapshot, p)
         expected = trained(p, after)
         for _ in range(2):  # what is restored is a copy
             restore_into(p, snapshot)
@@ -96,11 +111,83 @@ def test_a_snapshot_uses_its_memory_again() -> None:
 
     with make(PLANS[-1]) as p:
         list(p.train(batches(4)))
-        snapshot.take(p._model, p._worker, p.batches)
+        take(snapshot, p)
         before, weights = places(), p.state_dict()
         list(p.train(batches(4)))
         found = [snapshot.contents[n]["reference"]["weights"] for n in p._worker.held]
         assert same(weights, {name: value for of in found for name, value in of.items()})
-        snapshot.take(p._model, p._worker, p.batches)
+        take(snapshot, p)
         assert places() == before
         assert snapshot.batches == 8
+
+
+def while_they_run(plan: Plan) -> bool:
+    """What is copied while batches are in flight is what is there when they have ended."""
+    N, given = plan.batches_per_round, batches(24, samples=24)
+    idle, running = Snapshot(), Snapshot()
+    with make(plan, ema_decay=0.9) as p:
+        list(p.train(given[: 4 * N]))
+        take(idle, p)
+        expected = trained(p, given[4 * N : 6 * N])
+    with make(plan, ema_decay=0.9) as p:
+        done: list[int] = []
+
+        def begin() -> Any:
+            """Between two batches, of which some are in flight."""
+            for number, batch in enumerate(given[: 6 * N]):
+                if number == 4 * N:
+                    assert may_run(plan, p.batches)
+                    running.begin(p._model, p._worker, p.batches, lambda: done.append(p.batches))
+                yield batch
+
+        list(p.train(begin()))
+        if not done:  # of no lane a later step has come
+            running.finish()
+        assert len(done) == 1
+        assert not any(lane.watchers for lane in p._worker.lanes.values())
+        assert equal(running.contents, idle.contents)
+        restore_into(p, running)
+        found = trained(p, given[4 * N : 6 * N])
+        assert found[0] == expected[0]
+        assert same(found[1], expected[1])
+    return True
+
+
+def equal(found: Any, expected: Any) -> bool:
+    """Whether nested containers and tensors are equal in every bit."""
+    if isinstance(expected, torch.Tensor):
+        return torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return found.keys() == expected.keys() and all(equal(found[k], v) for k, v in expected.items())
+    if isinstance(expected, list | tuple):
+        return len(found) == len(expected) and all(map(equal, found, expected))
+    return bool(found == expected)
+
+
+RUNNING = [
+    Plan(stages=K, pipelines=N, micro_batches=2 * N, rule=rule, batch=batch, staleness=staleness)
+    for K in (1, 3)
+    for N, rule, batch in (
+        (1, None, None),
+        (2, "avgpipe", "per-pipeline"),
+        (3, "easgd", "per-pipeline"),
+        (2, "mean-gradient", "global"),
+        (3, "mean-gradient", "per-pipeline"),
+    )
+    for staleness in (0, 1)
+]
+
+
+@pytest.mark.parametrize("plan", RUNNING, ids=str)
+def test_what_is_copied_while_batches_run_is_what_is_there_when_they_have_ended(plan: Plan) -> None:
+    while_they_run(plan)
+
+
+def while_they_run_on_ranks() -> bool:
+    return all(while_they_run(replace(plan, stages=2)) for plan in RUNNING if plan.stages == 3)
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_what_is_copied_on_ranks_while_batches_run() -> None:
+    assert run(2, while_they_run_on_ranks) == [True, True]

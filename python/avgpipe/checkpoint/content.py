@@ -27,31 +27,46 @@ def content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
     has all, the others' that alone.
     """
+    pipelines = worker.placement.pipelines_of(number)
+    content = reference_content(model, worker, number)
+    # what another run goes on with has one pipeline's optimizer
+    names = pipelines if worker.exchange is None else range(len(pipelines))
+    content["replicas"] = {
+        name: replica_content(model, worker, number, i) for name, i in zip(names, pipelines)
+    }
+    return content
+
+
+def reference_content(model: Model, worker: Worker, number: int) -> dict[str, Any]:
+    """Return the part of it that all pipelines share, which their updates change."""
     k, copy, _ = worker.placement.replicas[number]
-    replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
-    if worker.exchange is not None:  # what another run goes on with has one pipeline's optimizer
-        replicas = dict(enumerate(replicas.values()))
     if copy > 0:
-        return {"replicas": {i: {"carry": _carried(trained)} for i, trained in replicas.items()}}
-    reference = worker.references[number]
-    content: dict[str, Any] = {"reference": None, "replicas": {}}
-    if reference is not None:
-        views = next(iter(replicas.values())).arena.layout.tensors(reference.parameters)
-        weights = dict(zip(model.trainable[k], views))
+        return {}
+    layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
+    content: dict[str, Any] = {"reference": None}
+    if (reference := worker.references[number]) is not None:
+        weights = dict(zip(model.trainable[k], layout.tensors(reference.parameters)))
         state = reference.state_dict()
         content["reference"] = {"weights": weights, "state": {**state, "outer": taken_apart(state["outer"])}}
     if (ema := worker.emas.get(number)) is not None:
-        views = next(iter(replicas.values())).arena.layout.tensors(ema.flats)
-        content["ema"] = {"weights": dict(zip(model.trainable[k], views)), "updates": ema.updates}
-    for i, trained in replicas.items():
-        rest = stage_state(worker, number, trained.pipeline)
-        if worker.exchange is not None:
-            rest |= told_average(worker, number)
-        content["replicas"][i] = {
-            **_state_of(trained, model.trainable[k]),
-            "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
-        }
+        weights = dict(zip(model.trainable[k], layout.tensors(ema.flats)))
+        content["ema"] = {"weights": weights, "updates": ema.updates}
     return content
+
+
+def replica_content(model: Model, worker: Worker, number: int, pipeline: int) -> dict[str, Any]:
+    """Return the part of it that is one pipeline's, which its forwards and updates change."""
+    k, copy, _ = worker.placement.replicas[number]
+    trained = worker.trained[number, pipeline]
+    if copy > 0:
+        return {"carry": _carried(trained)}
+    rest = stage_state(worker, number, pipeline)
+    if worker.exchange is not None:
+        rest |= told_average(worker, number)
+    return {
+        **_state_of(trained, model.trainable[k]),
+        "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
+    }
 
 
 def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:

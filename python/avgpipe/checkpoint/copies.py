@@ -28,6 +28,7 @@ from avgpipe.runtime.worker import Worker
 
 _PIECE_BYTES = 1 << 20
 _KEPT = 2
+_AGREE = 8  # copies, after the first as many
 _SHARE = 0.75  # of the time: a copy counts once it has come, and batches vary
 
 
@@ -97,8 +98,10 @@ class Copies:
         self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
         self._intervals = Intervals(_SHARE * every_s)
-        self._due = 0  # batches before the next one
-        self._taken_at, self._taken = time.monotonic(), 0
+        self._interval, self._due = 1, 0  # batches; those before the next one
+        self._count = 0  # taken, since a rank was new
+        # When the ranks agreed last, and batches before it; None after a pause, which says nothing of batches.
+        self._agreed: tuple[float, int] | None = None
 
     def attach(self, worker: Worker) -> None:
         """Send and receive by another worker's links from now on."""
@@ -118,27 +121,49 @@ class Copies:
 
     def ask_for_one(self) -> None:
         """Have one taken before the next batch."""
-        self._due = 0
+        self._due, self._agreed = 0, None
 
-    def take(self, model: Model, worker: Worker, batches: int) -> None:
-        """Take a copy before the next batch; no batch is in flight. Every rank calls this."""
+    @property
+    def agrees(self) -> bool:
+        """Whether the ranks agree on how often, at the copy that is due; no batch may be in flight then."""
+        return self._agreed is None or self._count < _AGREE or not self._count % _AGREE
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the last one is not taken yet."""
+        return self._own[-1].is_under_way
+
+    def settle(self) -> None:
+        """Take what is under way; no batch is in flight."""
+        self._own[-1].finish()
+
+    def begin(self, model: Model, worker: Worker, batches: int) -> None:
+        """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
         while self.send_piece():
             pass  # of the one before, which is late
-        elapsed = max(worker.world.gather(time.monotonic() - self._taken_at))
-        self._due = batches + self._intervals.after(batches - self._taken, elapsed)
-        self._taken_at, self._taken = time.monotonic(), batches
+        if self.agrees:
+            now = time.monotonic()
+            if self._agreed is not None:
+                elapsed = max(worker.world.gather(now - self._agreed[0]))
+                self._interval = self._intervals.after(batches - self._agreed[1], elapsed)
+            self._agreed = now, batches
+        self._count, self._due = self._count + 1, batches + self._interval
         snapshot = self._own.pop(0)
         self._own.append(snapshot)
-        snapshot.take(model, worker, batches)
-        text, memory = snapshot.taken_apart()
-        parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
-        pieces = [torch.tensor([len(part) for part in parts])]
-        pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
-        key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, batches)
-        self._sending = [(key._replace(micro_batch=m), piece) for m, piece in enumerate(pieces)]
         self._theirs[batches] = Received()
         for old in sorted(self._theirs)[:-_KEPT]:
             del self._theirs[old]
+
+        def send() -> None:
+            snapshot.wait_for_device()
+            text, memory = snapshot.taken_apart()
+            parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
+            pieces = [torch.tensor([len(part) for part in parts])]
+            pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
+            key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, batches)
+            self._sending = [(key._replace(micro_batch=m), piece) for m, piece in enumerate(pieces)]
+
+        snapshot.begin(model, worker, batches, send)
 
     def send_piece(self) -> bool:
         """Send one more piece, if there is one."""
@@ -188,10 +213,10 @@ class Copies:
             contents = given if world.rank == rank else contents
         assert contents is not None
         restore(contents, model, worker)
-        for own in self._own:
-            own.contents = {}
-        self._theirs, self._due, self._taken_at, self._taken = {}, 0, time.monotonic(), batches
+        self._own = [Snapshot() for _ in range(_KEPT)]
+        self._theirs, self._sending, self._count, self._interval = {}, [], 0, 1
         self._intervals = Intervals(_SHARE * self._every_s)  # as the new rank has them
+        self.ask_for_one()
         return batches
 
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:

@@ -5,43 +5,113 @@ from __future__ import annotations
 import copy
 import io
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map
 
-from avgpipe.checkpoint.content import content_of
-from avgpipe.device import pinned_bytes
+from avgpipe.checkpoint.content import reference_content, replica_content
+from avgpipe.device import current_stream, pinned_bytes
 from avgpipe.model.model import Model
+from avgpipe.plan import Plan
+from avgpipe.runtime.compute import Step
+from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.route import StepKind
 from avgpipe.runtime.worker import Worker
 
 _PLACE = "place of a tensor"  # the key that tells one from other containers
 
 
+def may_run(plan: Plan, batches: int) -> bool:
+    """Whether snapshots after so many batches can be taken while these run: each stage then has a moment between them.
+
+    Where batches run on older weights than the newest, none has. In the midst of a round, one pipeline may be a batch
+    behind the others, whose next updates the reference has by then.
+    """
+    ordered = plan.weights is None and plan.staleness in (0, 1) and plan.period == 1
+    return ordered and not plan.spread and not plan.isolate and batches % plan.batches_per_round == 0
+
+
 class Snapshot:
     """The stage replicas of this process as they were at a batch's end.
 
-    Its memory is kept, and the next :meth:`take` uses it again: there is one copy, which nobody may read any more then.
+    The batches before it may be in flight: each pipeline's part is copied when its first forward of a later batch
+    comes, the reference when the first update of one does, and what none has come to by :meth:`finish`::
+
+        pipeline 0   F4 B4 U4 |copy F5 B5 ........ |copy z  U5          after 5 batches of each
+        pipeline 1      F4 B4 U4 |copy F5 B5                  U5
+
+    Its memory is kept, and the next one uses it again: there is one copy, which nobody may read any more then.
 
     Attributes:
-        batches: Begun before it was taken.
-        contents: What a checkpoint holds of each stage replica, by its number; ``restore`` takes it.
+        batches: Begun before it.
+        contents: What a checkpoint holds of each stage replica, by its number; ``restore`` takes it. Empty until all of
+            it is there.
     """
 
     def __init__(self) -> None:
         self.batches = 0
         self.contents: dict[int, dict[str, Any]] = {}
         self._memory: list[torch.Tensor] = []
+        self._left: set[tuple[int, int | None]] = (
+            set()
+        )  # stage replicas, with a pipeline or None for the reference
+
+    def begin(self, model: Model, worker: Worker, batches: int, done: Callable[[], None]) -> None:
+        """Copy what ``worker`` holds after ``batches``, before one that comes later changes it; then call ``done``."""
+        self._model, self._worker, self._done = model, worker, done
+        self.batches, self.contents = batches, {}
+        self._parts: dict[int, dict[str, Any]] = {n: {"replicas": {}} for n in worker.held}
+        self._copies = _Copies(self._memory, pinned=worker.streams is not None)
+        self._left = {(n, None) for n in worker.held} | set(worker.lanes)
+        self._ready: list[Any] = []  # events of a device
+        for lane in worker.lanes.values():
+            lane.watchers = (*lane.watchers, self._look)
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self._left)
+
+    def finish(self) -> None:
+        """Copy what has not been; no batch is in flight."""
+        for part in sorted(self._left, key=str):
+            self._copy(*part)
+
+    def wait_for_device(self) -> None:
+        """Wait until a device has copied all of it; in any thread."""
+        for event in self._ready:
+            event.synchronize()
+
+    def _look(self, lane: Lane, step: Step) -> None:
+        if step.batch >= self.batches:
+            number = lane.route.replica
+            self._copy(number, lane.pipeline)
+            if step.kind is StepKind.UPDATE:
+                self._copy(number, None)
 
     @torch.no_grad()
-    def take(self, model: Model, worker: Worker, batches: int) -> None:
-        """Copy what ``worker`` holds after ``batches``; none may be in flight."""
-        copies = _Copies(self._memory, pinned=worker.streams is not None)
-        self.contents = {n: copies.of(content_of(model, worker, n)) for n in worker.held}
-        self._memory, self.batches = copies.memory, batches
-        worker.wait_for_device(recorded=False)
+    def _copy(self, number: int, pipeline: int | None) -> None:
+        if (number, pipeline) not in self._left:
+            return
+        model, worker, part = self._model, self._worker, self._parts[number]
+        if pipeline is None:
+            part |= self._copies.of(reference_content(model, worker, number))
+        else:
+            found = replica_content(model, worker, number, pipeline)
+            part["replicas"][pipeline] = self._copies.of(found)
+        if worker.streams is not None:
+            self._ready.append(current_stream(worker.device).record_event())
+        self._left.remove((number, pipeline))
+        if self._left:
+            return
+        for lane in worker.lanes.values():
+            lane.watchers = tuple(look for look in lane.watchers if look != self._look)
+        for n in self._parts:  # in the order of pipelines, whoever came first
+            self._parts[n]["replicas"] = dict(sorted(self._parts[n]["replicas"].items()))
+        self._memory, self.contents = self._copies.memory, self._parts
+        self._done()
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
         """Return the contents as a text for :func:`put_together`, and the memory that their tensors are in."""
@@ -76,7 +146,7 @@ def put_together(text: bytes, memory: Sequence[torch.Tensor]) -> dict[int, dict[
 
 
 class _Copies:
-    """Copies of containers and their tensors; views of the same memory are such again.
+    """Copies of containers and their tensors; views of the same memory in one of them are such again.
 
     Attributes:
         memory: What the tensors are in.
@@ -88,9 +158,10 @@ class _Copies:
         self._free: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         for memory in free:
             self._free[memory.numel()].append(memory)
-        self._copied: dict[tuple[int, int], torch.Tensor] = {}
+        self._copied: dict[tuple[int, int], torch.Tensor]
 
     def of(self, value: Any) -> Any:
+        self._copied = {}  # what was copied at another time may have other values now
         return tree_map(self._of_leaf, value)
 
     def _of_leaf(self, leaf: Any) -> Any:

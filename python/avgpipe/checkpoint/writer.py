@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unanswered
-from dataclasses import asdict
-from functools import partial
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from avgpipe.model.model import Model
 from avgpipe.plan import Plan
 from avgpipe.ranks.rendezvous import in_thread
 from avgpipe.ranks.world import World
+from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.worker import Worker
 
 
@@ -34,34 +34,57 @@ class Writer:
         self._world: World | None = None  # the ranks' threads
         self._writing: Future[None] | None = None
 
-    def save(self, directory: Path, plan: Plan, batches: int, wait: bool, also: Sequence[Path] = ()) -> None:
-        """Write what the pipeline holds after ``batches``, none of which is in flight.
-
-        Without ``wait`` a thread writes it, and CheckpointError here is for weights alone.
-        """
+    def save(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
+        """Write what the pipeline holds after ``batches``, none of which is in flight."""
         self.wait()
+        model, worker = self._model, self._worker
+        checkpoint = self._checkpoint(directory, plan, batches, also)
+        checkpoint.write({n: content_of(model, worker, n) for n in worker.held}, worker.world)
+
+    def begin(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
+        """Have a thread write it, once it is copied: see :meth:`Snapshot.begin`. :meth:`wait` tells how that went."""
+        self.wait()
+        world = self._threads_world()
+        checkpoint, snapshot = self._checkpoint(directory, plan, batches, also), self._snapshot
+
+        def write() -> None:
+            snapshot.wait_for_device()
+            checkpoint.write(snapshot.contents, world)
+
+        def start() -> None:
+            self._writing = in_thread(write)
+
+        snapshot.begin(self._model, self._worker, batches, start)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something was begun before; if not, no batch may be in flight at the first time, as ranks meet."""
+        return self._world is not None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether what was begun last is not copied yet."""
+        return self._snapshot.is_under_way
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`wait` returns at once. If not, no batch may be in flight then, as others need it."""
+        return not self.is_under_way and (self._writing is None or self._writing.done())
+
+    def _threads_world(self) -> World:
+        if self._world is None:
+            self._world = self._worker.world.beside()
+        return self._world
+
+    def _checkpoint(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path]) -> _Checkpoint:
         place = {**self._worker.place, "batch": batches}
         faults.at("save", action="begin", **place)
-        model, worker, snapshot = self._model, self._worker, self._snapshot
-        contents: dict[int, dict[str, Any]] = {}
+        manifest = Manifest(asdict(plan), batches, self._model.bounds, self._model.signature(), [])
+        return _Checkpoint(directory, also, manifest, place, self._locks, self._worker.placement)
 
-        def look() -> None:
-            if wait:
-                contents.update({n: content_of(model, worker, n) for n in worker.held})
-            else:
-                snapshot.take(model, worker, batches)
-                contents.update(snapshot.contents)
-            refuse_nonfinite(contents, worker.placement)
-
-        agreed(worker.world, nothing_saved(directory), look)
-        manifest = Manifest(asdict(plan), batches, model.bounds, model.signature(), [])
-        if wait:
-            save_checkpoint(directory, contents, manifest, worker.world, self._locks, place, also)
-            return
-        if self._world is None:
-            self._world = worker.world.beside()
-        save = partial(save_checkpoint, directory, contents, manifest, self._world, self._locks, place, also)
-        self._writing = in_thread(save)
+    def settle(self) -> None:
+        """Copy what has been begun and is not yet copied; no batch is in flight."""
+        self._snapshot.finish()
 
     def finish(self, limit_s: float) -> None:
         """Wait until the thread has written, or failed, of which :meth:`wait` tells then."""
@@ -91,3 +114,20 @@ class Writer:
     def release(self) -> None:
         """Let others save into the folders."""
         self._locks.release()
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """What is to be written, but for its contents."""
+
+    directory: Path
+    also: Sequence[Path]
+    manifest: Manifest
+    place: Mapping[str, Any]
+    locks: FolderLocks
+    placement: Placement
+
+    def write(self, contents: Mapping[int, dict[str, Any]], world: World) -> None:
+        """Write it with the other ranks; CheckpointError on all of them."""
+        agreed(world, nothing_saved(self.directory), lambda: refuse_nonfinite(contents, self.placement))
+        save_checkpoint(self.directory, contents, self.manifest, world, self.locks, self.place, self.also)

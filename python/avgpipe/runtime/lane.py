@@ -8,7 +8,7 @@ the update at once.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -59,6 +59,8 @@ class Lane:
             Version(0)
         ]  # that the batches to come run on, as far as one may be there already
         self._place = route.replica, route.pipeline
+        # They are told of each step of training just before it.
+        self.watchers: tuple[Callable[[Lane, Step], None], ...] = ()
 
     # ---- batches -------------------------------------------------------------------------------------------------
 
@@ -143,6 +145,8 @@ class Lane:
 
     def _perform(self, state: BatchState, step: Step) -> None:
         kind = step.kind
+        for tell in self.watchers:
+            tell(self, step)
         if step.micro_batch < 0:
             with self._gradients_of(state):
                 others = [s.version for s in self._in_flight.values() if not s.updated and s is not state]
