@@ -30,7 +30,7 @@ def may_run(plan: Plan, batches: int) -> bool:
     Where batches run on older weights than the newest, none has. In the midst of a round, one pipeline may be a batch
     behind the others, whose next updates the reference has by then.
     """
-    ordered = plan.weights is None and plan.staleness in (0, 1) and plan.period == 1
+    ordered = plan.weights == "flush" and plan.staleness in (0, 1) and plan.period == 1
     return ordered and not plan.spread and not plan.isolate and batches % plan.batches_per_round == 0
 
 
