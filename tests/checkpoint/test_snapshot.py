@@ -127,6 +127,7 @@ def while_they_run(plan: Plan) -> bool:
     idle, running = Snapshot(), Snapshot()
     done, in_flight = list[int](), list[int]()
     with make(plan, ema_decay=0.9) as p:
+
         def begin() -> None:  # called just before another batch begins
             if not running.batches and p.batches >= 7 and may_run(plan, p.batches):
                 in_flight.append(len(p._feed._in_flight))

@@ -146,12 +146,52 @@ def test_an_error_of_training_is_not_hidden_by_one_of_a_save(tmp_path: Path, cap
     assert "No space left on device" in caplog.text
 
 
-def test_weights_that_are_not_finite_are_told_at_once(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_told_by_the_wait(tmp_path: Path) -> None:
     with make(PLANS[0]) as p:
         p._worker.trained[0, 0].arena.weights[0][0] = torch.inf
+        p.save(tmp_path / "c", wait=False)
         with pytest.raises(CheckpointError, match="has infinities or NaN"):
-            p.save(tmp_path / "c", wait=False)
+            p.wait_for_save()
         p.wait_for_save()
+    assert not (tmp_path / "c").exists()
+
+
+def save_in_a_loop(plan: Plan, folder: str, every: int) -> bool:
+    """Each checkpoint of a loop that goes on is what training on its batches comes to, whatever is in flight."""
+    given, in_flight = batches(12), []
+    with make(plan) as p:
+        for number, _ in enumerate(p.train(given)):
+            if number % every == 0:
+                in_flight.append(p.batches - number - 1)
+                p.save(f"{folder}/{number}", wait=False)
+    for number, ahead in zip(range(0, 12, every), in_flight):
+        with make(plan) as p, make(plan) as other:
+            list(p.train(given[: number + 1 + ahead]))
+            other.load(f"{folder}/{number}")
+            assert other.batches == p.batches
+            assert same(other.state_dict(), p.state_dict())
+            assert same(
+                other.state_dict(weights=plan.pipelines - 1), p.state_dict(weights=plan.pipelines - 1)
+            )
+    return plan.pipelines == 1 or any(in_flight)
+
+
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_a_loop_saves_while_batches_are_in_flight(batch: str, every: int, tmp_path: Path) -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, batch=batch)
+    assert save_in_a_loop(plan, str(tmp_path), every) or batch == "global"
+
+
+def _loop_on_ranks(folder: str) -> bool:
+    plan = Plan(stages=2, pipelines=3, micro_batches=3, batch="per-pipeline")
+    return all(save_in_a_loop(plan, f"{folder}/{every}", every) for every in (1, 3))
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_loop_on_ranks_saves_while_batches_are_in_flight(tmp_path: Path) -> None:
+    assert run(2, _loop_on_ranks, folder=str(tmp_path)) == [True, True]
 
 
 def _one_rank_has_no_room(folder: str) -> None:

@@ -15,7 +15,7 @@ from avgpipe.checkpoint.folder import FolderLocks, agreed
 from avgpipe.checkpoint.manifest import Manifest
 from avgpipe.checkpoint.save import nothing_saved, refuse_nonfinite, save_checkpoint
 from avgpipe.checkpoint.snapshot import Snapshot
-from avgpipe.errors import PipelineTimeout
+from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
 from avgpipe.ranks.rendezvous import in_thread
@@ -44,7 +44,7 @@ class Writer:
     def begin(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
         """Have a thread write it, once it is copied: see :meth:`Snapshot.begin`. :meth:`wait` tells how that went."""
         self.wait()
-        world = self._threads_world()
+        self._directory, world = directory, self._threads_world()
         checkpoint, snapshot = self._checkpoint(directory, plan, batches, also), self._snapshot
 
         def write() -> None:
@@ -108,6 +108,10 @@ class Writer:
         try:
             self.finish(patience_s)
             self.wait()
+            if self.is_under_way:
+                raise CheckpointError(
+                    f"nothing was saved to {self._directory}: it was not copied before the end"
+                )
         finally:
             self.release()
 
