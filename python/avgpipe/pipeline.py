@@ -1006,6 +1006,8 @@ class Pipeline:
 
     def preempt(self) -> None:
         """Say that this process will be ended soon; in a signal handler, or any thread. See :attr:`preempted`."""
+        if self.launcher is not None:
+            self.launcher.stop()
         self._worker.preemption.notice()
 
     @property
@@ -1020,8 +1022,10 @@ class Pipeline:
                     break
             pipeline.save(folder)
 
-        Isolated pipelines are each told by themselves.
+        Isolated pipelines all stop after the same step.
         """
+        if self.launcher is not None:
+            return self.launcher.has_stopped
         with self._worker.running():
             return self._worker.preemption.is_due(self._feed.next_batch)
 

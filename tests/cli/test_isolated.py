@@ -323,3 +323,21 @@ def test_every_process_of_every_pipeline_says_what_it_is_doing(start: Any) -> No
     training.go()
     assert training.end() == 0, training.stderr
     assert_whole(training.out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_a_preempted_run_saves_and_goes_on_later(start: Any, batch: str, tmp_path: Path) -> None:
+    training = start("--batch", batch)
+    training.trains(5)
+    training.process.send_signal(signal.SIGTERM)
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert strict(training.stdout) == {"preempted": True}
+    assert "preempted by SIGTERM: the run is saved; resume from the last checkpoint with:" in training.stderr
+    before = len(trained(training.out))
+    assert before < 2 * BATCHES
+    script = f"{tmp_path / 'own_script.py'}:make"
+    resumed = Command(tmp_path, "resumed", "train", script, "--out", str(training.out), "--resume", "--json")
+    assert resumed.end() == 0, resumed.stderr
+    assert_whole(training.out)

@@ -31,9 +31,8 @@ def run(asked: TrainConfig) -> None:
             refuse_isolation(asked)
         if _is_first():  # the others would find what the first one has begun to write
             check_run(config)
-    is_preempted = False
     if config.isolate:
-        train_isolated(config)
+        is_preempted = train_isolated(config)
     elif joined_ranks() is None and config.to_plan().workers > 1:
         is_preempted = train_on_workers(config)
     else:
@@ -79,8 +78,11 @@ def train_on_workers(config: TrainConfig) -> bool:
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
 
-def train_isolated(config: TrainConfig) -> None:
-    """Start the processes of each pipeline, keep the run's record, and wait for them; raises CommandFailed."""
+def train_isolated(config: TrainConfig) -> bool:
+    """Start the processes of each pipeline, keep the run's record, and wait for them.
+
+    Return whether they were preempted. Raises CommandFailed.
+    """
     plan = config.to_plan()
     with arguments():
         isolation = isolation_of(config, plan.pipelines)
@@ -89,7 +91,7 @@ def train_isolated(config: TrainConfig) -> None:
         recorded = SharedRecord(config, Path(name))
         supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
         try:
-            supervisor.run()
+            return supervisor.run(config.preemption_seconds)
         except Interrupted as interrupted:
             raise _interrupted(config, interrupted) from None
         except TooFewLeft as few:

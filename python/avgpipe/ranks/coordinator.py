@@ -169,6 +169,8 @@ class Coordinator:
         self._clean = 0  # the turn by which what was lost has been trained on
         self._once: dict[str, _Once] = {}
         self._timeout_s = float("inf")
+        self._is_to_stop = False
+        self._stop: int | None = None  # the first turn that has no batches any more
 
     @property
     def has_begun(self) -> bool:
@@ -300,6 +302,8 @@ class Coordinator:
             self._let_enter(group, rank, *values)
         elif kind == "leave":
             process.wants = "leave"
+        elif kind == "stop":
+            self._is_to_stop = True
         elif kind == "memory":
             self._give_memory(group, process, *values)
         elif kind == "late":
@@ -397,7 +401,8 @@ class Coordinator:
             for g in self.groups.values()
             if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
-        is_due = bool(self._leaving or (coming and self.members))
+        stops = self._is_to_stop and self._stop is None
+        is_due = bool(self._leaving or ((coming or stops) and self.members))
         if not self.has_begun:
             is_due = len(coming) >= self.wanted
         if not is_due:
@@ -420,10 +425,12 @@ class Coordinator:
         for group, told in self._leaving:
             self._apply_leave(group, told, begun)
         self._leaving = []
+        if self._is_to_stop and self._stop is None:
+            self._stop = begun
         donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
         for group in sorted(coming, key=lambda group: group.pipeline):
-            if not begins and not donors:
-                break  # nobody is left whose state it could have
+            if self._stop is not None or not (begins or donors):
+                break  # nobody is left whose state it could have, or soon
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
             self.history[group.number] = stay
@@ -471,7 +478,7 @@ class Coordinator:
         }
         for group in self._living():
             for process in group.processes.values():
-                self._send(process.connection, "roster", self.roster.to_json(), facts)
+                self._send(process.connection, "roster", self.roster.to_json(), facts, self._stop)
 
     def _send(self, connection: Connection, *message: Any) -> None:
         with suppress(OSError, ValueError):  # it is gone, as its end will tell

@@ -304,7 +304,7 @@ def _run(
             started = start(commands, folder, added, captures)
             pass_on_questions(lambda: [started])
             if preemption_s is not None:
-                preempted = Preempted(started, preemption_s)
+                preempted = Preempted(lambda: [started], preemption_s)
             while (end := started.poll()) is None:
                 time.sleep(_POLL_S)
                 said = _pass_on(folder / PROGRESS, said, say)
@@ -335,14 +335,24 @@ def _run(
 
 
 class Preempted:
-    """What the first SIGTERM means to a launcher: its ranks are told, and may end by themselves in time."""
+    """What the first SIGTERM means to a launcher: its ranks are told, and may end by themselves in time.
 
-    def __init__(self, started: Started, within_s: float) -> None:
-        self._started, self._within_s = started, within_s
+    Args:
+        all_started: returns all of them, whenever they were started.
+    """
+
+    def __init__(self, all_started: Callable[[], Iterable[Started]], within_s: float) -> None:
+        self._all_started, self._within_s = all_started, within_s
         self._deadline: float | None = None
-        self._told: set[int] = set()
-        self._before = signal.getsignal(signal.SIGTERM)
-        if threading.current_thread() is threading.main_thread():
+        self._told: dict[int, set[int]] = {}
+        self._before: Any = None
+        self._listen()
+
+    def _listen(self) -> None:
+        """Torch's launcher answers the signal itself whenever it has started something."""
+        answer = signal.getsignal(signal.SIGTERM)
+        if answer != self._notice and threading.current_thread() is threading.main_thread():
+            self._before = answer
             signal.signal(signal.SIGTERM, self._notice)
 
     def _notice(self, *_: object) -> None:
@@ -355,10 +365,13 @@ class Preempted:
 
     def look(self) -> None:
         """Tell the ranks; once they have not ended in time, do as that signal does without this."""
-        if self._deadline is not None:
-            self._started.tell(PREEMPTED, self._told)
-            if time.monotonic() > self._deadline:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if self._deadline is None:
+            self._listen()
+            return
+        for started in self._all_started():
+            started.tell(PREEMPTED, self._told.setdefault(id(started), set()))
+        if time.monotonic() > self._deadline:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _was_late(end: RanksFailed) -> bool:

@@ -87,6 +87,8 @@ class Membership:
         self.doing: Callable[[], str] = lambda: "its start"
         self.changed: Callable[[], None] = lambda: None  # called by the thread
         self._is_frozen = False
+        self._is_to_stop = False
+        self._stop: int | None = None
         self._failure: PipelineError | None = None
         self._replies: dict[int, Any] = {}
         self._handed: dict[str, Any] = {}
@@ -162,6 +164,22 @@ class Membership:
             self.begun += 1
             return self.begun - 1
 
+    def stop(self) -> None:
+        """Have all pipelines come to an end: from a turn on that nobody has begun, there are no batches any more.
+
+        In any thread, and in a signal handler.
+        """
+        self._is_to_stop = True
+
+    def stops_at(self, turn: int) -> bool:
+        """Whether a turn that was begun has no batches, as the run comes to an end."""
+        return self._stop is not None and turn >= self._stop
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether this process has begun such a turn: the same, after the same turn, in all of them."""
+        return self.stops_at(self.begun - 1)
+
     def leave(self) -> None:
         """Say that this process is done."""
         self._send_if_alive("leave")
@@ -217,9 +235,12 @@ class Membership:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        told_at = 0.0
+        told_at, has_told = 0.0, False
         try:
             while True:
+                if self._is_to_stop and not has_told:
+                    has_told = True
+                    self._send("stop")
                 if time.monotonic() >= told_at + _TELL_S:
                     self._send("alive", self.doing()[:500], self.told_batches())
                     told_at = time.monotonic()
@@ -252,10 +273,12 @@ class Membership:
         if kind == "roster":
             self.changed()
 
-    def _take_roster(self, stays: list[Any], neighbours: Mapping[str, Mapping[str, Any]]) -> None:
+    def _take_roster(
+        self, stays: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
+    ) -> None:
         was_member = self._own_first() is not None
         about = {int(number): Neighbour(**neighbour) for number, neighbour in neighbours.items()}
-        self.known = Known(Roster.from_json(stays), about)
+        self.known, self._stop = Known(Roster.from_json(stays), about), stop
         first = self._own_first()
         if not was_member and first is not None:
             self.begun = first

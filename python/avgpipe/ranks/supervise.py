@@ -20,7 +20,15 @@ from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, leave_address
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, Started, keeping_handlers, pass_on_questions
+from avgpipe.ranks.launch import (
+    Interrupted,
+    Job,
+    Preempted,
+    RanksFailed,
+    Started,
+    keeping_handlers,
+    pass_on_questions,
+)
 from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
 
@@ -131,8 +139,11 @@ class Supervisor:
         )
         leave_address(folder, self._coordinator.address, self._token)
 
-    def run(self) -> None:
-        """Run to the end.
+    def run(self, preemption_s: float | None = None) -> bool:
+        """Run to the end; return whether SIGTERM had its processes end by themselves before.
+
+        Args:
+            preemption_s: in which they must. None: that signal ends them.
 
         Raises:
             TooFewLeft: too few pipelines were left.
@@ -142,14 +153,18 @@ class Supervisor:
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
-            number = signal.SIGKILL
+            number, preempted = signal.SIGKILL, None
             try:
                 for pipeline in range(self._isolation.pipelines):
                     self._start(pipeline)
+                if preemption_s is not None:
+                    preempted = Preempted(self._all_started, preemption_s)
                 while self._groups:
                     self._coordinator.serve(_POLL_S)
                     self._look()
                     self._keep_spares()
+                    if preempted is not None:
+                        preempted.look()
             except BaseException as error:
                 number = getattr(
                     error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
@@ -158,12 +173,16 @@ class Supervisor:
                     raise Interrupted(number) from error
                 raise
             finally:
+                is_told = preempted is not None and preempted.is_noticed
+                if is_told and number != signal.SIGKILL:  # they take SIGTERM for a part of that
+                    number = signal.SIGINT
                 started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
                 for one in started:
                     one.processes.close(number)
                     one.resources.close()
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
+        return is_told
 
     def _all_started(self) -> list[Started]:
         groups: list[_Group | _Spare] = [*self._groups.values(), *self._spares]

@@ -166,7 +166,7 @@ class TurnFeed:
             if self._loader.next() is None:
                 return False
             self._behind -= 1
-        if not (self._has_losses or self._loader.has_more):
+        if not self._has_losses and (self._membership.has_stopped or not self._loader.has_more):
             self.end()
             return False
         self._worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
@@ -212,6 +212,8 @@ class TurnFeed:
             most, found = 1 if self._is_shared or batch is not None else len(members), list[Part]()
             if self._lost:
                 found = [self._lost.popleft() for _ in range(min(most, len(self._lost)))]
+            elif self._membership.stops_at(turn):
+                pass
             elif batch is not None:
                 found = [self._part_of(*batch)]
             else:
