@@ -556,7 +556,8 @@ class Pipeline:
         copies.collect()
         if not copies.is_due(feed.next_batch):
             return
-        if copies.is_under_way or copies.agrees or not may_run(self._running_plan, feed.next_batch):
+        plan = self._running_plan
+        if copies.must_wait(plan.batches_in_flight) or not may_run(plan, feed.next_batch):
             self._feed.drain()
         with self._settling():
             copies.begin(self._model, self._worker, feed.next_batch)

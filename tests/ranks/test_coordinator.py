@@ -92,7 +92,7 @@ def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tm
         assert enter(first) == {}
         assert enter(second) == {}
         for connection in (first, second):
-            stays, about = heard(connection, "roster")
+            stays, about, _ = heard(connection, "roster")
             assert [stay[0] for stay in stays] == [0, 1]
             assert about["1"]["told"] == told
         count = Bell(Memory.open(*told), 0)
@@ -101,7 +101,7 @@ def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tm
         second.close()
         heard(first, "freeze")
         first.send_bytes(encoded(["begun", 5, 5]))
-        stays, _ = heard(first, "roster")
+        stays, *_ = heard(first, "roster")
         assert [(stay[0], *stay[4:]) for stay in stays if stay[0] == 1] == [(1, 3, 5)]
         assert one.lost == {1: "rank 0 has ended"}
 

@@ -27,23 +27,45 @@ def content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
     has all, the others' that alone.
     """
-    pipelines = worker.placement.pipelines_of(number)
-    content = reference_content(model, worker, number)
-    # what another run goes on with has one pipeline's optimizer
-    names = pipelines if worker.exchange is None else range(len(pipelines))
-    content["replicas"] = {
-        name: replica_content(model, worker, number, i) for name, i in zip(names, pipelines)
-    }
+    content = changed_by_updates(model, worker, number)
+    for i in worker.placement.pipelines_of(number):
+        content["replicas"][i] |= changed_by_forwards(model, worker, number, i)
+    if worker.exchange is not None:  # what another run goes on with has one pipeline's optimizer
+        content["replicas"] = dict(enumerate(content["replicas"].values()))
     return content
 
 
-def reference_content(model: Model, worker: Worker, number: int) -> dict[str, Any]:
-    """Return the part of it that all pipelines share, which their updates change."""
+def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int) -> dict[str, Any]:
+    """Return the part of it that a pipeline's forwards change."""
     k, copy, _ = worker.placement.replicas[number]
+    trained = worker.trained[number, pipeline]
+    carry = {place: dict(carry.values) for place, carry in carries(trained).items()}
     if copy > 0:
-        return {}
-    layout = worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
-    content: dict[str, Any] = {"reference": None}
+        return {"carry": carry}
+    rest = stage_state(worker, number, pipeline)
+    if worker.exchange is not None:
+        rest |= told_average(worker, number)
+    return {
+        "carry": carry,
+        "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
+        "loss_scale": None if trained.loss_scale is None else trained.loss_scale.state_dict(),
+    }
+
+
+def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, Any]:
+    """Return the part of it that updates change: the reference, and of each pipeline weights and optimizer state.
+
+    Under some rules the optimizers' states are the reference's.
+    """
+    k, copy, _ = worker.placement.replicas[number]
+    replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
+    if copy > 0:
+        return {"replicas": {i: {} for i in replicas}}
+    content: dict[str, Any] = {
+        "reference": None,
+        "replicas": {i: _state_of(trained, model.trainable[k]) for i, trained in replicas.items()},
+    }
+    layout = next(iter(replicas.values())).arena.layout
     if (reference := worker.references[number]) is not None:
         weights = dict(zip(model.trainable[k], layout.tensors(reference.parameters)))
         state = reference.state_dict()
@@ -52,21 +74,6 @@ def reference_content(model: Model, worker: Worker, number: int) -> dict[str, An
         weights = dict(zip(model.trainable[k], layout.tensors(ema.flats)))
         content["ema"] = {"weights": weights, "updates": ema.updates}
     return content
-
-
-def replica_content(model: Model, worker: Worker, number: int, pipeline: int) -> dict[str, Any]:
-    """Return the part of it that is one pipeline's, which its forwards and updates change."""
-    k, copy, _ = worker.placement.replicas[number]
-    trained = worker.trained[number, pipeline]
-    if copy > 0:
-        return {"carry": _carried(trained)}
-    rest = stage_state(worker, number, pipeline)
-    if worker.exchange is not None:
-        rest |= told_average(worker, number)
-    return {
-        **_state_of(trained, model.trainable[k]),
-        "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
-    }
 
 
 def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
@@ -78,10 +85,8 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     state = {
         "weights": by_name(arena.weights),
         "older": {},  # versions that the next batches run on, by how many updates they lie behind
-        "carry": _carried(trained),
         "optimizer": None,
         "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
-        "loss_scale": None if trained.loss_scale is None else trained.loss_scale.state_dict(),
     }
     if trained.has_modes:
         with trained.evaluated():
@@ -93,10 +98,6 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
         of_all = optimizer.state_dict()
         state["optimizer"] = {"state": {**of_all, "state": taken_apart(of_all["state"])}, "names": order}
     return state
-
-
-def _carried(trained: TrainedStage) -> dict[str, dict[int, Any]]:
-    return {place: dict(carry.values) for place, carry in carries(trained).items()}
 
 
 def carries(trained: TrainedStage) -> dict[str, Carry]:

@@ -124,14 +124,17 @@ class Copies:
         self._due, self._agreed = 0, None
 
     @property
-    def agrees(self) -> bool:
+    def _agrees(self) -> bool:
         """Whether the ranks agree on how often, at the copy that is due; no batch may be in flight then."""
         return self._agreed is None or self._count < _AGREE or not self._count % _AGREE
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether the last one is not taken yet."""
-        return self._own[-1].is_under_way
+    def must_wait(self, in_flight: int) -> bool:
+        """Whether the one that is due must wait for the batches in flight, of which there are so many at most.
+
+        Every rank must have the copy before by then, or there may be none that all have: two are kept, this one among
+        them.
+        """
+        return self._agrees or self._interval < 2 * in_flight or self._own[-1].is_under_way
 
     def settle(self) -> None:
         """Take what is under way; no batch is in flight."""
@@ -141,7 +144,7 @@ class Copies:
         """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
         while self.send_piece():
             pass  # of the one before, which is late
-        if self.agrees:
+        if self._agrees:
             now = time.monotonic()
             if self._agreed is not None:
                 elapsed = max(worker.world.gather(now - self._agreed[0]))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from avgpipe.checkpoint.content import reference_content, replica_content
+from avgpipe.checkpoint.content import changed_by_forwards, changed_by_updates
 from avgpipe.device import current_stream, pinned_bytes
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
@@ -37,11 +37,11 @@ def may_run(plan: Plan, batches: int) -> bool:
 class Snapshot:
     """The stage replicas of this process as they were at a batch's end.
 
-    The batches before it may be in flight: each pipeline's part is copied when its first forward of a later batch
-    comes, the reference when the first update of one does, and what none has come to by :meth:`finish`::
+    The batches before it may be in flight. What forwards change is copied when a pipeline's first one of a later batch
+    comes, what updates change when the first of any pipeline does, and what none has come to by :meth:`finish`::
 
-        pipeline 0   F4 B4 U4 |copy F5 B5 ........ |copy z  U5          after 5 batches of each
-        pipeline 1      F4 B4 U4 |copy F5 B5                  U5
+        pipeline 0   F4 B4 U4 |copy F5 B5 ...... |copy all updates change  U5          after 5 batches of each
+        pipeline 1      F4 B4 U4 |copy F5 B5 ...                              U5
 
     Its memory is kept, and the next one uses it again: there is one copy, which nobody may read any more then.
 
@@ -57,13 +57,14 @@ class Snapshot:
         self._memory: list[torch.Tensor] = []
         self._left: set[tuple[int, int | None]] = (
             set()
-        )  # stage replicas, with a pipeline or None for the reference
+        )  # stage replicas, with a pipeline for its forwards, or None for updates
 
     def begin(self, model: Model, worker: Worker, batches: int, done: Callable[[], None]) -> None:
         """Copy what ``worker`` holds after ``batches``, before one that comes later changes it; then call ``done``."""
         self._model, self._worker, self._done = model, worker, done
         self.batches, self.contents = batches, {}
-        self._parts: dict[int, dict[str, Any]] = {n: {"replicas": {}} for n in worker.held}
+        self._parts: dict[int, dict[str, Any]] = {}
+        self._of_forwards: dict[tuple[int, int], dict[str, Any]] = {}
         self._copies = _Copies(self._memory, pinned=worker.streams is not None)
         self._left = {(n, None) for n in worker.held} | set(worker.lanes)
         self._ready: list[Any] = []  # events of a device
@@ -95,12 +96,12 @@ class Snapshot:
     def _copy(self, number: int, pipeline: int | None) -> None:
         if (number, pipeline) not in self._left:
             return
-        model, worker, part = self._model, self._worker, self._parts[number]
+        model, worker, copies = self._model, self._worker, self._copies
         if pipeline is None:
-            part |= self._copies.of(reference_content(model, worker, number))
+            self._parts[number] = copies.of(changed_by_updates(model, worker, number))
         else:
-            found = replica_content(model, worker, number, pipeline)
-            part["replicas"][pipeline] = self._copies.of(found)
+            found = copies.of(changed_by_forwards(model, worker, number, pipeline))
+            self._of_forwards[number, pipeline] = found
         if worker.streams is not None:
             self._ready.append(current_stream(worker.device).record_event())
         self._left.remove((number, pipeline))
@@ -108,9 +109,9 @@ class Snapshot:
             return
         for lane in worker.lanes.values():
             lane.watchers = tuple(look for look in lane.watchers if look != self._look)
-        for n in self._parts:  # in the order of pipelines, whoever came first
-            self._parts[n]["replicas"] = dict(sorted(self._parts[n]["replicas"].items()))
-        self._memory, self.contents = self._copies.memory, self._parts
+        for (n, i), found in self._of_forwards.items():
+            self._parts[n]["replicas"][i] |= found
+        self._memory, self.contents = copies.memory, self._parts
         self._done()
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:

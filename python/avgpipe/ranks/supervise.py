@@ -34,6 +34,7 @@ from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
 
 _POLL_S = 0.02
 _ADDRESS = "coordinator"
+_LONGEST = 107  # bytes of a Unix socket's path
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
 
@@ -128,8 +129,13 @@ class Supervisor:
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
         self._token = secrets.token_hex(16)
+        self._resources = ExitStack()
+        address = str(folder / _ADDRESS)
+        if len(os.fsencode(address)) > _LONGEST:
+            elsewhere = TemporaryDirectory(prefix="avgpipe-", dir="/tmp")
+            address = str(Path(self._resources.enter_context(elsewhere)) / _ADDRESS)
         self._coordinator = Coordinator(
-            str(folder / _ADDRESS),
+            address,
             self._token.encode(),
             isolation.pipelines,
             self._lose,
@@ -150,6 +156,7 @@ class Supervisor:
             Interrupted: a signal came. No process is left, whatever happens.
         """
         with ExitStack() as stack:
+            stack.enter_context(self._resources)
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
