@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe.checkpoint.copies import Copies, Intervals
 from avgpipe.model.context import Carry
 from avgpipe.ranks.generation import GENERATION, announcement
 from avgpipe.ranks.process import STORE_FILE
@@ -63,14 +64,17 @@ def train(
     deaths: Any = (),
     copies: float | None = 0.01,
     link: str = "auto",
-    evaluates: int = 12,
+    interval: int | None = None,
 ) -> Any:
     """Results by batch, evaluations after every epoch, and the weights after three epochs.
 
     Args:
         deaths: (generation, rank, epoch, batch or "evaluation"): when who dies.
-        evaluates: after so many batches.
+        interval: batches between copies, which no batch waits for, but for the first two.
     """
+    if interval is not None:
+        Intervals.after = lambda *_: interval  # type: ignore[method-assign]
+        Copies._agrees = property(lambda copies: copies._count < 2)  # type: ignore[method-assign]
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     rank, torch_seed = int(os.environ["RANK"]), 0
     torch.manual_seed(torch_seed)
@@ -146,6 +150,17 @@ def test_each_rank_is_replaced_and_training_comes_to_the_same_bits(
     run, count = replaced(size, options=options, deaths=deaths, link=link)
     assert count == size - 1
     assert_as_undisturbed(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_copies_that_are_taken_while_batches_run_come_to_the_same_bits(options: dict[str, Any]) -> None:
+    size = options["stages"]
+    (expected, *_), _ = replaced(size, options=options, copies=None)
+    for batch in (5, 8, 11):
+        run, count = replaced(size, options=options, interval=6, deaths=[(0, batch % size, 1, batch)])
+        assert count == 1
+        assert_as_undisturbed(run, expected)
 
 
 @pytest.mark.slow

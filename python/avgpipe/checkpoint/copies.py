@@ -99,6 +99,7 @@ class Copies:
         self._worker: Worker | None = None
         self._intervals = Intervals(_SHARE * every_s)
         self._interval, self._due = 1, 0  # batches; those before the next one
+        self._late = 0  # batches by which the last one is to be sent
         self._count = 0  # taken, since a rank was new
         # When the ranks agreed last, and batches before it; None after a pause, which says nothing of batches.
         self._agreed: tuple[float, int] | None = None
@@ -116,8 +117,14 @@ class Copies:
     # ---- taking and sending ------------------------------------------------------------------------------------------
 
     def is_due(self, batches: int) -> bool:
-        """Whether all take one before the next batch; alike on all ranks."""
+        """Whether all take one before the next batch, alike on all ranks; send what is late of the last one."""
+        if batches >= self._late:
+            self._send_all()
         return batches >= self._due
+
+    def _send_all(self) -> None:
+        while self.send_piece():
+            pass
 
     def ask_for_one(self) -> None:
         """Have one taken before the next batch."""
@@ -131,10 +138,10 @@ class Copies:
     def must_wait(self, in_flight: int) -> bool:
         """Whether the one that is due must wait for the batches in flight, of which there are so many at most.
 
-        Every rank must have the copy before by then, or there may be none that all have: two are kept, this one among
-        them.
+        Two are kept, this one among them, so the one before must be whole everywhere. It has been sent after half of
+        the batches between the two at the latest, and another rank is no more than those in flight behind this one.
         """
-        return self._agrees or self._interval < 2 * in_flight or self._own[-1].is_under_way
+        return self._agrees or self._interval < 2 * (in_flight + 1) or self._own[-1].is_under_way
 
     def settle(self) -> None:
         """Take what is under way; no batch is in flight."""
@@ -142,8 +149,7 @@ class Copies:
 
     def begin(self, model: Model, worker: Worker, batches: int) -> None:
         """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
-        while self.send_piece():
-            pass  # of the one before, which is late
+        self._send_all()
         if self._agrees:
             now = time.monotonic()
             if self._agreed is not None:
@@ -151,6 +157,7 @@ class Copies:
                 self._interval = self._intervals.after(batches - self._agreed[1], elapsed)
             self._agreed = now, batches
         self._count, self._due = self._count + 1, batches + self._interval
+        self._late = batches + self._interval // 2
         snapshot = self._own.pop(0)
         self._own.append(snapshot)
         self._theirs[batches] = Received()
