@@ -135,7 +135,7 @@ def while_they_run(plan: Plan) -> bool:
 
         p._copy_if_due = begin  # type: ignore[method-assign]
         list(p.train(given))
-        assert in_flight == [plan.batches_in_flight - 1]
+        assert in_flight == [p._feed._most_in_flight - 1]
         assert len(done) == 1
         assert not any(lane.watchers for lane in p._worker.lanes.values())
         expected = p.state_dict(), p.state_dict(weights=plan.pipelines - 1), p.state_dict(weights="ema")

@@ -171,16 +171,17 @@ class _Copies:
         memory, size = leaf.untyped_storage(), leaf.untyped_storage().nbytes()
         place = memory.data_ptr(), size
         if place not in self._copied:
-            self._copied[place] = self._copy(memory, size, leaf.device)
+            self._copied[place] = self._copy_memory(leaf, size)
         made = torch.empty(0, dtype=leaf.dtype)
         return made.set_(
             self._copied[place].untyped_storage(), leaf.storage_offset(), leaf.size(), leaf.stride()
         )
 
-    def _copy(self, memory: torch.UntypedStorage, size: int, device: torch.device) -> torch.Tensor:
+    def _copy_memory(self, leaf: torch.Tensor, size: int) -> torch.Tensor:
         free = self._free[size]
         new = pinned_bytes if self._pinned else partial(torch.empty, dtype=torch.uint8)
         target = free.pop() if free else new(size)
-        target.copy_(torch.empty(0, dtype=torch.uint8, device=device).set_(memory), non_blocking=self._pinned)
+        whole = leaf.detach().as_strided((size // leaf.element_size(),), (1,), 0).view(torch.uint8)
+        target[: len(whole)].copy_(whole, non_blocking=self._pinned)
         self.memory.append(target)
         return target
