@@ -2,7 +2,7 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.faults.copies
 
-Ways in turn, A B A B, in the same processes: without copies, and with one at least every so many seconds. The
+Ways in turn, A B A B, in the same processes: without copies, and with ``copies_every_s`` of so many seconds. The
 transformer of ``benchmarks.overlap`` on two processes of one thread, N = 1 and 2; and the emulated cluster, six stages
 on lines of 1 Gbit/s, N = 2, each with ``--state-mib`` MiB of weights beside what it computes (as root: it makes network
 namespaces). A way's turn lasts long enough for several copies. Memory is measured in processes of its own: what they
@@ -116,18 +116,27 @@ class _Counted:
 
         self.copies = self.bytes = 0
         self.seconds: list[float] = []
-        take = Snapshot.take
+        begin, copy, spent_s = Snapshot.begin, Snapshot._copy, [0.0]
 
-        def counting(snapshot: Snapshot, *args: Any) -> None:
-            begin = time.perf_counter()
-            take(snapshot, *args)
-            self.seconds.append(time.perf_counter() - begin)
-            self.copies += 1
-            if self.copies < 4:  # the first ones lack states that the optimizer has not made yet
-                text, parts = snapshot.taken_apart()
-                self.bytes = len(text) + sum(part.nbytes for part in parts)
+        def beginning(snapshot: Snapshot, model: Any, worker: Any, batches: int, done: Any) -> None:
+            def counting() -> None:
+                self.copies += 1
+                if self.copies < 4:  # the first ones lack states that the optimizer has not made yet
+                    text, parts = snapshot.taken_apart()
+                    self.bytes = len(text) + sum(part.nbytes for part in parts)
+                done()
 
-        Snapshot.take = counting  # type: ignore[method-assign, assignment]
+            begin(snapshot, model, worker, batches, counting)
+
+        def copying(snapshot: Snapshot, *part: Any) -> None:
+            start, before = time.perf_counter(), self.copies
+            copy(snapshot, *part)
+            spent_s[0] += time.perf_counter() - start
+            if self.copies > before:
+                self.seconds.append(spent_s.pop())
+                spent_s.append(0.0)
+
+        Snapshot.begin, Snapshot._copy = beginning, copying  # type: ignore[method-assign, assignment]
 
 
 def _measure(
@@ -139,7 +148,7 @@ def _measure(
 
     _join()
     ways: list[float | None] = [None, *every_s]
-    names = ["without" if s is None else f"at least every {s:g} s" for s in ways]
+    names = ["without" if s is None else f"copies_every_s={s:g}" for s in ways]
     rows = [
         OurRow(name, task, modules, plan, timeout_s=TIMEOUT_S, copies_every_s=s)
         for name, s in zip(names, ways)
