@@ -194,7 +194,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--every-s", type=lambda text: [float(s) for s in text.split(",")], default=[2.0, 10.0]
+        "--every-s", type=lambda text: [float(s) for s in text.split(",")], default=[10.0, 30.0]
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=20.0, help="of a way's turn, at least")

@@ -28,7 +28,8 @@ from avgpipe.runtime.worker import Worker
 
 _PIECE_BYTES = 1 << 20
 _KEPT = 2
-_AGREE = 8  # copies, after the first as many
+_AGREE = 8  # copies, as soon as how often changes little
+_CHANGE = 1.25  # which is little
 _SHARE = 0.75  # of the time: a copy counts once it has come, and batches vary
 
 
@@ -100,7 +101,7 @@ class Copies:
         self._intervals = Intervals(_SHARE * every_s)
         self._interval, self._due = 1, 0  # batches; those before the next one
         self._late = 0  # batches by which the last one is to be sent
-        self._count = 0  # taken, since a rank was new
+        self._is_steady, self._count = False, 0  # since a rank was new; copies since then
         # When the ranks agreed last, and batches before it; None after a pause, which says nothing of batches.
         self._agreed: tuple[float, int] | None = None
 
@@ -133,7 +134,7 @@ class Copies:
     @property
     def _agrees(self) -> bool:
         """Whether the ranks agree on how often, at the copy that is due; no batch may be in flight then."""
-        return self._agreed is None or self._count < _AGREE or not self._count % _AGREE
+        return self._agreed is None or not (self._is_steady and self._count % _AGREE)
 
     def must_wait(self, in_flight: int) -> bool:
         """Whether the one that is due must wait for the batches in flight, of which there are so many at most.
@@ -154,7 +155,9 @@ class Copies:
             now = time.monotonic()
             if self._agreed is not None:
                 elapsed = max(worker.world.gather(now - self._agreed[0]))
-                self._interval = self._intervals.after(batches - self._agreed[1], elapsed)
+                found = self._intervals.after(batches - self._agreed[1], elapsed)
+                self._is_steady = 1 / _CHANGE <= found / self._interval <= _CHANGE
+                self._interval = found
             self._agreed = now, batches
         self._count, self._due = self._count + 1, batches + self._interval
         self._late = batches + self._interval // 2
@@ -225,6 +228,7 @@ class Copies:
         restore(contents, model, worker)
         self._own = [Snapshot() for _ in range(_KEPT)]
         self._theirs, self._sending, self._count, self._interval = {}, [], 0, 1
+        self._is_steady = False
         self._intervals = Intervals(_SHARE * self._every_s)  # as the new rank has them
         self.ask_for_one()
         return batches
