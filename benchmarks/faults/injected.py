@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600.0, help="about when to stop")
     parser.add_argument("--seconds-each", type=float, default=150.0, help="of one command")
     parser.add_argument("--mean-seconds", type=float, default=8.0, help="between two kills from outside")
-    parser.add_argument("--timeout", type=float, default=10.0)
+    parser.add_argument("--timeout", type=float, default=5.0)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
