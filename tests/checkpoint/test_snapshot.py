@@ -52,7 +52,7 @@ def take(snapshot: Snapshot, p: Pipeline) -> None:
     assert not done
     snapshot.finish()
     assert done == [True]
-    snapshot.wait_for_device()
+    snapshot.whole()
 
 
 def restore_into(p: Pipeline, snapshot: Snapshot) -> None:

@@ -156,6 +156,23 @@ def test_weights_that_are_not_finite_are_told_by_the_wait(tmp_path: Path) -> Non
     assert not (tmp_path / "c").exists()
 
 
+def test_without_room_for_a_copy_the_save_alone_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    with make(PLAN) as p:
+        with monkeypatch.context() as memory:
+            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            p.save(tmp_path / "c", wait=False)
+        with pytest.raises(CheckpointError, match="no room"):
+            p.wait_for_save()
+        list(p.train(batches(2)))
+        p.save(tmp_path / "c", wait=False)
+    assert verify_checkpoint(tmp_path / "c").batches == 2
+
+
 def save_in_a_loop(plan: Plan, folder: str, every: int) -> bool:
     """Each checkpoint of a loop that goes on is what training on its batches comes to, whatever is in flight."""
     given, in_flight = batches(12), []

@@ -55,10 +55,8 @@ class BlockFile:
 
     def __init__(self, file: FileIO) -> None:
         self._descriptor = file.fileno()
-        self._block, self._filled = (
-            memoryview(mmap.mmap(-1, _BLOCK)),
-            0,
-        )  # aligned to pages, as direct writes must be
+        self._block = memoryview(mmap.mmap(-1, _BLOCK))  # aligned to pages, as direct writes must be
+        self._filled = 0
         self.size = self.checksum = 0
         with suppress(OSError):  # a file system that cannot write past the cache
             self._set_direct(os.O_DIRECT)

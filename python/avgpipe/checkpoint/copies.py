@@ -168,7 +168,7 @@ class Copies:
             del self._theirs[old]
 
         def send() -> None:
-            snapshot.wait_for_device()
+            snapshot.whole()
             text, memory = snapshot.taken_apart()
             parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
             pieces = [torch.tensor([len(part) for part in parts])]

@@ -55,14 +55,14 @@ class Snapshot:
         self.batches = 0
         self.contents: dict[int, dict[str, Any]] = {}
         self._memory: list[torch.Tensor] = []
-        self._left: set[tuple[int, int | None]] = (
-            set()
-        )  # stage replicas, with a pipeline for its forwards, or None for updates
+        self._failure: Exception | None = None
+        # Stage replicas, with a pipeline for what its forwards change, or None for what updates do.
+        self._left: set[tuple[int, int | None]] = set()
 
     def begin(self, model: Model, worker: Worker, batches: int, done: Callable[[], None]) -> None:
         """Copy what ``worker`` holds after ``batches``, before one that comes later changes it; then call ``done``."""
         self._model, self._worker, self._done = model, worker, done
-        self.batches, self.contents = batches, {}
+        self.batches, self.contents, self._failure = batches, {}, None
         self._parts: dict[int, dict[str, Any]] = {}
         self._of_forwards: dict[tuple[int, int], dict[str, Any]] = {}
         self._copies = _Copies(self._memory, pinned=worker.streams is not None)
@@ -80,10 +80,13 @@ class Snapshot:
         for part in sorted(self._left, key=str):
             self._copy(*part)
 
-    def wait_for_device(self) -> None:
-        """Wait until a device has copied all of it; in any thread."""
+    def whole(self) -> dict[int, dict[str, Any]]:
+        """Return the contents, once a device has copied all of it, or raise why they are not there; in any thread."""
         for event in self._ready:
             event.synchronize()
+        if self._failure is not None:
+            raise self._failure
+        return self.contents
 
     def _look(self, lane: Lane, step: Step) -> None:
         if step.batch >= self.batches:
@@ -97,11 +100,14 @@ class Snapshot:
         if (number, pipeline) not in self._left:
             return
         model, worker, copies = self._model, self._worker, self._copies
-        if pipeline is None:
-            self._parts[number] = copies.of(changed_by_updates(model, worker, number))
-        else:
-            found = copies.of(changed_by_forwards(model, worker, number, pipeline))
-            self._of_forwards[number, pipeline] = found
+        try:
+            if pipeline is None:
+                self._parts[number] = copies.of(changed_by_updates(model, worker, number))
+            else:
+                found = copies.of(changed_by_forwards(model, worker, number, pipeline))
+                self._of_forwards[number, pipeline] = found
+        except (MemoryError, RuntimeError) as error:  # there is no room, which training does not need
+            self._failure = self._failure or error
         if worker.streams is not None:
             self._ready.append(current_stream(worker.device).record_event())
         self._left.remove((number, pipeline))
@@ -109,9 +115,11 @@ class Snapshot:
             return
         for lane in worker.lanes.values():
             lane.watchers = tuple(look for look in lane.watchers if look != self._look)
-        for (n, i), found in self._of_forwards.items():
-            self._parts[n]["replicas"][i] |= found
-        self._memory, self.contents = copies.memory, self._parts
+        self._memory = copies.memory
+        if self._failure is None:
+            for (n, i), found in self._of_forwards.items():
+                self._parts[n]["replicas"][i] |= found
+            self.contents = self._parts
         self._done()
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:

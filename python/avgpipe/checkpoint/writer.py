@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unanswered
 from dataclasses import asdict, dataclass
@@ -39,7 +39,7 @@ class Writer:
         self.wait()
         model, worker = self._model, self._worker
         checkpoint = self._checkpoint(directory, plan, batches, also)
-        checkpoint.write({n: content_of(model, worker, n) for n in worker.held}, worker.world)
+        checkpoint.write(lambda: {n: content_of(model, worker, n) for n in worker.held}, worker.world)
 
     def begin(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
         """Have a thread write it, once it is copied: see :meth:`Snapshot.begin`. :meth:`wait` tells how that went."""
@@ -47,12 +47,8 @@ class Writer:
         self._directory, world = directory, self._threads_world()
         checkpoint, snapshot = self._checkpoint(directory, plan, batches, also), self._snapshot
 
-        def write() -> None:
-            snapshot.wait_for_device()
-            checkpoint.write(snapshot.contents, world)
-
         def start() -> None:
-            self._writing = in_thread(write)
+            self._writing = in_thread(lambda: checkpoint.write(snapshot.whole, world))
 
         snapshot.begin(self._model, self._worker, batches, start)
 
@@ -131,7 +127,13 @@ class _Checkpoint:
     locks: FolderLocks
     placement: Placement
 
-    def write(self, contents: Mapping[int, dict[str, Any]], world: World) -> None:
-        """Write it with the other ranks; CheckpointError on all of them."""
-        agreed(world, nothing_saved(self.directory), lambda: refuse_nonfinite(contents, self.placement))
+    def write(self, find: Callable[[], dict[int, dict[str, Any]]], world: World) -> None:
+        """Write what ``find`` returns here, with the other ranks; CheckpointError on all of them."""
+        contents: dict[int, dict[str, Any]] = {}
+
+        def look() -> None:
+            contents.update(find())
+            refuse_nonfinite(contents, self.placement)
+
+        agreed(world, nothing_saved(self.directory), look)
         save_checkpoint(self.directory, contents, self.manifest, world, self.locks, self.place, self.also)

@@ -139,8 +139,8 @@ class Transport(ABC):
         """
 
     def bell_place(self) -> list[Any]:
-        """Return where the bell is, if there is one: the path and bytes of its memory, and an offset."""
-        raise NotImplementedError
+        """Return where the bell is: the path and bytes of its memory, and an offset; empty where there is none."""
+        return []
 
     def connect(self, ranks: Sequence[int]) -> None:
         """Connect to those ranks that this transport serves, while all ranks do the same."""

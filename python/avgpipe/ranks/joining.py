@@ -19,7 +19,7 @@ from pathlib import Path
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.ranks.coordinator import JOIN, VERSION, encoded, received
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, keeping_handlers
+from avgpipe.ranks.launch import Job, RanksFailed, ending, keeping_handlers
 from avgpipe.ranks.process import peer_of
 
 ADDRESS = "join.json"
@@ -119,22 +119,12 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         pipeline = welcome["pipeline"]
         os.chdir(welcome["folder"])
         job = Job(**welcome["job"])
-        number = signal.SIGKILL
         processes = job.start(stack, welcome["place"])
-        try:
+        with ending(processes.close):
             say(f"pipeline {pipeline} is started, and joins the others of {folder}")
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
                     raise PipelineError(f"pipeline {pipeline} was ended: {_why(connection)}")
-        except BaseException as error:
-            number = getattr(
-                error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
-            )
-            if number != signal.SIGKILL:
-                raise Interrupted(number) from error
-            raise
-        finally:
-            processes.close(number)
         if isinstance(end, RanksFailed):
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
         return int(pipeline)

@@ -379,6 +379,24 @@ def _was_late(end: RanksFailed) -> bool:
     return end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
+@contextmanager
+def ending(close: Callable[[int], None]) -> Iterator[None]:
+    """Call ``close`` after the block, however it ends, with the signal by which what was started is to end.
+
+    Interrupted where a signal has ended the block.
+    """
+    number: int = signal.SIGKILL
+    try:
+        yield
+    except BaseException as error:
+        number = getattr(error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number)
+        if number != signal.SIGKILL:
+            raise Interrupted(number) from error
+        raise
+    finally:
+        close(number)
+
+
 def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
     """Have SIGUSR1, by which ranks show what they are at, reach all of them; see :func:`keeping_handlers`."""
 

@@ -25,9 +25,9 @@ from avgpipe.faults import RESTART
 from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, prospect, restored, tell_place
 from avgpipe.ranks.launch import (
     STOPPED,
-    Interrupted,
     RanksFailed,
     Started,
+    ending,
     keeping_handlers,
     pass_on_questions,
     rank_environment,
@@ -84,8 +84,7 @@ class Replacing:
             self._store = FileStore(str(self._folder / "store"))
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
-            number = signal.SIGKILL
-            try:
+            with ending(self._close):
                 for rank in range(self._size):
                     self._ranks[rank] = self._start(rank)
                 self._spares += [self._start_waiting(-1) for _ in range(self._wanted)]
@@ -95,16 +94,10 @@ class Replacing:
                     time.sleep(_POLL_S)
                 if self._coming and self._failed is not None:
                     raise self._failed  # nobody is left with whom it could go on
-            except BaseException as error:
-                number = getattr(
-                    error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
-                )
-                if number != signal.SIGKILL:
-                    raise Interrupted(number) from error
-                raise
-            finally:
-                for one in self._all_started():
-                    one.close(number)
+
+    def _close(self, number: int) -> None:
+        for one in self._all_started():
+            one.close(number)
 
     def _all_started(self) -> list[Started]:
         waiting = [one.process for one in (*self._coming.values(), *self._spares)]

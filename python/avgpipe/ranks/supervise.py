@@ -21,11 +21,11 @@ from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, leave_address
 from avgpipe.ranks.launch import (
-    Interrupted,
     Job,
     Preempted,
     RanksFailed,
     Started,
+    ending,
     keeping_handlers,
     pass_on_questions,
 )
@@ -160,8 +160,17 @@ class Supervisor:
             stack.callback(self._coordinator.close)
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
-            number, preempted = signal.SIGKILL, None
-            try:
+            preempted: Preempted | None = None
+
+            def close(number: int) -> None:
+                if preempted is not None and preempted.is_noticed and number != signal.SIGKILL:
+                    number = signal.SIGINT  # they take SIGTERM for a part of that
+                started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+                for one in started:
+                    one.processes.close(number)
+                    one.resources.close()
+
+            with ending(close):
                 for pipeline in range(self._isolation.pipelines):
                     self._start(pipeline)
                 if preemption_s is not None:
@@ -172,24 +181,9 @@ class Supervisor:
                     self._keep_spares()
                     if preempted is not None:
                         preempted.look()
-            except BaseException as error:
-                number = getattr(
-                    error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number
-                )
-                if number != signal.SIGKILL:
-                    raise Interrupted(number) from error
-                raise
-            finally:
-                is_told = preempted is not None and preempted.is_noticed
-                if is_told and number != signal.SIGKILL:  # they take SIGTERM for a part of that
-                    number = signal.SIGINT
-                started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
-                for one in started:
-                    one.processes.close(number)
-                    one.resources.close()
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
-        return is_told
+        return preempted is not None and preempted.is_noticed
 
     def _all_started(self) -> list[Started]:
         groups: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
