@@ -72,13 +72,14 @@ from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "1":
     (folder / "1").touch()
-    assert next_generation(private_store(), 0.2) == [0]
+    assert next_generation(private_store(), 2) == [0]
     (folder / "met").touch()
 elif os.environ["AVGPIPE_RESTART"] == "0":
     while not (folder / "1").exists():
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
 else:
+    time.sleep(3)  # as long as imports may take
     assert not (folder / "met").exists()
     become_a_rank(lambda: None)
     assert (os.environ["RANK"], os.environ["AVGPIPE_GENERATION"]) == ("0", "1")
