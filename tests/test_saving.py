@@ -10,7 +10,7 @@ import pytest
 
 from avgpipe import CheckpointError, Checkpoints, Pipeline
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.saving import Pace
+from avgpipe.saving import Timetable
 from tests.checkpoint.test_snapshot import PLANS, batches, make
 from tests.checkpoint.test_writer import slow_disk
 from tests.runner import run
@@ -121,7 +121,7 @@ def test_all_ranks_find_alike_that_a_checkpoint_is_due(tmp_path: Path) -> None:
 
 def simulate(interval_s, batch_s, batches, pipelines=2):
     """Times of the checkpoints of a run, and the number of agreements."""
-    pace, now, saved, saves, agreements = Pace(interval_s, pipelines), 0.0, 0.0, [], 0
+    pace, now, saved, saves, agreements = Timetable(interval_s, pipelines), 0.0, 0.0, [], 0
     done = 0
     while done < batches:
         count = pace.batches()

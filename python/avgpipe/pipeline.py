@@ -26,7 +26,7 @@ from torch import nn
 
 from avgpipe import faults
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
-from avgpipe.checkpoint.copies import Copies
+from avgpipe.checkpoint.copies import StateCopies
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.checkpoint.handover import give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
@@ -319,7 +319,7 @@ class Pipeline:
             loss_fn.to(self._device)
         self._timeout_s, self._members, self._compiling = timeout_s, members, compiling
         self._layers, self._seed, self._initial = layers, seed, initial
-        self._copies = None if copies_every_s is None else Copies(copies_every_s)
+        self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
         self._told = 0  # batches whose results the caller has
         self._called = 0  # batches before the last call that is not made again
         self._again: deque[Any] = deque()  # batches that had begun, and begin once more
@@ -550,7 +550,7 @@ class Pipeline:
         if self._copies is not None and self.world.size > 1 and self._loader.has_more:
             self._take_copy(self._copies)
 
-    def _take_copy(self, copies: Copies) -> None:
+    def _take_copy(self, copies: StateCopies) -> None:
         feed = self._feed
         assert isinstance(feed, Feed)
         copies.collect()
@@ -595,7 +595,7 @@ class Pipeline:
             except PeerLost as another:  # one more
                 loss = another
 
-    def _go_back(self, copies: Copies) -> None:
+    def _go_back(self, copies: StateCopies) -> None:
         """Restore a copy, and begin there."""
         before = self._feed
         assert isinstance(before, Feed)
@@ -616,7 +616,7 @@ class Pipeline:
             self._called = self._feed.next_batch
             self._copies.ask_for_one()
 
-    def _train_again(self, copies: Copies) -> None:
+    def _train_again(self, copies: StateCopies) -> None:
         """Train once more on what was begun since the copy; the caller gets what results there were none of yet."""
         feed, again = self._feed, self._again
         while again or not feed.is_empty:

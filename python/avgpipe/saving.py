@@ -40,7 +40,7 @@ class Checkpoints:
         if not every_s > 0:
             raise ValueError(f"every_s must be positive, not {every_s}")
         self._pipeline, self._folder, self._keep = pipeline, Path(folder), keep
-        self._pace = Pace(every_s, pipeline.plan.batches_per_round)
+        self._pace = Timetable(every_s, pipeline.plan.batches_per_round)
         self._batches = 0  # since the ranks agreed last
         self._saved_at = time.monotonic()
 
@@ -66,7 +66,7 @@ class Checkpoints:
 
     def go_on(self, standing: dict[str, Any]) -> None:
         """Have :meth:`due` say what it says on those that were at ``standing``."""
-        self._pace = Pace(**standing["pace"])
+        self._pace = Timetable(**standing["pace"])
         self._batches, self._saved_at = standing["batches"], standing["saved_at"]
 
     def save(self, *, best: bool = False, wait: bool = True) -> None:
@@ -118,7 +118,7 @@ class Checkpoints:
 
 
 @dataclass
-class Pace:
+class Timetable:
     """When the ranks agree on whether a checkpoint is due: seldom, since each time their pipelines run empty.
 
     The segments between agreements double in length at first; later they last as long as the checkpoint interval.

@@ -3,14 +3,14 @@
 import pytest
 
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, OF_LINES, Scenario, draw
-from avgpipe.cli.bench.chaos.episode import Seen, Shape
+from avgpipe.cli.bench.chaos.episode import RunShape, SeenRun
 from avgpipe.cli.bench.chaos.judge import judge
 from avgpipe.faults.fault import KINDS
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe.testing import environment
 from tests.cli.command import avgpipe, invoke, strict
 
-SHAPE = Shape(stages=2, pipelines=2, link="auto", timeout_s=5.0)
+SHAPE = RunShape(stages=2, pipelines=2, link="auto", timeout_s=5.0)
 LOSSES = dict.fromkeys(range(BATCHES), 1.0)
 KILL = {"kind": "kill", "phase": "training", "rank": 1, "restart": 0, "pipeline": 0, "batch": 20}
 
@@ -37,7 +37,7 @@ def test_only_the_kinds_that_are_asked_for_are_drawn():
 
 def seen(way="isolate", fault_at_s=20.05, lost=0, **changes):
     """A run of two pipelines of two ranks with a result each second, of which one is killed and does not come again."""
-    made = Seen(Scenario("a run", way, (KILL,)), ended_at_s=BATCHES + 0.5)
+    made = SeenRun(Scenario("a run", way, (KILL,)), ended_at_s=BATCHES + 0.5)
     for process in range(4 if way == "isolate" else 2):
         who = {"process": process, "pipeline": process // 2, "rank": process % 2, "life": 0}
         is_lost = process // 2 == lost and way == "isolate"

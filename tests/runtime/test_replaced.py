@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
-from avgpipe.checkpoint.copies import Copies, Intervals
+from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.model.context import Carry
 from avgpipe.ranks.generation import GENERATION, announcement
 from avgpipe.ranks.process import STORE_FILE
@@ -74,7 +74,7 @@ def train(
     """
     if interval is not None:
         Intervals.after = lambda *_: interval  # type: ignore[method-assign]
-        Copies._agrees = property(lambda copies: copies._count < 2)  # type: ignore[method-assign]
+        StateCopies._agrees = property(lambda copies: copies._count < 2)  # type: ignore[method-assign]
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     rank, torch_seed = int(os.environ["RANK"]), 0
     torch.manual_seed(torch_seed)

@@ -85,7 +85,7 @@ class Intervals:
         return max(1, round(self._every_s / batch_s))
 
 
-class Copies:
+class StateCopies:
     """Those that one process holds.
 
     Args:

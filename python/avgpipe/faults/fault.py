@@ -42,7 +42,7 @@ _PLACES = ("rank", "restart", *_OF_A_STEP)
 _COUNTS = ("rank", "restart", *_OF_A_BATCH, "micro_batch", "after", "bit", "room_bytes")
 
 
-class Kind(NamedTuple):
+class FaultKind(NamedTuple):
     """A kind of fault.
 
     Attributes:
@@ -57,21 +57,21 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "kill": Kind(),
-    "stop": Kind(("for_s",)),
-    "slow": Kind(("for_s",)),
-    "exception": Kind(),
-    "out of memory": Kind(),
-    "cut line": Kind(("store",)),
-    "reset": Kind(("store",)),
-    "half-written message": Kind(),
-    "full disk": Kind(("room_bytes",), ("save",), "write"),
-    "flipped bit": Kind(("where", "bit")),
+    "kill": FaultKind(),
+    "stop": FaultKind(("for_s",)),
+    "slow": FaultKind(("for_s",)),
+    "exception": FaultKind(),
+    "out of memory": FaultKind(),
+    "cut line": FaultKind(("store",)),
+    "reset": FaultKind(("store",)),
+    "half-written message": FaultKind(),
+    "full disk": FaultKind(("room_bytes",), ("save",), "write"),
+    "flipped bit": FaultKind(("where", "bit")),
 }
 WHERE = {
-    "wire": Kind(phases=_STEPS),
-    "weights": Kind(phases=_STEPS),
-    "checkpoint": Kind(phases=("save",), action="written"),
+    "wire": FaultKind(phases=_STEPS),
+    "weights": FaultKind(phases=_STEPS),
+    "checkpoint": FaultKind(phases=("save",), action="written"),
 }  # a bit flips
 
 
@@ -147,7 +147,7 @@ class Fault:
             )
 
     @property
-    def _what(self) -> Kind:
+    def _what(self) -> FaultKind:
         return WHERE[self.where] if self.where else KINDS[self.kind]
 
     @property

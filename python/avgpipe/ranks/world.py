@@ -311,7 +311,7 @@ class Waits(Protocol):
         """End every wait with ``failure``, or those for the rank ``source``."""
 
 
-class Pace(Protocol):
+class PaceOfRank(Protocol):
     """How quick this rank is. ``told``: for the first one, which compares what all have told."""
 
     told: str
@@ -339,7 +339,7 @@ class Watchdog:
         waits: Waits,
         doing: Callable[[], str],
         processes: Mapping[int, int],
-        pace: Pace | None = None,
+        pace: PaceOfRank | None = None,
         look: Callable[[], None] = lambda: None,
     ) -> None:
         self._world, self._waits, self._doing = world, waits, doing

@@ -31,7 +31,7 @@ _TEXT_BYTES = 8192  # of a slot: how many bytes the text has, and the text
 _SLOTS = 2
 
 
-class Slot:
+class TurnSlot:
     """Where one stage replica of a pipeline tells every other turn: a text, and tensors like those it is made for."""
 
     def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
@@ -100,7 +100,7 @@ class Other:
         told = Memory.open(*about.told)
         self._counts = [Bell(told, place * Bell.BYTES) for place in range(about.places)]
         self._slots = {
-            place: [Slot(memory, n, tensors) for n in range(_SLOTS)]
+            place: [TurnSlot(memory, n, tensors) for n in range(_SLOTS)]
             for place, tensors in like.items()
             for memory in [Memory.open(*about.memory[_name(place)])]
         }
@@ -113,7 +113,7 @@ class Other:
         """Return how many turns all of its stages have told since it has entered."""
         return min(count.count() for count in self._counts)
 
-    def slot(self, place: int, turn: int) -> Slot:
+    def slot(self, place: int, turn: int) -> TurnSlot:
         return self._slots[place][turn % _SLOTS]
 
     def ring(self) -> None:
@@ -121,7 +121,7 @@ class Other:
             bell.ring()
 
 
-class Exchange:
+class TurnExchange:
     """One process's part of it.
 
     Args:
@@ -142,10 +142,10 @@ class Exchange:
         self.membership, self._mailbox, self._give = membership, mailbox, give
         self._like = {place: list(tensors) for place, tensors in like.items()}
         self._counts = {place: Bell(membership.told, place * Bell.BYTES) for place in like}
-        self._own: dict[int, list[Slot]] = {}
+        self._own: dict[int, list[TurnSlot]] = {}
         for place, tensors in self._like.items():
-            memory = membership.memory(_name(place), _SLOTS * Slot.bytes_of(tensors))
-            self._own[place] = [Slot(memory, n, tensors) for n in range(_SLOTS)]
+            memory = membership.memory(_name(place), _SLOTS * TurnSlot.bytes_of(tensors))
+            self._own[place] = [TurnSlot(memory, n, tensors) for n in range(_SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
         self._asked: dict[str, int] = {}  # how often something was asked for once, between two turns

@@ -17,7 +17,7 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.digest import digest
-from avgpipe.runtime.exchange import Exchange, Told
+from avgpipe.runtime.exchange import Told, TurnExchange
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -37,7 +37,7 @@ class Turns:
         reference: Reference | None,
         route: Route,
         mailbox: Mailbox,
-        exchange: Exchange,
+        exchange: TurnExchange,
         stream: LaneStream | None = None,
         verify_every: int | None = None,
     ) -> None:

@@ -24,7 +24,7 @@ from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.compute import Compute, Port
-from avgpipe.runtime.exchange import Exchange
+from avgpipe.runtime.exchange import TurnExchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
@@ -94,7 +94,7 @@ class Worker:
         self.lanes: dict[tuple[int, int], Lane] = {}
         self._turns: dict[int, Turns] = {}
         self._group_sums: list[GroupSum] = []
-        self.exchange: Exchange | None = None
+        self.exchange: TurnExchange | None = None
         groups = self._replica_groups()
         try:
             for replica in self.held:
@@ -277,7 +277,7 @@ class Worker:
             open=plan.isolate,
         )
 
-    def _join(self, give: Callable[[int, int], bytes]) -> Exchange:
+    def _join(self, give: Callable[[int, int], bytes]) -> TurnExchange:
         """Connect with the coordinator of isolated pipelines."""
         world, (pipeline,) = self.world, self.placement.pipelines
         membership = Membership(
@@ -290,7 +290,7 @@ class Worker:
             world.timeout_s,
         )
         like = {n: Turns.like(self.trained[n, pipeline], self.references[n]) for n in self.held}
-        return Exchange(membership, self.mailbox, like, give)
+        return TurnExchange(membership, self.mailbox, like, give)
 
     def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
         options, plan = self._options, self._plan

@@ -11,7 +11,7 @@ Replicas = Sequence[Sequence[int]]  # per stage the workers that have it
 Step = tuple[Action, int]  # an action and its batch
 
 
-class Fault(NamedTuple):
+class Flaw(NamedTuple):
     """A wrong cell of a schedule: its row and index there, how it is written, and what is wrong with it."""
 
     name: str  # of the row: "stage 2" or "worker 1"
@@ -84,16 +84,16 @@ def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
 # ---- faults --------------------------------------------------------------------------------------------------------
 
 
-def find_fault(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Fault | None:
+def find_flaw(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:
     """The first wrong cell of the first row that is wrong by itself, else one of a deadlock."""
     for r, row in enumerate(rows):
         wrong = _wrong_in_row(r, list(row), replicas, micro_batches)
         if wrong is not None:
             position, action, reason = wrong
-            return Fault(row_name(r, is_plain), r, position, token(action, is_plain), reason)
+            return Flaw(row_name(r, is_plain), r, position, token(action, is_plain), reason)
     for k, workers in enumerate(replicas):
         if not workers:
-            return Fault("worker 0", 0, len(rows[0]), f"{k}F0", f"missing, no worker has stage {k}")
+            return Flaw("worker 0", 0, len(rows[0]), f"{k}F0", f"missing, no worker has stage {k}")
     return _deadlock(rows, replicas, micro_batches, is_plain)
 
 
@@ -156,7 +156,7 @@ def _wanted(done: set[Action], micro_batches: Iterable[int]) -> Iterator[Action]
     yield Action(Kind.UPDATE)
 
 
-def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Fault | None:
+def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:
     """The deadlock of rows that are right each on its own."""
     ahead = max(row.ahead for row in rows)
     steps = [steps_of(row, 1 + 2 * ahead, micro_batches) for row in rows]
@@ -181,4 +181,4 @@ def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_pl
     for _ in heads:
         culprit = awaited[culprit]
     position, cell = list(rows[culprit]).index(heads[culprit]), token(heads[culprit], is_plain)
-    return Fault(row_name(culprit, is_plain), culprit, position, cell, f"deadlock, {'; '.join(waits)}")
+    return Flaw(row_name(culprit, is_plain), culprit, position, cell, f"deadlock, {'; '.join(waits)}")

@@ -7,7 +7,7 @@ from dataclasses import InitVar, dataclass, field
 from functools import cached_property
 
 from avgpipe.errors import ScheduleError, check_count
-from avgpipe.schedule.checks import Fault, dry_run, find_fault, steps_of, token
+from avgpipe.schedule.checks import Flaw, dry_run, find_flaw, steps_of, token
 from avgpipe.schedule.row import Action, Row
 from avgpipe.schedule.text import read_rows, read_torch_rows, torch_text
 
@@ -143,9 +143,9 @@ class Schedule:
         worker of the micro-batch, and last of all one update on each of its workers; and a dry run, in which F m waits
         for F m of the stage before and B m (or I m) for that of the stage after, must reach the end of every row.
         """
-        fault = self._fault()
-        if fault is not None:
-            raise ScheduleError(f"schedule {self.name!r}: {fault}")
+        flaw = self._flaw()
+        if flaw is not None:
+            raise ScheduleError(f"schedule {self.name!r}: {flaw}")
         object.__setattr__(self, "_is_right", True)
 
     def __str__(self) -> str:
@@ -158,16 +158,16 @@ class Schedule:
         workers = "" if self.is_plain else f", workers {self.workers}"
         flush = "" if self.flush else ", no flush"
         title = f"{self.name}: stages {self.stages}{workers}, micro-batches {self.micro_batches}{flush}"
-        fault = self._fault()
-        if fault is None:
+        flaw = self._flaw()
+        if flaw is None:
             steps = [steps_of(row, 1, self.micro_batches) for row in self.rows]
-        else:  # the rows as they stand, where the fault's position is
+        else:  # the rows as they stand, where the flaw's position is
             steps = [[(action, 0) for action in row] for row in self.rows]
         # Turns of an endless loop do not run alone.
-        slots = dry_run(steps, self.stages) if fault is None or self.flush else [[] for _ in steps]
-        cells = [[token(a if fault else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
-        grid = draw_grid("stage" if self.is_plain else "worker", cells, slots, fault)
-        return "\n".join([title, *grid, *([str(fault)] if fault else [])])
+        slots = dry_run(steps, self.stages) if flaw is None or self.flush else [[] for _ in steps]
+        cells = [[token(a if flaw else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
+        grid = draw_grid("stage" if self.is_plain else "worker", cells, slots, flaw)
+        return "\n".join([title, *grid, *([str(flaw)] if flaw else [])])
 
     def to_csv(self) -> str:
         """Write one line per worker, one cell per action, with ``ahead`` as F3+1; :meth:`from_csv` inverts it."""
@@ -220,10 +220,10 @@ class Schedule:
         named = [action.micro_batch for row in rows for action in row if action.micro_batch is not None]
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
-    def _fault(self) -> Fault | None:
+    def _flaw(self) -> Flaw | None:
         if self._is_right:
             return None
-        return find_fault(self.rows, self.replicas, self.micro_batches, self.is_plain)
+        return find_flaw(self.rows, self.replicas, self.micro_batches, self.is_plain)
 
 
 def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
@@ -242,7 +242,7 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
 
 
 def draw_grid(
-    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], fault: Fault | None
+    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], flaw: Flaw | None
 ) -> list[str]:
     """One line per row with a cell per time slot, aligned; the faulty cell in [brackets].
 
@@ -256,12 +256,12 @@ def draw_grid(
                 line += ["."] * (own[position] - len(line))
             line.append(cell)
         lines.append(line)
-    if fault is not None:
-        line = lines[fault.row]
-        if fault.position == len(cells[fault.row]):
-            line.append(f"[{fault.token}?]")
+    if flaw is not None:
+        line = lines[flaw.row]
+        if flaw.position == len(cells[flaw.row]):
+            line.append(f"[{flaw.token}?]")
         else:
-            place = [index for index, cell in enumerate(line) if cell != "."][fault.position]
+            place = [index for index, cell in enumerate(line) if cell != "."][flaw.position]
             line[place] = f"[{line[place]}]"
     width = max((len(cell) for line in lines for cell in line), default=1)
     digits = len(str(len(lines) - 1))

@@ -32,7 +32,7 @@ _JOB = "avgpipe.cli.bench.chaos.job"
 
 
 @dataclass(frozen=True)
-class Shape:
+class RunShape:
     """What all runs have alike."""
 
     stages: int
@@ -60,7 +60,7 @@ class Shape:
 
 
 @dataclass
-class Seen:
+class SeenRun:
     """What was seen of a run.
 
     Attributes:
@@ -84,9 +84,9 @@ class Seen:
         return [event for event in self.events if event["event"] in kinds]
 
 
-def play(scenario: Scenario, shape: Shape) -> Seen:
+def play(scenario: Scenario, shape: RunShape) -> SeenRun:
     """Run a scenario to its end, with a temporary folder of its own."""
-    seen = Seen(scenario)
+    seen = SeenRun(scenario)
     verifies = scenario.kind == "flipped bit"
     before = _shared_memory()
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, _temporary(Path(name, "t")):
@@ -94,7 +94,7 @@ def play(scenario: Scenario, shape: Shape) -> Seen:
         (folder / "journals").mkdir()
         job = json.dumps(shape.job(scenario.way, folder, verifies))
         added = {VARIABLE: job, **environment(scenario.faults)}
-        watch = _Watch(scenario, shape, folder / "journals", job)
+        watch = _Watcher(scenario, shape, folder / "journals", job)
         watch.start()
         try:
             _launch(scenario.way, shape, added, seen)
@@ -112,7 +112,7 @@ def play(scenario: Scenario, shape: Shape) -> Seen:
     return seen
 
 
-def _launch(way: str, shape: Shape, added: dict[str, str], seen: Seen) -> None:
+def _launch(way: str, shape: RunShape, added: dict[str, str], seen: SeenRun) -> None:
     def say(line: str) -> None:
         seen.said.append((time.monotonic(), line))
 
@@ -143,10 +143,10 @@ def _temporary(folder: Path) -> Iterator[None]:
         tempfile.tempdir = None
 
 
-class _Watch(threading.Thread):
+class _Watcher(threading.Thread):
     """Kills processes from outside when it is due, and ends a run of which nothing is heard any more."""
 
-    def __init__(self, scenario: Scenario, shape: Shape, journals: Path, mark: str) -> None:
+    def __init__(self, scenario: Scenario, shape: RunShape, journals: Path, mark: str) -> None:
         super().__init__(name="chaos-watch", daemon=True)
         self._due = list(zip(scenario.kills_s, scenario.choices))
         self._patience_s = shape.timeout_s + PROMPT_S + _START_S

@@ -26,7 +26,7 @@ from itertools import pairwise
 from typing import Any
 
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS
-from avgpipe.cli.bench.chaos.episode import PROMPT_S, Seen, Shape
+from avgpipe.cli.bench.chaos.episode import PROMPT_S, RunShape, SeenRun
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe.ranks.supervise import TooFewLeft
 
@@ -63,7 +63,7 @@ class Verdict:
     curve: dict[int, float] = field(default_factory=dict)
 
 
-def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict:
+def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> Verdict:
     """Say what is wrong with a run; ``undisturbed``: losses by batch of one that nothing happened to."""
     scenario = seen.scenario
     verdict = Verdict(scenario.name, scenario.way, scenario.kind)
@@ -82,7 +82,7 @@ def judge(seen: Seen, shape: Shape, undisturbed: Mapping[int, float]) -> Verdict
     return verdict
 
 
-def _fault(event: dict[str, Any], seen: Seen, shape: Shape) -> dict[str, Any]:
+def _fault(event: dict[str, Any], seen: SeenRun, shape: RunShape) -> dict[str, Any]:
     text = event["text"]
     kind, _, place = text.partition(" at ") if " at " in text else ("kill", "", "outside: ")
     who = {name: event[name] for name in ("pipeline", "rank", "life")}
@@ -95,13 +95,13 @@ def _fault(event: dict[str, Any], seen: Seen, shape: Shape) -> dict[str, Any]:
     }
 
 
-def _wait_s(seen: Seen, begin_s: float, end_s: float) -> float:
+def _wait_s(seen: SeenRun, begin_s: float, end_s: float) -> float:
     """What of a time others may have waited: the rest, once the last process that replaces a rank had started in it."""
     starts = [e["at_s"] for e in seen.of("start") if seen.scenario.way == "spares" and e["life"] > 0]
     return float(end_s - max([begin_s, *(at_s for at_s in starts if begin_s < at_s < end_s)]))
 
 
-def _pauses(fault: dict[str, Any], seen: Seen, shape: Shape) -> list[tuple[float, float]]:
+def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple[float, float]]:
     """The times between results of the others that began while the fault could be felt."""
     own = seen.scenario.way == "isolate"
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
@@ -118,7 +118,7 @@ def _pauses(fault: dict[str, Any], seen: Seen, shape: Shape) -> list[tuple[float
     ]
 
 
-def _judge_end(verdict: Verdict, seen: Seen, shape: Shape) -> None:
+def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
     limit_s = shape.timeout_s + PROMPT_S
     if seen.is_hung:
         verdict.wrong["hangs"].append("nothing more was heard, and the run did not end")
@@ -144,7 +144,7 @@ def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
     )
 
 
-def _may_end(verdict: Verdict, seen: Seen) -> bool:
+def _may_end(verdict: Verdict, seen: SeenRun) -> bool:
     """Whether the guide leaves it open that the run goes on."""
     if seen.scenario.way == "plain":
         return any(fault["kind"] not in HARMLESS for fault in verdict.faults)
@@ -165,14 +165,14 @@ def _may_end(verdict: Verdict, seen: Seen) -> bool:
     return starts or len(lost) == len({event["pipeline"] for event in seen.events})
 
 
-def _follows_a_call(fault: Mapping[str, Any], seen: Seen) -> bool:
+def _follows_a_call(fault: Mapping[str, Any], seen: SeenRun) -> bool:
     """Whether all have evaluated or saved, and trained on no more than a few batches since, or on none at all."""
     results = [e["at_s"] for e in seen.of("result") if e["at_s"] < fault["at_s"]]
     calls = [e["at_s"] for e in seen.of("evaluation") if e["at_s"] < fault["at_s"]]
     return bool(fault["at_s"] - max([*calls, *results[:1]], default=fault["at_s"]) < _COPY_S)
 
 
-def _judge_blame(verdict: Verdict, seen: Seen) -> None:
+def _judge_blame(verdict: Verdict, seen: SeenRun) -> None:
     blamed = _blamed(seen)
     faults = [fault for fault in verdict.faults if fault["kind"] not in HARMLESS]
     allowed: set[Who] = set()
@@ -188,7 +188,7 @@ def _judge_blame(verdict: Verdict, seen: Seen) -> None:
             verdict.wrong["wrong blame"].append(f"pipeline {who[0]}, rank {who[1]} was blamed: {text}")
 
 
-def _blamed(seen: Seen) -> list[tuple[Who, str]]:
+def _blamed(seen: SeenRun) -> list[tuple[Who, str]]:
     """Whom the launcher has blamed, in its own words."""
     found = []
     for _, line in seen.said:
@@ -200,11 +200,11 @@ def _blamed(seen: Seen) -> list[tuple[Who, str]]:
     return found
 
 
-def _size(seen: Seen) -> int:
+def _size(seen: SeenRun) -> int:
     return 1 + max((event["rank"] for event in seen.events), default=0)
 
 
-def _judge_samples(verdict: Verdict, seen: Seen) -> None:
+def _judge_samples(verdict: Verdict, seen: SeenRun) -> None:
     """Every sample is trained on once, as a process tells that was there from the first result to the end."""
     results: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in seen.of("result"):
@@ -245,7 +245,7 @@ def _tell_samples(
         verdict.wrong["samples"].append(f"samples by batch that {who} was told of, of {BATCH_SIZE}: {wrong}")
 
 
-def _judge_losses(verdict: Verdict, seen: Seen, undisturbed: Mapping[int, float]) -> None:
+def _judge_losses(verdict: Verdict, seen: SeenRun, undisturbed: Mapping[int, float]) -> None:
     """What is trained again comes to the same bits."""
     others = [e["batch"] for e in seen.of("result") if e["loss"] != undisturbed.get(e["batch"], e["loss"])]
     if others:
