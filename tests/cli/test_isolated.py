@@ -9,7 +9,7 @@ import stat
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,12 @@ SIZES = ("--stages", "2", "--pipelines", "2", "--micro-batches", "4", "--validat
 
 
 class Command:
-    """A command that runs; what it says is in files."""
+    """A command that runs; what it says is in files. ``inside``: words before it."""
 
-    def __init__(self, folder: Path, name: str, *arguments: str) -> None:
+    def __init__(self, folder: Path, name: str, *arguments: str, inside: Sequence[str] = ()) -> None:
         self._files = [folder / f"{name}.{stream}" for stream in ("out", "err")]
         with self._files[0].open("w") as out, self._files[1].open("w") as err:
-            words = [sys.executable, "-m", "avgpipe", *arguments]
+            words = [*inside, sys.executable, "-m", "avgpipe", *arguments]
             self.process = subprocess.Popen(words, env=environment(), stdout=out, stderr=err)
 
     @property
@@ -93,10 +93,10 @@ class Command:
 
 
 class Training(Command):
-    def __init__(self, script: Path, *more: str) -> None:
+    def __init__(self, script: Path, *more: str, inside: Sequence[str] = ()) -> None:
         self.out, self._go = script.parent / "run", script.parent / "go"
         asked = ("train", f"{script}:make", *SIZES, "--isolate", "--out", str(self.out), "--json", *more)
-        super().__init__(script.parent, "train", *asked)
+        super().__init__(script.parent, "train", *asked, inside=inside)
 
     def trains(self, batches: int) -> None:
         """Wait until rows of so many batches are there."""

@@ -245,12 +245,15 @@ class IsolationOptions(Options):
         restarts: With --isolate, how often in a row a lost pipeline is started again that makes no step.
         spare_pipelines: With --isolate, pipelines whose processes wait, with all imported and read, to take the place
             of one that is lost.
+        listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; the secret that both know is
+            in AVGPIPE_JOIN_TOKEN.
     """
 
     min_pipelines: Count = 1
     max_pipelines: Count | None = None
     restarts: int = 3
     spare_pipelines: CountOrNone = 0
+    listen: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,16 +566,19 @@ class RunConfig(IsolationOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinConfig(Options):
-    """Start one more pipeline for a run with --isolate that goes on, on the same host.
+    """Start one more pipeline for a run with --isolate that goes on, on the same host or on another.
 
     It joins the others while they train, or takes the place of one that was lost. The command ends with the run; to
     interrupt it ends that pipeline alone.
 
     Attributes:
-        run: Folder of the run of avgpipe train, or the one that avgpipe run has named.
+        run: On the same host the folder of the run of avgpipe train, or the one that avgpipe run has named; on another
+            one HOST:PORT of the run's --listen, in a folder with the same script and files.
+        restarts: How often it starts a pipeline again that was lost.
     """
 
     run: Annotated[str, Value("RUN", positional=True)]
+    restarts: CountOrNone = 0
 
 
 @dataclass(frozen=True, kw_only=True)

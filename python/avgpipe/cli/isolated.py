@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import fields
 
 from avgpipe.cli.config import IsolationOptions
 from avgpipe.cli.options import Options, flag
 from avgpipe.ranks.supervise import Isolation
+from avgpipe.ranks.trunk import parse_address
+
+JOIN_TOKEN = "AVGPIPE_JOIN_TOKEN"
+_LEAST = 16  # characters
 
 
 def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
@@ -17,7 +22,18 @@ def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
             f"--min-pipelines {config.min_pipelines}, --max-pipelines {most}: the {pipelines} pipelines that the run "
             "begins with must lie between the two"
         )
-    return Isolation(pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines)
+    listen = None if config.listen is None else (parse_address(config.listen), secret())
+    return Isolation(pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listen)
+
+
+def secret() -> str:
+    """Return what commands on several hosts must know; ValueError where it is not set, or easy to guess."""
+    token = os.environ.get(JOIN_TOKEN, "")
+    if len(token) < _LEAST:
+        raise ValueError(
+            f"{JOIN_TOKEN} must be set to a secret of {_LEAST} characters or more, the same on all hosts"
+        )
+    return token
 
 
 def refuse_isolation(config: IsolationOptions, *more: str) -> None:

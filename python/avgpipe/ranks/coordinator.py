@@ -2,7 +2,8 @@
 
 Each process has one connection to it, which Python's ``multiprocessing.connection`` authenticates by a token, both
 ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection,
-so its end is known at once, however it came about.
+so its end is known at once, however it came about. For one on another host somebody here stands
+(:mod:`avgpipe.ranks.gate`).
 
 A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no
 turn (``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +33,7 @@ from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
 JOIN = "join"  # what another command says first that wants to start a pipeline
+ENDED = "ended"  # and what it says at last
 _MOST_BYTES = 2**20  # of a message
 _KNOWN = 1000  # things that one has found and all may ask for
 
@@ -94,6 +96,7 @@ class Group:
         bells: by rank, what others ring for it.
         digests: by rank, of what all pipelines must have alike, and of the initial weights.
         memory: by name, what its processes have asked for.
+        is_far: whether its processes are on another host.
         ready_at: when its processes wanted to enter, of the monotonic clock.
         is_done: whether it has left the run as it should.
         has_ended: whether none of them is there any more.
@@ -109,6 +112,7 @@ class Group:
     digests: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
+    is_far: bool = False
     ready_at: float = float("inf")
     is_done: bool = False
     has_ended: bool = False
@@ -133,8 +137,8 @@ class Coordinator:
             all of them have ended.
         say: is told a line for people.
         recorder: hears what processes tell.
-        let_join: is told of another command that wants to start a pipeline, and keeps its connection; returns what
-            that command is told.
+        let_join: is told of another command that wants to start a pipeline, and what it says of itself, and keeps its
+            connection; returns what that command is told.
 
     Attributes:
         groups: by number; those that have ended as long as somebody may read their memory.
@@ -150,7 +154,7 @@ class Coordinator:
         lost: Callable[[int, int | None, str], None],
         say: Callable[[str], None],
         recorder: Recorder | None = None,
-        let_join: Callable[[Connection], dict[str, Any]] | None = None,
+        let_join: Callable[[Connection, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self._listener = Listener(address, backlog=64, authkey=token)
         self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
@@ -272,7 +276,7 @@ class Coordinator:
             raise ValueError(f"{kind} {version}: all processes of a run must have one version of avgpipe")
         if kind == JOIN and self._let_join is not None:
             self._unknown.discard(connection)
-            self._send(connection, "welcome", self._let_join(connection))
+            self._send(connection, "welcome", self._let_join(connection, about))
             return
         number, rank = int(about["group"]), int(about["rank"])
         if number in self._over:
@@ -280,7 +284,8 @@ class Coordinator:
         if number not in self.groups:
             pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
             told = Memory.create(places * Bell.BYTES)
-            self.groups[number] = Group(pipeline, number, size, told, places, period)
+            is_far = bool(about.get("is_far"))
+            self.groups[number] = Group(pipeline, number, size, told, places, period, is_far=is_far)
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
@@ -310,7 +315,11 @@ class Coordinator:
             self._hear_of_late(group, int(values[0]), float(values[1]))
         elif kind == "once":
             request, name = values
-            self._once.setdefault(name, _Once()).ask(group.number, request, partial(self._reply, process))
+            # What it does to files is to be found on this host, as long as there is one here.
+            waits = group.is_far and not all(other.is_far for other in self._living())
+            self._once.setdefault(name, _Once()).ask(
+                group.number, request, partial(self._reply, process), waits
+            )
             while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
                 del self._once[next(iter(self._once))]
         elif kind == "done":
@@ -375,9 +384,10 @@ class Coordinator:
         for process in group.processes.values():
             self._by_connection.pop(process.connection, None)
             process.connection.close()
-        for once in self._once.values():
-            once.gone(number)
         self._remove(group)
+        far = {other.number for other in self._living() if other.is_far}
+        for once in self._once.values():
+            once.gone(number, waits=far if len(far) < len(self.members) else ())
         self._change()
 
     def _remove(self, group: Group) -> None:
@@ -497,10 +507,11 @@ class _Once:
         self._value: list[Any] = []
         self._waiting: list[tuple[int, int, Callable[[int, Any], None]]] = []
 
-    def ask(self, number: int, request: int, reply: Callable[[int, Any], None]) -> None:
+    def ask(self, number: int, request: int, reply: Callable[[int, Any], None], waits: bool) -> None:
+        """``waits``: it is to be done by another one, who will ask, too."""
         if self._value:
             reply(request, {"value": self._value[0]})
-        elif self._doer in (None, number):
+        elif self._doer == number or (self._doer is None and not waits):
             self._doer = number
             reply(request, {})
         else:
@@ -512,11 +523,14 @@ class _Once:
             reply(request, {"value": value})
         self._waiting = []
 
-    def gone(self, number: int) -> None:
-        """Have another one do it, if who was at it is gone."""
+    def gone(self, number: int, waits: Collection[int]) -> None:
+        """Have another one do it, if who was at it, or was to be, is gone; ``waits``: who still may not."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
         if self._doer == number and not self._value:
-            self._doer = self._waiting[0][0] if self._waiting else None
+            self._doer = None
+        if self._doer is None and not self._value:
             waiting, self._waiting = self._waiting, []
+            may = (asked for asked in waiting if asked[0] not in waits)
+            self._doer = next((other for other, *_ in may), None)
             for asked in waiting:
-                self.ask(*asked)
+                self.ask(*asked, waits=asked[0] in waits)

@@ -1,8 +1,9 @@
-"""One more pipeline for a run of isolated ones, started by another command on this host.
+"""One more pipeline for a run of isolated ones, started by another command, on the launcher's host or on another.
 
 The launcher leaves its address and a token in a folder that its user alone can read. Who joins asks there, is told what
 to start, and stays connected: either end sees when the other one is gone. The processes are not the launcher's
-children; it knows them by their connections, of which the kernel says whose they are, and can end them.
+children; it knows them by their connections, of which the kernel says whose they are, and can end them. Those on
+another host the command there ends.
 """
 
 from __future__ import annotations
@@ -11,19 +12,27 @@ import json
 import os
 import select
 import signal
-from collections.abc import Callable, Iterable
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.ranks.coordinator import JOIN, VERSION, encoded, received
-from avgpipe.ranks.launch import Job, RanksFailed, ending, keeping_handlers
+from avgpipe.ranks.coordinator import ENDED, JOIN, VERSION, encoded, received
+from avgpipe.ranks.gate import Gate
+from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers
 from avgpipe.ranks.process import peer_of
+from avgpipe.ranks.relay import Relay
+from avgpipe.ranks.trunk import Trunk, parse_address
 
 ADDRESS = "join.json"
 _POLL_S = 0.05
+_END_S = 10.0  # in which processes on another host are to end, when they are told to
 
 
 def leave_address(folder: Path, address: str, token: str) -> None:
@@ -78,6 +87,40 @@ class Joined:
                 os.close(watched)
 
 
+class JoinedFar:
+    """The processes of a pipeline that a command on another host has started, as that one tells."""
+
+    def __init__(self, connection: Connection, gate: Gate) -> None:
+        self._connection, self._gate = connection, gate
+        self._limit = float("inf")  # of the monotonic clock, by which they are to have ended
+        self._has_ended = False
+
+    def poll_or_kill(self) -> bool | None:
+        """Return None while they run; True once all have ended, or that host is gone."""
+        if self._has_ended:
+            return True
+        if time.monotonic() > self._limit:
+            self._gate.close(f"they have not ended within {_END_S:g} s")
+        try:
+            self._has_ended = self._gate.is_over or (
+                self._connection.poll(0) and received(self._connection)[0] == ENDED
+            )
+        except (OSError, EOFError, ValueError):
+            self._has_ended = True
+        return True if self._has_ended else None
+
+    def kill(self, why: str, blamed: int | None = None) -> None:
+        """Have the command end all, and tell it why."""
+        self._limit = min(self._limit, time.monotonic() + _END_S)
+        with suppress(OSError):
+            self._connection.send_bytes(encoded(["end", why]))
+
+    def close(self, number: int) -> None:
+        """End all as the launcher ends."""
+        self._gate.close("the run has ended")
+        self._connection.close()
+
+
 def _watched(process: int) -> int | None:
     """Return a descriptor of a process, which becomes readable when it ends; None where it has ended."""
     try:
@@ -108,26 +151,73 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         raise ValueError(f"{folder}: no run with --isolate goes on there") from None
     except (OSError, EOFError, ValueError, AuthenticationError) as error:
         raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
-    with connection, keeping_handlers(), ExitStack() as stack:
-        connection.send_bytes(encoded([JOIN, VERSION, {}]))
-        try:
-            _, welcome = received(connection)
-        except (OSError, EOFError, ValueError) as error:
-            raise ValueError(f"{folder}: its launcher has not answered: {reason(error)}") from None
-        if "why" in welcome:
-            raise ValueError(f"{folder}: {welcome['why']}")
-        pipeline = welcome["pipeline"]
+    with connection:
+        welcome = _ask(connection, {}, str(folder))
         os.chdir(welcome["folder"])
-        job = Job(**welcome["job"])
-        processes = job.start(stack, welcome["place"])
+        return _run(
+            Job(**welcome["job"]), welcome["pipeline"], welcome["place"], connection, str(folder), say
+        )
+
+
+def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
+    """As :func:`join`, for a launcher on another host, which listens at ``address`` ("host:port").
+
+    What it starts is to be found here as there: by the same words, from the folder in which this process is.
+    """
+    try:
+        trunk = Trunk.connect(parse_address(address), token.encode())
+    except ConnectionRefusedError:
+        raise ValueError(f"{address}: no run with --listen goes on there") from None
+    except (OSError, EOFError, AuthenticationError) as error:
+        raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
+    with TemporaryDirectory(prefix="avgpipe-") as folder:
+        relay = Relay(trunk, Path(folder))
+        try:
+            welcome = _ask(relay.command, {"host": socket.gethostname()}, address)
+            place = relay.listen(welcome["place"])
+            job = as_here(Job(**welcome["job"]))
+            return _run(job, welcome["pipeline"], place, relay.command, address, say)
+        finally:
+            relay.finish()
+
+
+def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, Any]:
+    """Ask to start one more pipeline; ValueError where the run lets nobody in."""
+    connection.send_bytes(encoded([JOIN, VERSION, about]))
+    try:
+        _, welcome = received(connection)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{run}: its launcher has not answered: {reason(error)}") from None
+    if "why" in welcome:
+        raise ValueError(f"{run}: {welcome['why']}")
+    return dict(welcome)
+
+
+def _run(
+    job: Job,
+    pipeline: int,
+    place: Mapping[str, str],
+    connection: Connection,
+    run: str,
+    say: Callable[[str], None],
+) -> int:
+    """Start the processes, and wait for their end, or until the launcher says that they are to end."""
+    with keeping_handlers(), ExitStack() as stack:
+        stack.callback(_tell_end, connection)
+        processes = job.start(stack, place)
         with ending(processes.close):
-            say(f"pipeline {pipeline} is started, and joins the others of {folder}")
+            say(f"pipeline {pipeline} is started, and joins the others of {run}")
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
                     raise PipelineError(f"pipeline {pipeline} was ended: {_why(connection)}")
         if isinstance(end, RanksFailed):
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
         return int(pipeline)
+
+
+def _tell_end(connection: Connection) -> None:
+    with suppress(OSError):
+        connection.send_bytes(encoded([ENDED]))
 
 
 def _why(connection: Connection) -> str:

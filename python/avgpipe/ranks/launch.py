@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +184,13 @@ class Job:
             address = {}
             (folder / ARGUMENTS).write_text(json.dumps(dict(self.arguments)))
         return start([tied(self.out, *self.command)] * self.size, folder, {**self.added, **address, **place})
+
+
+def as_here(job: Job) -> Job:
+    """Return a job of another host's launcher for this one: with its own Python, and where its modules are."""
+    added = {**job.added, **(same_modules() if "PYTHONPATH" in job.added else {})}
+    command = job.command if job.arguments is not None else [sys.executable, *job.command[1:]]
+    return replace(job, command=command, added=added)
 
 
 class Started:

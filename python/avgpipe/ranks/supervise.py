@@ -1,4 +1,7 @@
-"""Starting isolated pipelines on this host, each as processes of its own, and starting again those that are lost."""
+"""Starting isolated pipelines on this host, each as processes of its own, and starting again those that are lost.
+
+Other commands may start more, here or on other hosts.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from typing import Any
 from avgpipe.errors import PipelineError
 from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
+from avgpipe.ranks.gate import Gates
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
-from avgpipe.ranks.joining import Joined, leave_address
+from avgpipe.ranks.joining import Joined, JoinedFar, leave_address
 from avgpipe.ranks.launch import (
     Job,
     Preempted,
@@ -48,6 +52,7 @@ class Isolation:
         most: how many it has with those that join.
         restarts: how often in a row a pipeline that was lost is started again though it has made no step.
         spares: pipelines whose processes have come as far as their Pipeline, and wait there to take the place of one.
+        listen: host and port where commands on other hosts find the run, with the secret that they must know.
     """
 
     pipelines: int
@@ -55,6 +60,7 @@ class Isolation:
     most: int = 0
     restarts: int = 3
     spares: int = 0
+    listen: tuple[tuple[str, int], str] | None = None
 
 
 class TooFewLeft(PipelineError):
@@ -88,7 +94,7 @@ class LostPipeline:
 @dataclass
 class _Group:
     pipeline: int
-    processes: Started | Joined
+    processes: Started | Joined | JoinedFar
     resources: ExitStack
     started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # it was ended; "" where the end of its process says more
@@ -144,6 +150,11 @@ class Supervisor:
             self._let_join,
         )
         leave_address(folder, self._coordinator.address, self._token)
+        self._gates: Gates | None = None
+        if isolation.listen is not None:
+            self._gates = Gates(*isolation.listen, (self._coordinator.address, self._token.encode()))
+            self._resources.callback(self._gates.close)
+            say(f"other hosts start pipelines by: avgpipe join {self._gates.address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
         """Run to the end; return whether SIGTERM had its processes end by themselves before.
@@ -242,22 +253,27 @@ class Supervisor:
         number, self._started = self._started, self._started + 1
         return number, environment(self._coordinator.address, self._token, number, pipeline)
 
-    def _let_join(self, connection: Connection) -> dict[str, Any]:
+    def _let_join(self, connection: Connection, about: Mapping[str, Any]) -> dict[str, Any]:
         """Let another command start one more pipeline; return what it needs, or why it may not."""
+        gate = None if self._gates is None or "gate" not in about else self._gates[about["gate"]]
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
         if self._finished:
             return {"why": "the run is about to end"}
-        if not peer_of(connection):
+        if gate is None and not peer_of(connection):
             return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
             return {
                 "why": f"the run has {len(used)} pipelines, and may have no more: see its --max-pipelines"
             }
         number, place = self._new_group(free[0])
-        self._groups[number] = _Group(free[0], Joined(connection), ExitStack())
-        self._say(f"pipeline {free[0]}: started by avgpipe join")
+        joined, resources = Joined(connection) if gate is None else JoinedFar(connection, gate), ExitStack()
+        if gate is not None:
+            resources.callback(gate.close, "its pipeline has ended")
+        self._groups[number] = _Group(free[0], joined, resources)
+        where = "" if gate is None else f" on {about['host']}"
+        self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
         return {"pipeline": free[0], "place": place, "folder": os.getcwd(), "job": asdict(self._job)}
 
     # ---- ending ------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What isolated pipelines tell each other, turn by turn: their updates of the reference, and how their batches ended.
 
-The processes of all pipelines that hold one stage lie on one host, and each has its own copy of the reference. What one
-tells lies in memory that the launcher holds, so it stays when its process dies; the others read it there::
+Each process has its own copy of the reference. What one tells lies in memory that the launcher holds, so it stays when
+its process dies; the others read it there. Where pipelines are on several hosts, each host has such memory, and
+:mod:`avgpipe.ranks.mirror` has what was told on one come to the others::
 
     step of turn t        the update goes to one of two slots, then the count of turns told rises, then all bells ring
     all have told turn t  what they told counts, in the order of pipelines, in every process alike
@@ -24,11 +25,11 @@ from avgpipe.errors import PipelineError
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, padded
 from avgpipe.ranks.membership import Membership, Neighbour
+from avgpipe.ranks.mirror import HEAD_BYTES, SLOTS, read_head, told_by, write_head
 from avgpipe.ranks.roster import Stay
 from avgpipe_ext.ring import Bell, Memory
 
-_TEXT_BYTES = 8192  # of a slot: how many bytes the text has, and the text
-_SLOTS = 2
+_TEXT_BYTES = 8192  # of a slot: its head and the text
 
 
 class TurnSlot:
@@ -36,10 +37,11 @@ class TurnSlot:
 
     def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
         self._memory = memory
-        offset = number * self.bytes_of(like)
-        self._head = memoryview(memory)[offset : offset + _TEXT_BYTES]
+        first = offset = number * self.bytes_of(like)
+        self._slot = memoryview(memory)[offset : offset + self.bytes_of(like)]
         offset += _TEXT_BYTES
         self.tensors: list[torch.Tensor] = []
+        self._ends: list[int] = [_TEXT_BYTES]  # of the tensors before each, and of all
         for tensor in like:
             size = tensor.numel() * tensor.element_size()
             flat = (
@@ -49,24 +51,29 @@ class TurnSlot:
             )
             self.tensors.append(flat.view(tensor.shape) if size else torch.empty_like(tensor, device="cpu"))
             offset += padded(size)
+            self._ends.append(offset - first)
 
     @staticmethod
     def bytes_of(like: Sequence[torch.Tensor]) -> int:
         return _TEXT_BYTES + sum(padded(t.numel() * t.element_size()) for t in like)
 
     def write(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Write a text, and the last of the tensors, as many as there are; those before are nobody's to read then."""
         text = json.dumps(values).encode()
-        if len(text) > _TEXT_BYTES - 8:
+        if len(text) > _TEXT_BYTES - HEAD_BYTES:
             raise PipelineError(
                 f"how a batch has ended takes {len(text)} bytes to tell: return fewer metrics from loss_fn"
             )
-        for mine, value in zip(self.tensors, tensors):
+        first = len(self.tensors) - len(tensors)
+        for mine, value in zip(self.tensors[first:], tensors, strict=True):
             mine.copy_(value)
-        self._head[:8] = len(text).to_bytes(8, "little")
-        self._head[8 : 8 + len(text)] = text
+        text_end = HEAD_BYTES + len(text)
+        self._slot[HEAD_BYTES:text_end] = text
+        write_head(self._slot, text_end, self._ends[first], self._ends[-1])
 
     def read(self) -> Any:
-        return json.loads(bytes(self._head[8 : 8 + int.from_bytes(self._head[:8], "little")]))
+        text_end, *_ = read_head(self._slot)
+        return json.loads(bytes(self._slot[HEAD_BYTES:text_end]))
 
 
 @dataclass(frozen=True)
@@ -100,9 +107,9 @@ class Other:
         told = Memory.open(*about.told)
         self._counts = [Bell(told, place * Bell.BYTES) for place in range(about.places)]
         self._slots = {
-            place: [TurnSlot(memory, n, tensors) for n in range(_SLOTS)]
+            place: [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
             for place, tensors in like.items()
-            for memory in [Memory.open(*about.memory[_name(place)])]
+            for memory in [Memory.open(*about.memory[told_by(place)])]
         }
         self._bells: list[Bell] = []
         for path, size, offset in about.bells:
@@ -114,7 +121,7 @@ class Other:
         return min(count.count() for count in self._counts)
 
     def slot(self, place: int, turn: int) -> TurnSlot:
-        return self._slots[place][turn % _SLOTS]
+        return self._slots[place][turn % SLOTS]
 
     def ring(self) -> None:
         for bell in self._bells:
@@ -144,8 +151,8 @@ class TurnExchange:
         self._counts = {place: Bell(membership.told, place * Bell.BYTES) for place in like}
         self._own: dict[int, list[TurnSlot]] = {}
         for place, tensors in self._like.items():
-            memory = membership.memory(_name(place), _SLOTS * TurnSlot.bytes_of(tensors))
-            self._own[place] = [TurnSlot(memory, n, tensors) for n in range(_SLOTS)]
+            memory = membership.memory(told_by(place), SLOTS * TurnSlot.bytes_of(tensors))
+            self._own[place] = [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
         self._asked: dict[str, int] = {}  # how often something was asked for once, between two turns
@@ -171,8 +178,11 @@ class TurnExchange:
     # ---- telling -----------------------------------------------------------------------------------------------------
 
     def tell(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Tell of a stage replica's step; of each turn once, and in their order."""
-        self._own[place][turn % _SLOTS].write(values, tensors)
+        """Tell of a stage replica's step; of each turn once, and in their order.
+
+        ``tensors``: all of those told, or only the last of them.
+        """
+        self._own[place][turn % SLOTS].write(values, tensors)
         self._counts[place].ring()
         for stay in self.membership.known.roster.present:
             self._of(stay).ring()
@@ -262,7 +272,3 @@ class TurnExchange:
         self._mailbox.sources.remove(self._collect)
         self.membership.leave()
         self.membership.close()
-
-
-def _name(place: int) -> str:
-    return f"told by {place}"

@@ -70,7 +70,7 @@ class Turns:
         if reference is not None:
             update = None if work.idles else self._trained.reference_update
             values["has_update"] = update is not None
-            tensors = reference.z.flats if update is None else update
+            tensors = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
         turn = self._told
         if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:

@@ -1,0 +1,161 @@
+"""The launcher's end of what goes to other hosts, which it lets in and whose processes it stands for."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+from itertools import count
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client
+from typing import Any
+
+from avgpipe.ranks.coordinator import JOIN
+from avgpipe.ranks.membership import GROUP
+from avgpipe.ranks.mirror import told_by
+from avgpipe.ranks.passage import Passage, bells_at, told_memory
+from avgpipe.ranks.roster import Roster
+from avgpipe.ranks.trunk import Trunk
+from avgpipe_ext.ring import Memory
+
+_MOST_CALLERS = 16  # that have not shown yet that they know the token
+
+
+class Gate(Passage):
+    """Of one pipeline on another host, each of whose processes has a connection to the coordinator from here.
+
+    Args:
+        number: by which the launcher finds it.
+        address, token: of the coordinator.
+    """
+
+    def __init__(self, trunk: Trunk, number: int, address: str, token: bytes) -> None:
+        super().__init__(trunk)
+        self._number, self._address, self._token = number, address, token
+        self._places: dict[int, int] = {}  # by connection: how many stage replicas its pipeline has
+
+    def is_near(self, number: int) -> bool:
+        return number != self.group
+
+    def opened(self, key: int) -> None:
+        self.serve(key, Client(self._address, authkey=self._token))
+
+    def memory_for(self, name: str, length: int) -> Memory:
+        memory = self.memory[name]
+        if memory.bytes < length:
+            raise ValueError(f"{length} bytes for {name}, which has {memory.bytes}")
+        return memory
+
+    def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        if kind == JOIN:
+            version, about = values
+            return [version, {"host": str(about["host"]), "gate": self._number}]
+        if kind == "hello":
+            version, about = values
+            if int(about["group"]) != self.group:
+                raise ValueError(f"group {about['group']} is another one")
+            self._places[key] = int(about["places"])
+            return [version, {**about, "bell": self.mirror.place, "is_far": True}]
+        if kind == "memory":
+            request, name, size = values
+            self.asked[key, request] = name, size
+        elif kind == "hand over":
+            number, name, length = values
+            return [number, name, self.place_of_contents(key, name, length)]
+        return values
+
+    def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        if kind == "welcome":
+            (about,) = values
+            if "place" in about:  # for who wants to start a pipeline
+                self.group = int(about["place"][GROUP])
+            elif "told" in about and self.group is not None:
+                told = about.pop("told")
+                self.mirror.of(self.group, self._places[key], Memory.open(*told))
+        elif kind == "reply" and (key, values[0]) in self.asked:
+            name, _ = self.asked.pop((key, values[0]))
+            if "place" in values[1]:
+                self._know_memory(key, name, Memory.open(*values[1]["place"]))
+                return [values[0], {"place": None}]
+        elif kind == "roster":
+            return self._roster_out(*values)
+        elif kind == "handed over":
+            return self.send_contents(key, *values)
+        return values
+
+    def _know_memory(self, key: int, name: str, memory: Memory) -> None:
+        assert self.group is not None
+        self.memory[name] = memory
+        places = self._places[key]
+        told = self.mirror.of(self.group, places)
+        told.memory |= {place: memory for place in range(places) if told_by(place) == name}
+
+    def _roster_out(self, stays: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
+        sent, bells = {}, []
+        for number, about in facts.items():
+            memory = told_memory(about)
+            if self.is_near(int(number)):
+                told = self.mirror.of(int(number), about["places"], Memory.open(*about["told"]))
+                for place in memory.keys() - told.memory.keys():
+                    told.memory[place] = Memory.open(*memory[place])
+                bells += about["bells"]
+            sent[number] = {"places": about["places"], "sizes": {p: size for p, (_, size) in memory.items()}}
+        self.mirror.bells = bells_at(bells)
+        self.mirror.learn(Roster.from_json(stays).stays, map(int, facts))
+        return [stays, sent, stop]
+
+
+class Gates:
+    """Listens for commands on other hosts that start pipelines, in threads of its own.
+
+    Args:
+        address: host and port. OSError where they cannot be listened at.
+        token: what a command must know.
+        coordinator: its address and token.
+    """
+
+    def __init__(self, address: tuple[str, int], token: str, coordinator: tuple[str, bytes]) -> None:
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        self._socket = socket.create_server(address, family=family, backlog=64)
+        self._token, self._coordinator = token.encode(), coordinator
+        self._gates: dict[int, Gate] = {}
+        self._numbers = count()
+        self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
+        self._thread = threading.Thread(target=self._listen, name="avgpipe-gates", daemon=True)
+        self._thread.start()
+
+    @property
+    def address(self) -> str:
+        host, port, *_ = self._socket.getsockname()
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def __getitem__(self, number: int) -> Gate:
+        return self._gates[number]
+
+    def _listen(self) -> None:
+        while True:
+            self._callers.acquire()
+            try:
+                end, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._greet, args=(end,), daemon=True).start()
+
+    def _greet(self, end: socket.socket) -> None:
+        try:
+            with suppress(
+                OSError, EOFError, ValueError, AuthenticationError
+            ):  # it is gone, or does not know the token
+                trunk = Trunk.answer(end, self._token)
+                number = next(self._numbers)
+                self._gates[number] = gate = Gate(trunk, number, *self._coordinator)
+                gate.start()
+        finally:
+            self._callers.release()
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
+        self._socket.close()
+        for gate in list(self._gates.values()):
+            gate.close("the run has ended")

@@ -1,0 +1,209 @@
+"""Connections of processes of one host to a launcher on another: an end of the trunk on which all of them go.
+
+On the launcher's host the *gate* makes a connection to the coordinator for each process there; on the other host the
+*relay* stands for the coordinator. Messages pass as they are, but for the places of memory in them: each end has its
+own memory, which a :class:`~avgpipe.ranks.mirror.Mirror` keeps alike::
+
+    process -- relay ==== trunk ==== gate -- coordinator
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
+from typing import Any
+
+from avgpipe.ranks.coordinator import encoded, received
+from avgpipe.ranks.mirror import TOLD, Mirror, told_by
+from avgpipe.ranks.trunk import Trunk
+from avgpipe_ext.ring import Bell, Memory
+
+OPEN, CLOSE, SAY, CONTENTS = "open", "close", "say", "contents"
+_GONE = (OSError, EOFError, AuthenticationError)
+_NONSENSE = (ValueError, TypeError, KeyError, IndexError)
+_END_S = 5.0
+
+
+class Passage(ABC):
+    """What both ends have in common.
+
+    Connections have a number, which the relay gives. What came as memory is handed on as memory.
+
+    Attributes:
+        why: the trunk has ended, with this reason; None as long as it has not.
+    """
+
+    def __init__(self, trunk: Trunk) -> None:
+        self._trunk = trunk
+        self.group: int | None = (
+            None  # whose processes are on the other host than the launcher, as others know it
+        )
+        self.mirror = Mirror(trunk, self.is_near)
+        self._connections: dict[int, Connection] = {}
+        self.asked: dict[tuple[int, int], tuple[str, int]] = {}  # for memory, by request: its name and size
+        self.memory: dict[str, Memory] = {}  # of the group, by name
+        self._handed: dict[tuple[int, str], Memory] = {}
+        self._lock = threading.Lock()
+        self.why: str | None = None
+        self.is_over = False  # nothing comes any more
+        self._threads = [
+            threading.Thread(target=target, name="avgpipe-passage", daemon=True)
+            for target in (self._receive, self._ship)
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    @abstractmethod
+    def is_near(self, number: int) -> bool:
+        """Whether a group's processes are on this side."""
+
+    @abstractmethod
+    def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        """Return what a message of a connection here has as it goes over the trunk."""
+
+    @abstractmethod
+    def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        """Return what a message from the trunk has for a connection here."""
+
+    @abstractmethod
+    def opened(self, key: int) -> None:
+        """See to a connection that the other end has opened."""
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def send_contents(self, key: int, name: str, place: list[Any]) -> list[Any]:
+        """Send what lies in memory ahead of the message about it; return what the message has."""
+        path, size, length = place
+        self._trunk.send(CONTENTS, key, name, length, parts=[memoryview(Memory.open(path, size))[:length]])
+        return [name, length]
+
+    def _take_contents(self, key: int, name: str, length: int) -> None:
+        memory = self.memory_for(name, length)
+        self._trunk.receive_into(memoryview(memory)[:length])
+        self._handed[key, name] = memory
+
+    def place_of_contents(self, key: int, name: str, length: int) -> list[Any]:
+        memory = self._handed[key, name]
+        return [memory.path, memory.bytes, length]
+
+    @abstractmethod
+    def memory_for(self, name: str, length: int) -> Memory:
+        """Return memory for so many bytes that one process hands over to another."""
+
+    # ---- threads -----------------------------------------------------------------------------------------------------
+
+    def _ship(self) -> None:
+        try:
+            self.mirror.run()
+        except OSError as error:
+            self.cut(str(error))
+
+    def serve(self, key: int, connection: Connection) -> None:
+        """Pass on what comes from a connection here, until its end; begins a thread."""
+        with self._lock:
+            self._connections[key] = connection
+        thread = threading.Thread(target=self._pass_on, args=(key, connection), daemon=True)
+        thread.start()
+
+    def _pass_on(self, key: int, connection: Connection) -> None:
+        try:
+            while (message := _next(connection)) is not None:
+                kind, *values = message
+                values = self.outward(key, kind, values)
+                self.mirror.ship()  # what was told before it is there before it
+                self._trunk.send(SAY, key, [kind, *values])
+            self.mirror.ship()
+            self._trunk.send(CLOSE, key)
+        except OSError as error:
+            self.cut(str(error))
+        except _NONSENSE as error:
+            self.cut(f"a process has said what makes no sense: {error}")
+        self._forget(key)
+        connection.close()
+
+    def _receive(self) -> None:
+        try:
+            while True:
+                self._take(*self._trunk.receive())
+        except _GONE as error:
+            self.cut(str(error) or "it has closed the connection")
+        except _NONSENSE as error:
+            self.cut(f"the other host has said what makes no sense: {error}")
+        finally:
+            for key in list(self._connections):  # only now: nothing comes into this host's memory any more
+                self._forget(key)
+            self.is_over = True
+
+    def _take(self, kind: str, *values: Any) -> None:
+        if kind == TOLD:
+            self.mirror.take(*values)
+        elif kind == CONTENTS:
+            self._take_contents(*values)
+        elif kind == OPEN:
+            self.opened(*values)
+        elif kind == CLOSE:
+            self._forget(*values)
+        elif kind == SAY:
+            key, (said, *rest) = values
+            message = self.inward(key, said, rest)
+            if (connection := self._connections.get(key)) is not None:
+                with suppress(OSError, ValueError):  # its end is told by its own thread
+                    connection.send_bytes(encoded([said, *message]))
+        else:
+            raise ValueError(f"unknown message {kind!r}")
+
+    def _forget(self, key: int) -> None:
+        with self._lock:
+            connection = self._connections.pop(key, None)
+        if connection is not None:  # its thread closes it
+            with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+                end.shutdown(socket.SHUT_RDWR)
+
+    # ---- ending ------------------------------------------------------------------------------------------------------
+
+    def cut(self, why: str) -> None:
+        """End the trunk."""
+        self.why = self.why or why
+        self._trunk.cut()
+        self.mirror.close()
+
+    def wait_until_over(self) -> None:
+        """Wait for the other end to close the trunk."""
+        self._threads[0].join(_END_S)
+
+    def close(self, why: str) -> None:
+        """End the trunk, and return once nothing more comes from it."""
+        self.cut(why)
+        for thread in self._threads:
+            if thread is not threading.current_thread() and thread.ident is not None:
+                thread.join(_END_S)
+
+
+def _next(connection: Connection) -> list[Any] | None:
+    """Return the next message; None at the end."""
+    try:
+        return received(connection)
+    except (OSError, EOFError):
+        return None
+
+
+def told_memory(about: Mapping[str, Any]) -> dict[int, Any]:
+    """Return, of what a roster says of a group, the memory in which its stage replicas tell, by stage replica."""
+    return {p: about["memory"][told_by(p)] for p in range(about["places"]) if told_by(p) in about["memory"]}
+
+
+def bells_at(places: list[list[Any]]) -> list[Bell]:
+    """Return bells of processes that are still there."""
+    bells = []
+    for path, size, offset in places:
+        with suppress(OSError):
+            bells.append(Bell(Memory.open(path, size), offset))
+    return bells

@@ -1,0 +1,145 @@
+"""Another host's end of a run: it stands for the coordinator before the processes of a pipeline there."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import count
+from multiprocessing import AuthenticationError, Pipe
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+from avgpipe.ranks.membership import GROUP, RUN, TOKEN
+from avgpipe.ranks.mirror import told_by
+from avgpipe.ranks.passage import OPEN, Passage, bells_at
+from avgpipe.ranks.roster import Roster
+from avgpipe.ranks.trunk import Trunk
+from avgpipe_ext.ring import Memory
+
+
+class Relay(Passage):
+    """Of one pipeline.
+
+    Args:
+        folder: for the socket at which its processes find the run; readable for this user alone.
+
+    Attributes:
+        command: the connection of the command that starts them, as one that it has to a launcher on its own host.
+    """
+
+    def __init__(self, trunk: Trunk, folder: Path) -> None:
+        super().__init__(trunk)
+        self._keys = count()
+        self._path = str(folder / "run")
+        self._listener: Listener | None = None
+        self._bells: dict[int, list[Any]] = {}  # of the processes here, by rank
+        self.command, passed_on = Pipe()
+        self._open(passed_on)
+        self.start()
+
+    def is_near(self, number: int) -> bool:
+        return number == self.group
+
+    def opened(self, key: int) -> None:
+        raise ValueError("a connection from the launcher's host")
+
+    def memory_for(self, name: str, length: int) -> Memory:
+        return Memory.create(length)
+
+    def _open(self, connection: Connection) -> None:
+        key = next(self._keys)
+        self._trunk.send(OPEN, key)
+        self.serve(key, connection)
+
+    # ---- processes ---------------------------------------------------------------------------------------------------
+
+    def listen(self, place: Mapping[str, str]) -> dict[str, str]:
+        """Have processes find the run here; return their ``place``, with where."""
+        self.group = int(place[GROUP])
+        self._listener = Listener(self._path, backlog=64, authkey=place[TOKEN].encode())
+        threading.Thread(target=self._accept, daemon=True).start()
+        return {**place, RUN: self._path}
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        while self.why is None:
+            try:
+                connection = self._listener.accept()
+            except (EOFError, AuthenticationError):
+                continue
+            except OSError:  # closed
+                return
+            with suppress(OSError):  # the trunk's end is told by its own thread
+                self._open(connection)
+
+    def finish(self) -> None:
+        """End, once the launcher has what was told here, and that the processes have ended, and closes the trunk."""
+        self.wait_until_over()
+        self.close("the pipeline has ended")
+        if self._listener is not None:
+            self._listener.close()
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        if kind == "hello" and self.group is not None:
+            _, about = values
+            self._bells[int(about["rank"])] = about.pop("bell")
+            self.mirror.bells = bells_at([*self._bells.values()])
+            self._places = int(about["places"])
+            self.mirror.of(self.group, self._places)
+        elif kind == "memory":
+            request, name, size = values
+            self.asked[key, request] = name, size
+        elif kind == "hand over":
+            number, name, place = values
+            return [number, *self.send_contents(key, name, place)]
+        return values
+
+    def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
+        if kind == "welcome" and "batches" in values[0] and self.group is not None:
+            told = self.mirror.of(self.group, self._places)
+            return [{**values[0], "told": _place_of(told.counts)}]
+        if kind == "reply" and (key, values[0]) in self.asked:
+            name, size = self.asked.pop((key, values[0]))
+            return [values[0], self._own_memory(name, size) if "place" in values[1] else values[1]]
+        if kind == "roster":
+            return self._roster_in(*values)
+        if kind == "handed over":
+            name, length = values
+            return [name, self.place_of_contents(key, name, length)]
+        return values
+
+    def _own_memory(self, name: str, size: int) -> dict[str, Any]:
+        assert self.group is not None
+        try:
+            memory = self.memory.get(name)
+            if memory is None or memory.bytes < size:
+                memory = self.memory[name] = Memory.create(size)
+        except (MemoryError, OSError) as error:
+            return {"why": str(error) or "there is not as much"}
+        told = self.mirror.of(self.group, self._places)
+        told.memory |= {place: memory for place in range(self._places) if told_by(place) == name}
+        return {"place": _place_of(memory)}
+
+    def _roster_in(self, stays: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
+        known = {}
+        for number, about in facts.items():
+            told = self.mirror.of(int(number), about["places"])
+            sizes = {int(place): size for place, size in about["sizes"].items()}
+            memory = {told_by(p): _place_of(self.mirror.memory(told, p, size)) for p, size in sizes.items()}
+            bells = [*self._bells.values()] if self.is_near(int(number)) else [self.mirror.place]
+            known[number] = {
+                "told": _place_of(told.counts),
+                "places": about["places"],
+                "memory": memory,
+                "bells": bells,
+            }
+        self.mirror.learn(Roster.from_json(stays).stays, map(int, facts))
+        return [stays, known, stop]
+
+
+def _place_of(memory: Memory) -> list[Any]:
+    return [memory.path, memory.bytes]

@@ -1,0 +1,114 @@
+"""The one connection between a run's launcher and another host, on which all goes that their processes tell each other.
+
+Both ends must know a token. A message is JSON, and raw parts may follow it; nothing is unpickled, and nothing is
+encrypted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any
+
+_MOST_BYTES = 2**24  # of a message, without its parts
+_GREET_S = 10  # in which who connects must have shown that it knows the token
+_KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 6,
+}  # notices a host that is gone
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "host:port"; ValueError for what is none."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 2**16):
+        raise ValueError(f"{text!r} is no address: write HOST:PORT, as in 10.0.0.1:7000")
+    return host.strip("[]"), int(port)
+
+
+class Trunk:
+    """One end of it; any thread may send, and one receives."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        with _socket_of(connection) as end:
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in _KEEP_ALIVE.items():
+                end.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @classmethod
+    def connect(cls, address: tuple[str, int], token: bytes) -> Trunk:
+        """Call a launcher. OSError, EOFError or AuthenticationError: it does not answer, or knows another token."""
+        with socket.create_connection(address, _GREET_S) as end:
+            end.settimeout(None)
+            connection = Connection(end.detach())
+        return _greeted(connection, token, (answer_challenge, deliver_challenge))
+
+    @classmethod
+    def answer(cls, end: socket.socket, token: bytes) -> Trunk:
+        """Let somebody in who has called; raises as :meth:`connect`."""
+        return _greeted(Connection(end.detach()), token, (deliver_challenge, answer_challenge))
+
+    def send(self, *message: Any, parts: Sequence[memoryview] = ()) -> None:
+        """Send a message and its parts, none of which is empty. OSError where the connection is closed."""
+        with self._sending:
+            self._connection.send_bytes(json.dumps(message).encode())
+            for part in parts:
+                self._connection.send_bytes(part)
+
+    def receive(self) -> list[Any]:
+        """Return the next message. OSError or EOFError where the connection is closed, ValueError for what is none."""
+        message = json.loads(self._connection.recv_bytes(_MOST_BYTES))
+        if not isinstance(message, list) or not message:
+            raise ValueError(f"not a message: {message!r}")
+        return message
+
+    def receive_into(self, target: memoryview) -> None:
+        """Take a part of the message before, whose size the receiver knows."""
+        if (size := self._connection.recv_bytes_into(target)) != len(target):
+            raise ValueError(f"{size} bytes have come for {len(target)}")
+
+    def cut(self) -> None:
+        """End it for both ends, also where one of this end's threads is at it."""
+        with suppress(OSError), _socket_of(self._connection) as end:
+            end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.cut()
+        self._connection.close()
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def _greeted(connection: Connection, token: bytes, steps: Sequence[Any]) -> Trunk:
+    """Show each other that both know the token, within a limit of time."""
+    try:
+        _limit(connection, _GREET_S)
+        for step in steps:
+            try:
+                step(connection, token)
+            except AssertionError as error:  # another protocol
+                raise AuthenticationError("what has come is no challenge") from error
+        _limit(connection, 0)
+        return Trunk(connection)
+    except BaseException:
+        connection.close()
+        raise
+
+
+def _limit(connection: Connection, seconds: int) -> None:
+    with _socket_of(connection) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))

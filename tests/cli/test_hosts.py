@@ -1,0 +1,168 @@
+"""Pipelines that another host gives to a run of isolated ones: over TCP, on this host."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.common.namespaces import check_namespaces, network
+from tests.cli.command import alive, children, strict, wait_for
+from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, refused, trained
+from tests.scripts import WriteScript
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+
+SECRET = "a secret that all hosts know"
+
+
+@pytest.fixture
+def start(write_script: WriteScript, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Start a run that listens, or with ``join`` a command of that name which joins what it is given."""
+    monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
+    monkeypatch.chdir(tmp_path)
+    script = write_script(SCRIPT.replace("GO", str(tmp_path / "go")))
+    started: list[Command] = []
+
+    def begin(*more: str, join: str = "", at: str = "127.0.0.1:0", inside: Sequence[str] = ()) -> Command:
+        if join:
+            started.append(Command(tmp_path, join, "join", *more, inside=inside))
+        else:
+            started.append(Training(script, "--listen", at, *more, inside=inside))
+        return started[-1]
+
+    yield begin
+    for command in started:
+        for process in children(command.process.pid):
+            os.kill(process, signal.SIGKILL)
+        command.process.kill()
+        command.process.wait()
+
+
+def address(training: Command) -> str:
+    training.says("other hosts start pipelines by: avgpipe join ")
+    found = re.search(r"avgpipe join (\S+)", training.stderr)
+    assert found is not None
+    return found[1]
+
+
+def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = f"{write_script(SCRIPT)}:make"
+    monkeypatch.delenv("AVGPIPE_JOIN_TOKEN", raising=False)
+    assert "AVGPIPE_JOIN_TOKEN must be set to a secret of 16" in refused("join", "127.0.0.1:7000")
+    listening = ("train", script, "--isolate", "--listen", "127.0.0.1:7000")
+    assert "AVGPIPE_JOIN_TOKEN must be set to a secret of 16" in refused(*listening)
+    monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
+    assert "--listen without --isolate" in refused("train", script, "--listen", "127.0.0.1:7000")
+    assert "write HOST:PORT" in refused("train", script, "--isolate", "--listen", "7000")
+    assert "127.0.0.1:1: no run with --listen goes on there" in refused("join", "127.0.0.1:1")
+    assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_a_pipeline_of_another_host_trains_with_the_others(start: Any, batch: str) -> None:
+    training = start("--batch", batch, "--max-pipelines", "3", "--checkpoint-minutes", "0.0001")
+    training.trains(5)
+    joined = start(address(training), join="joined")
+    training.says("pipeline 2 trains with the others from step")
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert joined.end() == 0, joined.stderr
+    assert_whole(training.out)
+    assert [of["pipeline"] for of in strict(training.stdout)["joined"]] == [2]
+    if batch == "per-pipeline":
+        assert {row["pipeline"] for row in trained(training.out)} == {0, 1, 2}
+
+
+@pytest.mark.slow
+def test_its_loss_costs_no_sample_and_it_comes_again(start: Any) -> None:
+    training = start("--max-pipelines", "3")
+    training.trains(5)
+    joined = start(address(training), "--restarts", "1", join="joined")
+    training.says("pipeline 2 trains with the others from step")
+    rank = random.randrange(2)
+    joined.kill(2, rank)
+    training.says(f"pipeline 2 is lost: rank {rank} (stage {rank})")
+    joined.says("it is started again")
+    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert joined.end() == 0, joined.stderr
+    assert_whole(training.out)
+
+
+@pytest.mark.slow
+def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) -> None:
+    training = start("--max-pipelines", "3", "--restarts", "0")
+    training.trains(5)
+    joined = start(address(training), join="joined")
+    training.says("pipeline 2 trains with the others from step")
+    for pipeline in (0, 1):
+        training.kill(pipeline, 0)
+        training.says(f"pipeline {pipeline} is lost")
+    training.go()
+    assert training.end() == 0, training.stderr
+    assert joined.end() == 0, joined.stderr
+    assert_whole(training.out)
+
+
+@pytest.mark.slow
+def test_either_end_of_the_line_may_go(start: Any) -> None:
+    training = start("--max-pipelines", "3", "--restarts", "0")
+    training.trains(5)
+    gone = start(address(training), join="gone")
+    training.says("pipeline 2 trains with the others from step")
+    workers = children(gone.process.pid)
+    gone.process.kill()
+    training.says("pipeline 2 is lost")
+    wait_for(lambda: not any(map(alive, workers)), 10)
+    interrupted = start(address(training), join="interrupted")
+    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+    interrupted.process.send_signal(signal.SIGINT)
+    assert interrupted.end() == 130
+    wait_for(lambda: training.stderr.count("pipeline 2 is lost") == 2, 20)
+
+    left = start(address(training), join="left")
+    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 3, 60)
+    training.process.kill()
+    assert left.end() == 1
+    assert "the run's launcher is gone" in left.stderr or "has ended" in left.stderr
+    training.process.wait()
+
+
+@pytest.mark.slow
+def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None:
+    try:
+        check_namespaces("this test")
+    except ValueError as error:
+        pytest.skip(str(error))
+    with network(2, 1e9) as hosts:
+        own, other = hosts.inside(0), hosts.inside(1)
+        limits = ("--timeout-s", "5", "--max-pipelines", "3", "--restarts", "0")
+        training = start(*limits, at=f"{hosts.address(0)}:0", inside=own)
+        training.trains(5)
+        cut = start(address(training), join="cut", inside=other)
+        training.says("pipeline 2 trains with the others from step")
+        line = ["ip", "-n", hosts.host(1), "link", "set", hosts.device]
+        subprocess.run([*line, "down"], check=True)
+        begin = time.monotonic()
+        training.says("pipeline 2 is lost: ")
+        assert cut.end() == 1
+        assert "has said nothing for 5 s" in training.stderr or "has waited 5 s" in training.stderr
+        assert time.monotonic() - begin < 5 + 5
+        subprocess.run([*line, "up"], check=True)
+        again = start(address(training), join="again", inside=other)
+        wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+        training.go()
+        assert training.end() == 0, training.stderr
+        assert again.end() == 0, again.stderr
+        assert_whole(training.out)
