@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
-from avgpipe.ranks.coordinator import Coordinator
+from avgpipe.ranks.coordinator import ENDED, Coordinator, encoded
+from avgpipe.ranks.gate import Gate
 from avgpipe.ranks.membership import environment
+from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.roster import Stay
+from avgpipe.ranks.trunk import Trunk
 from tests.runner import Ranks
 
 _TOKEN = "a token"
@@ -23,7 +29,7 @@ class Isolated:
     """Runs ``function(**arguments)`` as ``size`` processes of each of several pipelines, until all have ended.
 
     A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are more
-    pipelines, which come once the others train.
+    pipelines, which come once the others train. Those in ``far`` are as on other hosts, each on its own.
 
     Attributes:
         said: what the coordinator has said.
@@ -39,8 +45,10 @@ class Isolated:
         function: Callable[..., Any],
         restarts: int = 1,
         joins: Sequence[int] = (),
+        far: Collection[int] = (),
         **arguments: Any,
     ) -> None:
+        self._far, self._hosts = far, dict[int, FarHost]()
         self._joins = list(joins)
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
         self.said: list[str] = []
@@ -51,6 +59,7 @@ class Isolated:
         self.why: dict[int, str] = {}
         self._started = 0
         with ExitStack() as stack:
+            self._stack = stack
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             self.coordinator = Coordinator(
                 f"{folder}/coordinator", _TOKEN.encode(), pipelines, self._lose, self.said.append
@@ -71,6 +80,9 @@ class Isolated:
     def _start(self, pipeline: int) -> None:
         number, self._started = self._started, self._started + 1
         place = environment(self.coordinator.address, _TOKEN, number, pipeline)
+        if pipeline in self._far:
+            host = self._hosts[number] = self._stack.enter_context(FarHost(self.coordinator.address, number))
+            place = host.relay.listen(place)
         ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
         self._groups[number] = pipeline, ranks
 
@@ -84,7 +96,7 @@ class Isolated:
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
                 self._lose(number, None, "a process has failed")
-            if None in codes:
+            if None in codes or not self._has_told(number):
                 continue
             del self._groups[number]
             self.coordinator.gone(number)
@@ -105,6 +117,10 @@ class Isolated:
             for number in self._groups:
                 self._lose(number, None, "the run is over")
 
+    def _has_told(self, number: int) -> bool:
+        """Whether what a group had told, before all of it ended, is here."""
+        return number not in self._hosts or self._hosts[number].has_told()
+
     def _outputs(self) -> str:
         texts = [
             f"group {n}, rank {r}: {text[-2000:]}"
@@ -122,6 +138,36 @@ class Isolated:
 
     def members(self, turn: int) -> list[int]:
         return sorted(s.pipeline for s in self.stays if s.first <= turn < s.end)
+
+
+class FarHost:
+    """Another host, in threads of this process: a pipeline there reaches the coordinator over TCP alone."""
+
+    def __init__(self, address: str, number: int) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(lambda: Trunk.answer(server.accept()[0], _TOKEN.encode()))
+            trunk = Trunk.connect(server.getsockname(), _TOKEN.encode())
+        self.gate = Gate(answered.result(), 0, address, _TOKEN.encode())
+        self.gate.group = number
+        self.relay = Relay(trunk, Path(self._folder.name))
+        self.gate.start()
+        self._has_said = False
+
+    def has_told(self) -> bool:
+        """Say that all processes have ended, once; whether that, and so all before it, has come to the coordinator."""
+        if not self._has_said:
+            self._has_said = True
+            self.relay.command.send_bytes(encoded([ENDED]))
+        return self.relay.command.poll()  # the coordinator closes the connection, as it knows no such message
+
+    def __enter__(self) -> FarHost:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.gate.close("the test has ended")
+        self.relay.finish()
+        self._folder.cleanup()
 
 
 def die() -> None:

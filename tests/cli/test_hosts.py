@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks.common.namespaces import check_namespaces, network
-from tests.cli.command import alive, children, strict, wait_for
+from tests.cli.command import ROOT, alive, children, strict, wait_for
 from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, refused, trained
 from tests.scripts import WriteScript
 
@@ -113,6 +114,22 @@ def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) 
     assert training.end() == 0, training.stderr
     assert joined.end() == 0, joined.stderr
     assert_whole(training.out)
+
+
+@pytest.mark.slow
+def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs/guides/when-something-fails.md").read_text()
+    block = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace("10.0.0.1:7000", "127.0.0.1:0")
+    _, runs, joins = (shlex.split(line, comments=True) for line in block.splitlines())
+    monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
+    monkeypatch.chdir(ROOT)
+    run = Command(tmp_path, "run", *runs[1:])
+    joins[-1] = address(run)
+    others = [Command(tmp_path, f"host {number}", *joins[1:]) for number in (1, 2)]
+    assert run.end() == 0, run.stderr
+    assert "epoch 2: loss" in run.stdout
+    for other in others:
+        assert other.process.wait(100) in (0, 1, 2), other.stderr  # the run may be over before it has come
 
 
 @pytest.mark.slow

@@ -236,14 +236,16 @@ def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, An
     assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
 
 
+@pytest.mark.parametrize("far", [(), (1,), (0, 1)], ids="far {}".format)
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
-def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer: str) -> None:
+def test_one_is_lost_and_comes_again(
+    K: int, options: dict[str, Any], optimizer: str, far: tuple[int, ...]
+) -> None:
     each = options["micro_batches"] // (options["pipelines"] if options.get("batch") is None else 1)
     calls = (9 if options.get("batch") is None else 3) * each + 1
     death = 1, 0, K - 1, calls, "killed"
-    run = Isolated(
-        options["pipelines"], K, train, K=K, options=options, optimizer=optimizer, deaths=[death], waits_at=14
-    )
+    arguments = {"K": K, "options": options, "optimizer": optimizer, "deaths": [death], "waits_at": 14}
+    run = Isolated(options["pipelines"], K, train, far=far, **arguments)
     assert {code for code, _ in run.failures.values()} == {-9}
     assert [stay.donor for stay in run.stays] == [*[None] * options["pipelines"], 0]
     assert run.stays[1].told < run.stays[1].end <= run.stays[-1].first, run.said
@@ -253,10 +255,13 @@ def test_one_is_lost_and_comes_again(K: int, options: dict[str, Any], optimizer:
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
 
 
+@pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES[::2], ids=str)
-def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer: str) -> None:
+def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer: str, is_far: bool) -> None:
     N = options["pipelines"]
-    run = Isolated(N, K, train, joins=[N], K=K, options=options, optimizer=optimizer, waits_at=6)
+    run = Isolated(
+        N, K, train, joins=[N], far=[N] * is_far, K=K, options=options, optimizer=optimizer, waits_at=6
+    )
     assert not run.failures
     assert [stay.pipeline for stay in run.stays] == list(range(N + 1))
     assert_as_emulated(run, options, optimizer)
@@ -288,8 +293,9 @@ def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str
         assert "a layer that fails" in run.failures[0, 1][1]
 
 
+@pytest.mark.parametrize("far", [(), (1,), (0, 1, 2)], ids="far {}".format)
 @pytest.mark.parametrize("seed", range(6))
-def test_many_are_lost_at_any_time(seed: int) -> None:
+def test_many_are_lost_at_any_time(seed: int, far: tuple[int, ...]) -> None:
     draw = random.Random(seed)
     K, N = draw.choice([1, 2]), draw.choice([2, 3])
     options = {"pipelines": N, "micro_batches": draw.choice([3, 4]), "staleness": draw.choice([0, 1])}
@@ -299,7 +305,7 @@ def test_many_are_lost_at_any_time(seed: int) -> None:
         for _ in range(N - 1)
     ]
     deaths += [(None, life, draw.randrange(K), draw.randint(1, 20), "killed") for life in (1, 2)]
-    run = Isolated(N, K, train, restarts=4, K=K, options=options, optimizer="adamw", deaths=deaths)
+    run = Isolated(N, K, train, restarts=4, far=far, K=K, options=options, optimizer="adamw", deaths=deaths)
     assert_as_emulated(run, options, "adamw")
 
 
@@ -329,8 +335,11 @@ def use(folder: str, dies: Any = None) -> Any:
         return losses, seen, output, p.state_dict(), p.distances().to_reference
 
 
-def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(tmp_path: Any) -> None:
-    run = Isolated(2, 2, use, folder=str(tmp_path / "saved"))
+@pytest.mark.parametrize("far", [(), (0,)], ids="far {}".format)
+def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(
+    tmp_path: Any, far: tuple[int, ...]
+) -> None:
+    run = Isolated(2, 2, use, far=far, folder=str(tmp_path / "saved"))
     first, *others = run.results.values()
     for other in others:
         assert other[0] == first[0]

@@ -25,7 +25,7 @@ from typing import Any
 from avgpipe.errors import PipelineError, reason
 from avgpipe.ranks.coordinator import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.ranks.gate import Gate
-from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers
+from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import peer_of
 from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.trunk import Trunk, parse_address
@@ -205,6 +205,7 @@ def _run(
     with keeping_handlers(), ExitStack() as stack:
         stack.callback(_tell_end, connection)
         processes = job.start(stack, place)
+        pass_on_questions(lambda: [processes])
         with ending(processes.close):
             say(f"pipeline {pipeline} is started, and joins the others of {run}")
             while (end := processes.poll_or_kill()) is None:
