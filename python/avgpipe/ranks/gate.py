@@ -9,6 +9,7 @@ from itertools import count
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client
 from typing import Any
+from weakref import WeakValueDictionary
 
 from avgpipe.ranks.coordinator import JOIN
 from avgpipe.ranks.membership import GROUP
@@ -118,7 +119,8 @@ class Gates:
         family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
         self._socket = socket.create_server(address, family=family, backlog=64)
         self._token, self._coordinator = token.encode(), coordinator
-        self._gates: dict[int, Gate] = {}
+        # Its threads keep one as long as it is open.
+        self._gates: WeakValueDictionary[int, Gate] = WeakValueDictionary()
         self._numbers = count()
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
         self._thread = threading.Thread(target=self._listen, name="avgpipe-gates", daemon=True)
@@ -157,5 +159,5 @@ class Gates:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
         self._socket.close()
-        for gate in list(self._gates.values()):
+        for gate in self._gates.values():
             gate.close("the run has ended")

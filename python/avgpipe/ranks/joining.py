@@ -32,7 +32,7 @@ from avgpipe.ranks.trunk import Trunk, parse_address
 
 ADDRESS = "join.json"
 _POLL_S = 0.05
-_END_S = 10.0  # in which processes on another host are to end, when they are told to
+_END_S = 3.0  # in which processes on another host are to end, when they are told to
 
 
 def leave_address(folder: Path, address: str, token: str) -> None:
@@ -210,7 +210,9 @@ def _run(
             say(f"pipeline {pipeline} is started, and joins the others of {run}")
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
-                    raise PipelineError(f"pipeline {pipeline} was ended: {_why(connection)}")
+                    processes.kill()
+                    if why := _why(connection):  # else their own ends say it
+                        raise PipelineError(f"pipeline {pipeline} was ended: {why}")
         if isinstance(end, RanksFailed):
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
         return int(pipeline)

@@ -36,22 +36,24 @@ class Passage(ABC):
     Connections have a number, which the relay gives. What came as memory is handed on as memory.
 
     Attributes:
+        group: the number of those processes on the joining host, once it is known.
+        asked: requests for memory, by connection and their number: its name and size.
+        memory: of the group, by name.
         why: the trunk has ended, with this reason; None as long as it has not.
+        is_over: whether nothing comes from it any more.
     """
 
     def __init__(self, trunk: Trunk) -> None:
         self._trunk = trunk
-        self.group: int | None = (
-            None  # whose processes are on the other host than the launcher, as others know it
-        )
+        self.group: int | None = None
         self.mirror = Mirror(trunk, self.is_near)
         self._connections: dict[int, Connection] = {}
-        self.asked: dict[tuple[int, int], tuple[str, int]] = {}  # for memory, by request: its name and size
-        self.memory: dict[str, Memory] = {}  # of the group, by name
+        self.asked: dict[tuple[int, int], tuple[str, int]] = {}
+        self.memory: dict[str, Memory] = {}
         self._handed: dict[tuple[int, str], Memory] = {}
         self._lock = threading.Lock()
         self.why: str | None = None
-        self.is_over = False  # nothing comes any more
+        self.is_over = False
         self._threads = [
             threading.Thread(target=target, name="avgpipe-passage", daemon=True)
             for target in (self._receive, self._ship)
@@ -133,7 +135,7 @@ class Passage(ABC):
         try:
             while True:
                 self._take(*self._trunk.receive())
-        except _GONE as error:
+        except (*_GONE, MemoryError) as error:
             self.cut(str(error) or "it has closed the connection")
         except _NONSENSE as error:
             self.cut(f"the other host has said what makes no sense: {error}")
