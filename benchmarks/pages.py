@@ -155,7 +155,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(statistics.statistics_passes, statistics.statistics_passes_higher, statistics.statistics_losses),
         *(families.families_count, families.families_not_equal, families.families_equal),
         *(faults.faults_lost_pipeline, faults.faults_lost_worker),
-        *(faults.faults_copies, faults.faults_copies_memory),
+        *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),

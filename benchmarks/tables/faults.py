@@ -114,6 +114,21 @@ def faults_copies_memory(record: Record) -> str:
     )
 
 
+def faults_hosts(record: Record) -> str:
+    """A row for each way."""
+    rows = [
+        (
+            row["name"],
+            f"{1e3 * row['median_s']:.0f}",
+            f"{1e3 * row['quartile1_s']:.0f}-{1e3 * row['quartile3_s']:.0f}",
+            "" if number == 0 else f"{100 * row['cost']:.1f} %",
+            f"{row['command_mib']:.0f}",
+        )
+        for number, row in enumerate(record["rows"])
+    ]
+    return table("| ms/step: | quartiles: | cost: | MiB of the larger command:", rows)
+
+
 def _spread(seconds: Iterable[float], most: float | None = None) -> tuple[str, str]:
     """Return median and worst; in bold above `most`."""
     known = list(seconds)
