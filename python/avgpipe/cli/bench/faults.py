@@ -17,7 +17,7 @@ from rich.text import Text
 
 from avgpipe.cli.bench import measuring
 from avgpipe.cli.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
-from avgpipe.cli.bench.chaos.episode import Seen, Shape, play
+from avgpipe.cli.bench.chaos.episode import RunShape, SeenRun, play
 from avgpipe.cli.bench.chaos.judge import Verdict, judge
 from avgpipe.cli.config import FaultsConfig
 from avgpipe.cli.options import words
@@ -46,7 +46,7 @@ def run(config: FaultsConfig) -> None:
     began = time.monotonic()
     with measuring():
         for name, link, scenario in _scenarios(config, seed, began):
-            shape = Shape(config.stages, config.pipelines, link, config.timeout_s)
+            shape = RunShape(config.stages, config.pipelines, link, config.timeout_s)
             if scenario.way not in undisturbed:
                 undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
             tell(f"{name}: {scenario.faults}")
@@ -107,7 +107,7 @@ def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[
             return
 
 
-def _undisturbed(way: str, shape: Shape) -> dict[str, Any]:
+def _undisturbed(way: str, shape: RunShape) -> dict[str, Any]:
     """Return the losses by batch of a run to which nothing happens, and of its evaluations."""
     seen = play(Scenario(f"{way} undisturbed", way), shape)
     if seen.failure is not None:  # then there is nothing to compare with
@@ -116,7 +116,7 @@ def _undisturbed(way: str, shape: Shape) -> dict[str, Any]:
     return {"losses": losses, "curve": curve}
 
 
-def _say(verdict: Verdict, scenario: Scenario, seen: Seen) -> None:
+def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
     """Tell at once what is wrong, on standard error."""
     for column, texts in verdict.wrong.items():
         for text in texts:
