@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from contextlib import suppress
 from itertools import count
 from multiprocessing import AuthenticationError
@@ -20,6 +21,7 @@ from avgpipe.ranks.trunk import Trunk
 from avgpipe_ext.ring import Memory
 
 _MOST_CALLERS = 16  # that have not shown yet that they know the token
+_RETRY_S = 0.5
 
 
 class Gate(Passage):
@@ -123,6 +125,7 @@ class Gates:
         self._gates: WeakValueDictionary[int, Gate] = WeakValueDictionary()
         self._numbers = count()
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
+        self._is_closed = False
         self._thread = threading.Thread(target=self._listen, name="avgpipe-gates", daemon=True)
         self._thread.start()
 
@@ -140,7 +143,11 @@ class Gates:
             try:
                 end, _ = self._socket.accept()
             except OSError:
-                return
+                if self._is_closed:
+                    return
+                self._callers.release()
+                time.sleep(_RETRY_S)  # as when there are no descriptors just now
+                continue
             threading.Thread(target=self._greet, args=(end,), daemon=True).start()
 
     def _greet(self, end: socket.socket) -> None:
@@ -156,6 +163,7 @@ class Gates:
             self._callers.release()
 
     def close(self) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
         self._socket.close()

@@ -1,0 +1,144 @@
+"""A launcher's port for other hosts, and both ends of what passes there, without any pipeline."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from avgpipe.ranks.coordinator import VERSION, encoded
+from avgpipe.ranks.gate import Gates
+from avgpipe.ranks.membership import environment
+from avgpipe.ranks.mirror import told_by
+from avgpipe.ranks.relay import Relay
+from avgpipe.ranks.trunk import Trunk, parse_address
+from avgpipe_ext.ring import Bell, Memory
+from tests.ranks.test_coordinator import Served, enter, heard, served
+
+SECRET = "a secret that all hosts know"
+
+
+class Joining:
+    """Another host, whose pipeline is to have the number 1, as its group has."""
+
+    def __init__(self, one: Served, gates: Gates, folder: Path) -> None:
+        self.relay = Relay(Trunk.connect(parse_address(gates.address), SECRET.encode()), folder)
+        self._place = self.relay.listen(environment("elsewhere", "a token", 1, 1))
+        gates[0].group = 1
+
+    def connect(self, group: int = 1) -> Connection:
+        connection = Client(self._place["AVGPIPE_RUN"], authkey=b"a token")
+        about = {"rank": 0, "size": 1, "name": "rank 0", "places": 1, "period": 1, "timeout_s": 9}
+        bell = Memory.create(Bell.BYTES)
+        about |= {"pipeline": 1, "group": group, "bell": [bell.path, bell.bytes, 0]}
+        connection.send_bytes(encoded(["hello", VERSION, about]))
+        return connection
+
+
+@contextmanager
+def listening(folder: Path) -> Iterator[tuple[Served, Gates]]:
+    with served(folder) as one:
+        gates = Gates(("127.0.0.1", 0), SECRET, (one.coordinator.address, b"a token"))
+        try:
+            yield one, gates
+        finally:
+            gates.close()
+
+
+@contextmanager
+def joining(folder: Path) -> Iterator[tuple[Served, Joining]]:
+    with listening(folder) as (one, gates):
+        (folder / "other host").mkdir()
+        other = Joining(one, gates, folder / "other host")
+        try:
+            yield one, other
+        finally:
+            gates.close()
+            other.relay.finish()
+
+
+def ask_for_memory(connection: Connection, name: str, size: int) -> Memory:
+    connection.send_bytes(encoded(["memory", 5, name, size]))
+    return Memory.open(*heard(connection, "reply")[1]["place"])
+
+
+def test_who_is_told_something_there_finds_it_in_memory_here(tmp_path: Path) -> None:
+    with joining(tmp_path) as (one, other):
+        near, far = one.connect(0, 0), other.connect()
+        told = [heard(connection, "welcome")[0]["told"] for connection in (near, far)]
+        assert told[0][0] != told[1][0]
+        own = ask_for_memory(near, told_by(0), 1024), ask_for_memory(far, told_by(0), 1024)
+        for connection in (near, far):
+            assert enter(connection) == {}
+        (_, about, _), (_, about_far, _) = (heard(connection, "roster") for connection in (near, far))
+        assert about_far["1"]["told"] == told[1]
+        # As isolated pipelines do: the slot, the count, the others' bells.
+        theirs = Memory.open(*about["1"]["memory"][told_by(0)])
+        memoryview(own[1])[:24] = b"".join(n.to_bytes(8, "little") for n in (32, 512, 512))
+        memoryview(own[1])[24:32] = b"a number"
+        Bell(Memory.open(*told[1]), 0).ring()
+        path, size, offset = about_far["0"]["bells"][0]
+        Bell(Memory.open(path, size), offset).ring()
+        count = Bell(Memory.open(*about["1"]["told"]), 0)
+        assert count.wait(0, 10) == 1
+        assert bytes(memoryview(theirs)[24:32]) == b"a number"
+        state = ask_for_memory(far, "state 0", 64)
+        memoryview(state)[:5] = b"bytes"
+        far.send_bytes(encoded(["hand over", 0, "state 0", [state.path, state.bytes, 5]]))
+        name, (path, size, length) = heard(near, "handed over")
+        assert (name, bytes(memoryview(Memory.open(path, size))[:length])) == ("state 0", b"bytes")
+        far.send_bytes(encoded(["once", 6, "who answers"]))
+        near.send_bytes(encoded(["once", 6, "who answers"]))
+        assert heard(near, "reply") == [6, {}]  # what is done to files is done here
+        near.send_bytes(encoded(["done", "who answers", "near"]))
+        assert heard(far, "reply") == [6, {"value": "near"}]
+        far.close()
+        near.send_bytes(encoded(["begun", 3, 3]))
+        assert one.lost == {} or one.lost == {1: "rank 0 has ended"}
+        heard(near, "freeze")
+
+
+def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
+    with joining(tmp_path) as (one, other):
+        stranger = other.connect(group=7)
+        with pytest.raises((EOFError, OSError)):
+            stranger.recv_bytes()
+        other.relay.wait_until_over()
+        assert other.relay.is_over
+        assert heard(one.connect(0, 0), "welcome")
+
+
+@pytest.mark.parametrize(
+    "message", [["nonsense"], ["told", 1, 2, 3], ["say", 99, []], ["open"], ["contents", 1, "state 0", 2**40]]
+)
+def test_what_makes_no_sense_ends_a_host_alone(tmp_path: Path, message: list[Any]) -> None:
+    with listening(tmp_path) as (one, gates):
+        trunk = Trunk.connect(parse_address(gates.address), SECRET.encode())
+        trunk.send(*message)
+        with pytest.raises((EOFError, OSError)):
+            trunk.receive()
+        assert heard(one.connect(0, 0), "welcome")
+        assert Trunk.connect(parse_address(gates.address), SECRET.encode())
+
+
+def test_strangers_are_refused_and_keep_nobody_out(tmp_path: Path) -> None:
+    with listening(tmp_path) as (_, gates):
+        address = parse_address(gates.address)
+        with pytest.raises((AuthenticationError, EOFError, OSError)):
+            Trunk.connect(address, b"another secret that is known")
+        silent = [socket.create_connection(address) for _ in range(8)]
+        with socket.create_connection(address) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with suppress(ConnectionResetError):
+                while stranger.recv(1000):
+                    pass
+        trunk = Trunk.connect(address, SECRET.encode())
+        trunk.close()
+        for end in silent:
+            end.close()
