@@ -33,7 +33,7 @@ from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, has_streams, own_device, select
-from avgpipe.errors import CheckpointError, PeerLost, PipelineError
+from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.cut import Cut, expected_traffic, sent
@@ -41,7 +41,14 @@ from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
-from avgpipe.ranks.generation import become_a_rank, generation, is_replaceable, next_generation, restored
+from avgpipe.ranks.generation import (
+    become_a_rank,
+    generation,
+    is_replaceable,
+    next_generation,
+    restored,
+    waited_for,
+)
 from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
@@ -86,6 +93,7 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
     from avgpipe.runtime.prepared import PrepareStage
 
 _log = logging.getLogger("avgpipe")
+_LOST = PeerLost, PipelineTimeout
 _LOST_PATIENCE_S = 0.0  # with those that are lost
 _NOTICE_S = 5.0  # for the launcher to see that a process is lost; else a line was, and nobody is replaced
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
@@ -103,7 +111,7 @@ def _recovering(call: _Call) -> _Call:
         while True:
             try:
                 found = call(self, *args, **options)
-            except PeerLost as loss:
+            except _LOST as loss:
                 if any(isinstance(argument, Iterator) for argument in args):  # a part of it is used up
                     raise
                 self._recover(loss)
@@ -426,7 +434,7 @@ class Pipeline:
         while True:
             try:
                 ended = self._train_on()
-            except PeerLost as loss:
+            except _LOST as loss:
                 self._recover(loss)
                 continue
             if ended:
@@ -492,7 +500,7 @@ class Pipeline:
             try:
                 self._feed.drain()
                 return
-            except PeerLost as loss:
+            except _LOST as loss:
                 self._recover(loss)
 
     def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
@@ -565,15 +573,18 @@ class Pipeline:
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
 
-    def _recover(self, loss: PeerLost) -> None:
+    def _recover(self, loss: PeerLost | PipelineTimeout) -> None:
         """Go back, with the rank that replaces a lost one, to where all have a copy of the state, and on from there.
 
-        Raises ``loss`` where none is replaced, or what was lost is in nobody's memory.
+        One that stands still is lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's
+        memory.
         """
         copies = self._copies
         if copies is None or not is_replaceable() or not self.world.made_group:
             raise loss
         while True:
+            if isinstance(loss, PipelineTimeout):
+                private_store().set(waited_for(generation()), "")
             copies.collect()
             try:
                 self._writer.close(_FAILED_PATIENCE_S)
@@ -592,7 +603,7 @@ class Pipeline:
                     self._go_back(copies)
                 self._train_again(copies)
                 return
-            except PeerLost as another:  # one more
+            except _LOST as another:  # one more
                 loss = another
 
     def _go_back(self, copies: StateCopies) -> None:

@@ -63,6 +63,26 @@ def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
     assert failure.value.exit_codes == (-signal.SIGKILL, 0)
 
 
+# Rank 0 is stopped, for which rank 1 has waited long enough.
+_STANDS = """
+import os, pathlib, signal, sys
+from avgpipe.ranks.generation import become_a_rank, next_generation, waited_for
+from avgpipe.ranks.rendezvous import private_store
+if os.environ["RANK"] == "1":
+    private_store().set(waited_for(0), "")
+    assert next_generation(private_store(), 20) == [0]
+elif os.environ["AVGPIPE_RESTART"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+become_a_rank(lambda: None)
+"""
+
+
+def test_who_stands_still_for_too_long_is_replaced() -> None:
+    said: list[str] = []
+    Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
+    assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]
+
+
 # Rank 0 is killed, and its new process comes to its Pipeline only after its imports, for which rank 1 waits longer than
 # its limit of 0.2 s.
 _LATE = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from torch import nn
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.model.context import Carry
-from avgpipe.ranks.generation import GENERATION, announcement
+from avgpipe.ranks.generation import GENERATION, announcement, waited_for
+from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import STORE_FILE
-from tests.isolated import die
 from tests.runner import Ranks
 
 _LIMIT_S = 60
@@ -50,6 +51,8 @@ def replaced(size: int, most: int = 3, **arguments: Any) -> tuple[list[Any], int
     deadline = time.monotonic() + _LIMIT_S
     while any(process.exitcode is None for process in ranks.processes):
         for rank, process in enumerate(ranks.processes):
+            if store.check([waited_for(count)]) and is_stopped(process.pid or 0):
+                ranks.kill(rank)
             if process.exitcode == -9 and count < most:
                 count += 1
                 ranks.replace(rank, {GENERATION: str(count)})
@@ -65,12 +68,15 @@ def train(
     copies: float | None = 0.01,
     link: str = "auto",
     interval: int | None = None,
+    timeout_s: float = 20,
+    end: str = "SIGKILL",
 ) -> Any:
     """Results by batch, evaluations after every epoch, and the weights after three epochs.
 
     Args:
         deaths: (generation, rank, epoch, batch or "evaluation"): when who dies.
         interval: batches between copies, which no batch waits for, but for the first two.
+        end: the signal by which a rank dies, or stands still.
     """
     if interval is not None:
         Intervals.after = lambda *_: interval  # type: ignore[method-assign]
@@ -93,14 +99,14 @@ def train(
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.9),
         clip_grad_norm=1.0,
-        timeout_s=20,
+        timeout_s=timeout_s,
         link=link,
         copies_every_s=copies,
     ) as p:
 
         def dies(epoch: int, when: Any) -> None:
             if (int(os.environ[GENERATION]), rank, epoch, when) in deaths:
-                die()
+                os.kill(os.getpid(), getattr(signal, end))
 
         epoch, first = divmod(p.batches, BATCHES)
         for trained in p._worker.trained.values():
@@ -169,6 +175,16 @@ def test_who_is_killed_while_all_evaluate_is_replaced() -> None:
     (expected, *_), _ = replaced(3, options=options, copies=None)
     run, count = replaced(3, options=options, deaths=[(0, 1, 2, "evaluation"), (1, 0, 2, 3)])
     assert count == 2
+    assert_as_undisturbed(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [5, "evaluation"])
+def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> None:
+    options = SHAPES[0]
+    (expected, *_), _ = replaced(3, options=options, copies=None)
+    run, count = replaced(3, options=options, deaths=[(0, 1, 1, when)], end="SIGSTOP", timeout_s=3)
+    assert count == 1
     assert_as_undisturbed(run, expected)
 
 

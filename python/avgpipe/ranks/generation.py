@@ -45,6 +45,11 @@ def restored(number: int) -> str:
     return f"generation/{number}/restored"
 
 
+def waited_for(number: int) -> str:
+    """The name under which ranks of a generation say that one has not answered for as long as they wait."""
+    return f"generation/{number}/waited"
+
+
 def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:
     """Return where a process that waits is told its place; it is there once the process is ready."""
     return Path(folder) / f"place-of-{rank}"

@@ -227,7 +227,7 @@ class Started:
 
     def stopped(self) -> list[int]:
         """Return the ranks that a signal has stopped."""
-        return [rank for rank, process in self._processes.pids().items() if _is_stopped(process)]
+        return [rank for rank, process in self._processes.pids().items() if is_stopped(process)]
 
     def _kill_stopped(self) -> list[int]:
         """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
@@ -449,7 +449,7 @@ def first_to_fail(failures: Mapping[int, tuple[int, int]], stopped: Collection[i
     return min(failures, key=blame)
 
 
-def _is_stopped(process: int) -> bool:
+def is_stopped(process: int) -> bool:
     try:
         status = Path(f"/proc/{process}/stat").read_text()
     except OSError:  # it has ended

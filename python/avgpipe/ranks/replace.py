@@ -1,5 +1,7 @@
 """Putting a new process in the place of a rank that was killed, while the others wait for it instead of ending.
 
+One that a signal has stopped is killed, once the others have waited for it as long as they may.
+
 A spare process has come as far as its Pipeline, and waits there to be told which rank it is. Where there is none a new
 process comes there in its own time, within the limit of a start. Then the launcher announces the next generation::
 
@@ -22,7 +24,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from avgpipe.faults import RESTART
-from avgpipe.ranks.generation import GENERATION, SPARE, announcement, pipe_of, prospect, restored, tell_place
+from avgpipe.ranks.generation import (
+    GENERATION,
+    SPARE,
+    announcement,
+    pipe_of,
+    prospect,
+    restored,
+    tell_place,
+    waited_for,
+)
 from avgpipe.ranks.launch import (
     STOPPED,
     RanksFailed,
@@ -66,6 +77,7 @@ class Replacing:
         self._ranks: dict[int, Started] = {}
         self._spares: list[_Waiting] = []
         self._coming: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
+        self._stood_still: set[int] = set()  # ranks that were ended for it
         self._failed: RanksFailed | None = None  # the last that was killed
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
@@ -126,7 +138,12 @@ class Replacing:
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See which ranks have ended."""
+        """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
+        stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
+        if stopped and self._store.check([waited_for(self._generation)]):
+            self._stood_still.update(stopped)
+            for rank in stopped:
+                self._ranks[rank].kill()
         for rank, one in list(self._ranks.items()):
             end = one.poll()
             if end is None:
@@ -141,7 +158,8 @@ class Replacing:
         stopped = [other for other, one in self._ranks.items() if one.stopped()]
         if code >= 0 and stopped:
             raise self._failure(stopped[0], -signal.SIGKILL, STOPPED)
-        failure = self._failure(rank, code)
+        failure = self._failure(rank, code, STOPPED if rank in self._stood_still else None)
+        self._stood_still.discard(rank)
         if code >= 0 and self._failed is not None and not self._is_restored():
             lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
             raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
