@@ -132,6 +132,8 @@ class Gates:
     @property
     def address(self) -> str:
         host, port, *_ = self._socket.getsockname()
+        if host in ("0.0.0.0", "::"):  # all addresses
+            host = socket.gethostname()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def __getitem__(self, number: int) -> Gate:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import count
 from multiprocessing import AuthenticationError, Pipe
-from multiprocessing.connection import Connection, Listener
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from avgpipe.ranks.membership import GROUP, RUN, TOKEN
 from avgpipe.ranks.mirror import told_by
 from avgpipe.ranks.passage import OPEN, Passage, bells_at
 from avgpipe.ranks.roster import Roster
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.ranks.trunk import Trunk, let_in
 from avgpipe_ext.ring import Memory
 
 
@@ -33,7 +34,8 @@ class Relay(Passage):
         super().__init__(trunk)
         self._keys = count()
         self._path = str(folder / "run")
-        self._listener: Listener | None = None
+        self._socket: socket.socket | None = None
+        self._places = 0  # stage replicas of its pipeline
         self._bells: dict[int, list[Any]] = {}  # of the processes here, by rank
         self.command, passed_on = Pipe()
         self._open(passed_on)
@@ -58,28 +60,31 @@ class Relay(Passage):
     def listen(self, place: Mapping[str, str]) -> dict[str, str]:
         """Have processes find the run here; return their ``place``, with where."""
         self.group = int(place[GROUP])
-        self._listener = Listener(self._path, backlog=64, authkey=place[TOKEN].encode())
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.bind(self._path)
+        self._socket.listen(64)
+        arguments = self._socket, place[TOKEN].encode()
+        threading.Thread(target=self._accept, args=arguments, daemon=True).start()
         return {**place, RUN: self._path}
 
-    def _accept(self) -> None:
-        assert self._listener is not None
-        while self.why is None:
+    def _accept(self, listening: socket.socket, token: bytes) -> None:
+        while True:
             try:
-                connection = self._listener.accept()
-            except (EOFError, AuthenticationError):
-                continue
+                end, _ = listening.accept()
             except OSError:  # closed
                 return
-            with suppress(OSError):  # the trunk's end is told by its own thread
-                self._open(connection)
+            with suppress(OSError, EOFError, AuthenticationError):  # it, or the trunk, is gone
+                self._open(let_in(end, token))
 
     def finish(self) -> None:
         """End, once the launcher has what was told here, and that the processes have ended, and closes the trunk."""
-        self.wait_until_over()
+        if self.group is not None:
+            self.wait_until_over()
         self.close("the pipeline has ended")
-        if self._listener is not None:
-            self._listener.close()
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
+            self._socket.close()
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 

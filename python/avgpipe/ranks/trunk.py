@@ -52,12 +52,12 @@ class Trunk:
         with socket.create_connection(address, _GREET_S) as end:
             end.settimeout(None)
             connection = Connection(end.detach())
-        return _greeted(connection, token, (answer_challenge, deliver_challenge))
+        return cls(_greeted(connection, token, (answer_challenge, deliver_challenge)))
 
     @classmethod
     def answer(cls, end: socket.socket, token: bytes) -> Trunk:
         """Let somebody in who has called; raises as :meth:`connect`."""
-        return _greeted(Connection(end.detach()), token, (deliver_challenge, answer_challenge))
+        return cls(let_in(end, token))
 
     def send(self, *message: Any, parts: Sequence[memoryview] = ()) -> None:
         """Send a message and its parts, none of which is empty. OSError where the connection is closed."""
@@ -92,7 +92,12 @@ def _socket_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-def _greeted(connection: Connection, token: bytes, steps: Sequence[Any]) -> Trunk:
+def let_in(end: socket.socket, token: bytes) -> Connection:
+    """Return the connection of who has called and knows the token; raises as :meth:`Trunk.connect`."""
+    return _greeted(Connection(end.detach()), token, (deliver_challenge, answer_challenge))
+
+
+def _greeted(connection: Connection, token: bytes, steps: Sequence[Any]) -> Connection:
     """Show each other that both know the token, within a limit of time."""
     try:
         _limit(connection, _GREET_S)
@@ -102,7 +107,7 @@ def _greeted(connection: Connection, token: bytes, steps: Sequence[Any]) -> Trun
             except AssertionError as error:  # another protocol
                 raise AuthenticationError("what has come is no challenge") from error
         _limit(connection, 0)
-        return Trunk(connection)
+        return connection
     except BaseException:
         connection.close()
         raise
