@@ -19,14 +19,13 @@ from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.ranks.coordinator import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.ranks.gate import Gate
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
-from avgpipe.ranks.process import peer_of
+from avgpipe.ranks.process import folder_for_a_socket, peer_of
 from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.trunk import Trunk, parse_address
 
@@ -170,7 +169,7 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
         raise ValueError(f"{address}: no run with --listen goes on there") from None
     except (OSError, EOFError, AuthenticationError) as error:
         raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
-    with TemporaryDirectory(prefix="avgpipe-") as folder:
+    with folder_for_a_socket() as folder:
         relay = Relay(trunk, Path(folder))
         try:
             welcome = _ask(relay.command, {"host": socket.gethostname()}, address)

@@ -26,6 +26,7 @@ import struct
 import sys
 import traceback
 from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost
@@ -40,6 +41,7 @@ _log = logging.getLogger("avgpipe")
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
 ARGUMENTS, PROGRESS = "arguments.json", "progress"  # beside it, as only their user may read the folder
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
+_LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -109,6 +111,17 @@ def _code_of(target: str) -> int:
 
 def _folder() -> Path:
     return Path(os.environ[STORE_FILE]).parent
+
+
+def fits_a_socket(path: Path) -> bool:
+    """Whether a Unix socket may have this path."""
+    return len(os.fsencode(path)) <= _LONGEST_PATH
+
+
+def folder_for_a_socket() -> TemporaryDirectory[str]:
+    """Make a temporary folder whose path is short enough for a Unix socket in it, also where TMPDIR's is not."""
+    is_short = fits_a_socket(Path(gettempdir(), "avgpipe-12345678", "coordinator"))
+    return TemporaryDirectory(prefix="avgpipe-", dir=None if is_short else "/tmp")
 
 
 def peer_of(connection: Connection) -> int:

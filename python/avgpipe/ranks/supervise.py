@@ -34,11 +34,10 @@ from avgpipe.ranks.launch import (
     pass_on_questions,
 )
 from avgpipe.ranks.membership import environment
-from avgpipe.ranks.process import WRONG_ARGUMENTS, peer_of
+from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
 _ADDRESS = "coordinator"
-_LONGEST = 107  # bytes of a Unix socket's path
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
 
@@ -136,12 +135,11 @@ class Supervisor:
         self._missing: list[LostPipeline] = []  # once too few are left
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
-        address = str(folder / _ADDRESS)
-        if len(os.fsencode(address)) > _LONGEST:
-            elsewhere = TemporaryDirectory(prefix="avgpipe-", dir="/tmp")
-            address = str(Path(self._resources.enter_context(elsewhere)) / _ADDRESS)
+        address = folder / _ADDRESS
+        if not fits_a_socket(address):
+            address = Path(self._resources.enter_context(folder_for_a_socket())) / _ADDRESS
         self._coordinator = Coordinator(
-            address,
+            str(address),
             self._token.encode(),
             isolation.pipelines,
             self._lose,
