@@ -166,7 +166,7 @@ class FarHost:
 
     def __exit__(self, *_: object) -> None:
         self.gate.close("the test has ended")
-        self.relay.finish()
+        self.relay.finish(5)
         self._folder.cleanup()
 
 

@@ -109,10 +109,11 @@ def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) 
     training.trains(5)
     joined = start(address(training), join="joined")
     training.says("pipeline 2 trains with the others from step")
+    training.go()
+    training.trains(36)
     for pipeline in (0, 1):
         training.kill(pipeline, 0)
         training.says(f"pipeline {pipeline} is lost")
-    training.go()
     assert training.end() == 0, training.stderr
     assert joined.end() == 0, joined.stderr
     assert_whole(training.out)
@@ -166,7 +167,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
         pytest.skip(str(error))
     with network(2, 1e9) as hosts:
         own, other = hosts.inside(0), hosts.inside(1)
-        limits = ("--timeout-s", "5", "--max-pipelines", "3", "--restarts", "0")
+        limits = ("--timeout", "5", "--max-pipelines", "3", "--restarts", "0")
         training = start(*limits, at=f"{hosts.address(0)}:0", inside=own)
         training.trains(5)
         cut = start(address(training), join="cut", inside=other)
@@ -175,9 +176,11 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
         subprocess.run([*line, "down"], check=True)
         begin = time.monotonic()
         training.says("pipeline 2 is lost: ")
-        assert cut.end() == 1
         assert "has said nothing for 5 s" in training.stderr or "has waited 5 s" in training.stderr
-        assert time.monotonic() - begin < 5 + 5
+        seconds = [time.monotonic() - begin]
+        assert cut.end() == 1
+        seconds.append(time.monotonic() - begin)
+        assert max(seconds) < 5 + 5, seconds
         subprocess.run([*line, "up"], check=True)
         again = start(address(training), join="again", inside=other)
         wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)

@@ -19,6 +19,7 @@ from avgpipe.ranks.mirror import told_by
 from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
+from tests.cli.command import wait_for
 from tests.ranks.test_coordinator import Served, enter, heard, served
 
 SECRET = "a secret that all hosts know"
@@ -30,6 +31,7 @@ class Joining:
     def __init__(self, one: Served, gates: Gates, folder: Path) -> None:
         self.relay = Relay(Trunk.connect(parse_address(gates.address), SECRET.encode()), folder)
         self._place = self.relay.listen(environment("elsewhere", "a token", 1, 1))
+        wait_for(lambda: 0 in gates)
         gates[0].group = 1
 
     def connect(self, group: int = 1) -> Connection:
@@ -60,7 +62,7 @@ def joining(folder: Path) -> Iterator[tuple[Served, Joining]]:
             yield one, other
         finally:
             gates.close()
-            other.relay.finish()
+            other.relay.finish(5)
 
 
 def ask_for_memory(connection: Connection, name: str, size: int) -> Memory:
@@ -109,7 +111,7 @@ def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
         stranger = other.connect(group=7)
         with pytest.raises((EOFError, OSError)):
             stranger.recv_bytes()
-        other.relay.wait_until_over()
+        other.relay.wait_until_over(5)
         assert other.relay.is_over
         assert heard(one.connect(0, 0), "welcome")
 

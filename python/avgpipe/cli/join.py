@@ -3,37 +3,49 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 from avgpipe.cli.config import JoinConfig
 from avgpipe.cli.isolated import secret
 from avgpipe.cli.output import CommandFailed, arguments, note
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.joining import join, join_far
+from avgpipe.ranks.joining import NoPlace, join, join_far
 from avgpipe.ranks.launch import Interrupted
+
+_ASK_S, _LIMIT_S = (
+    1.0,
+    60.0,
+)  # to be let in again, the launcher must have seen that the pipeline before is gone
 
 
 def run(config: JoinConfig) -> None:
-    with arguments():
-        if config.restarts < 0:
-            raise ValueError(f"--restarts {config.restarts}: not below 0")
-    left = config.restarts
+    try:
+        with arguments():
+            pipeline = _join_again(config)
+    except Interrupted as interrupted:
+        raise CommandFailed(
+            f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
+        ) from None
+    if config.json:
+        print(json.dumps({"run": config.run, "pipeline": pipeline}))
+
+
+def _join_again(config: JoinConfig) -> int:
+    """Join, and again when the pipeline is lost; return the number of the one that came to the run's end."""
+    left, until = config.restarts, 0.0
     while True:
         try:
-            with arguments():
-                pipeline = _join(config.run)
-            break
+            return _join(config.run)
+        except NoPlace:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_ASK_S)
         except PipelineError as error:
             if not left:
                 raise
-            left -= 1
+            left, until = left - 1, time.monotonic() + _LIMIT_S
             note(f"{error}; it is started again")
-        except Interrupted as interrupted:
-            raise CommandFailed(
-                f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
-            ) from None
-    if config.json:
-        print(json.dumps({"run": config.run, "pipeline": pipeline}))
 
 
 def _join(run: str) -> int:

@@ -136,6 +136,9 @@ class Gates:
             host = socket.gethostname()
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._gates
+
     def __getitem__(self, number: int) -> Gate:
         return self._gates[number]
 

@@ -31,7 +31,15 @@ from avgpipe.ranks.trunk import Trunk, parse_address
 
 ADDRESS = "join.json"
 _POLL_S = 0.05
+_FINISH_S, _GIVE_UP_S = (
+    30.0,
+    1.0,
+)  # for the launcher to get the last that was told: at the run's end, and otherwise
 _END_S = 3.0  # in which processes on another host are to end, when they are told to
+
+
+class NoPlace(ValueError):
+    """A run lets nobody in just now."""
 
 
 def leave_address(folder: Path, address: str, token: str) -> None:
@@ -175,9 +183,11 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
             welcome = _ask(relay.command, {"host": socket.gethostname()}, address)
             place = relay.listen(welcome["place"])
             job = as_here(Job(**welcome["job"]))
-            return _run(job, welcome["pipeline"], place, relay.command, address, say)
+            pipeline = _run(job, welcome["pipeline"], place, relay.command, address, say)
+            relay.finish(_FINISH_S)
+            return pipeline
         finally:
-            relay.finish()
+            relay.finish(_GIVE_UP_S)
 
 
 def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, Any]:
@@ -188,7 +198,7 @@ def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, A
     except (OSError, EOFError, ValueError) as error:
         raise ValueError(f"{run}: its launcher has not answered: {reason(error)}") from None
     if "why" in welcome:
-        raise ValueError(f"{run}: {welcome['why']}")
+        raise NoPlace(f"{run}: {welcome['why']}")
     return dict(welcome)
 
 

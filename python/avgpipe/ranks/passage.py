@@ -177,9 +177,9 @@ class Passage(ABC):
         self._trunk.cut()
         self.mirror.close()
 
-    def wait_until_over(self) -> None:
+    def wait_until_over(self, limit_s: float) -> None:
         """Wait for the other end to close the trunk."""
-        self._threads[0].join(_END_S)
+        self._threads[0].join(limit_s)
 
     def close(self, why: str) -> None:
         """End the trunk, and return once nothing more comes from it."""

@@ -76,10 +76,10 @@ class Relay(Passage):
             with suppress(OSError, EOFError, AuthenticationError):  # it, or the trunk, is gone
                 self._open(let_in(end, token))
 
-    def finish(self) -> None:
+    def finish(self, limit_s: float) -> None:
         """End, once the launcher has what was told here, and that the processes have ended, and closes the trunk."""
         if self.group is not None:
-            self.wait_until_over()
+            self.wait_until_over(limit_s)
         self.close("the pipeline has ended")
         if self._socket is not None:
             with suppress(OSError):
