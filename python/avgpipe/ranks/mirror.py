@@ -39,7 +39,7 @@ def write_head(slot: memoryview, text_end: int, begin: int, end: int) -> None:
 
 
 @dataclass
-class Told:
+class ToldMemory:
     """What the processes of one pipeline tell, here.
 
     Attributes:
@@ -79,7 +79,7 @@ class Mirror:
 
     def __init__(self, trunk: Trunk, is_near: Callable[[int], bool]) -> None:
         self._trunk, self._is_near = trunk, is_near
-        self._told: dict[int, Told] = {}  # by the number of a stay
+        self._told: dict[int, ToldMemory] = {}  # by the number of a stay
         # Who sends may wait for the other host, and must not keep waiting who takes in what comes from there.
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._memory = Memory.create(Bell.BYTES)
@@ -88,14 +88,14 @@ class Mirror:
         self.place = [self._memory.path, self._memory.bytes, 0]
         self.bells: Sequence[Bell] = ()
 
-    def of(self, number: int, places: int, counts: Memory | None = None) -> Told:
+    def of(self, number: int, places: int, counts: Memory | None = None) -> ToldMemory:
         """Return what a pipeline tells; its memory is ``counts``, or made here, when it is first heard of."""
         with self._lock:
             if number not in self._told:
                 if not 0 < places < 2**16:
                     raise ValueError(f"{places} stage replicas")
                 counts = counts or Memory.create(places * Bell.BYTES)
-                self._told[number] = Told(counts, places, sent=[0] * places)
+                self._told[number] = ToldMemory(counts, places, sent=[0] * places)
             told = self._told[number]
         if told.places != places:
             raise ValueError(f"{places} stage replicas, and {told.places} before")
@@ -124,7 +124,7 @@ class Mirror:
                     for place in list(told.memory):
                         self._ship(number, told, place, theirs)
 
-    def _ship(self, number: int, told: Told, place: int, theirs: int) -> None:
+    def _ship(self, number: int, told: ToldMemory, place: int, theirs: int) -> None:
         count = told.count(place).count()
         for n in range(max(told.sent[place], theirs - told.first), count):
             slot_number = (told.first + n) % SLOTS
@@ -184,7 +184,7 @@ class Mirror:
         for bell in self.bells:
             bell.ring()
 
-    def memory(self, told: Told, place: int, size: int) -> Memory:
+    def memory(self, told: ToldMemory, place: int, size: int) -> Memory:
         """Return where a stage replica tells, which is made here when it is first heard of."""
         with self._lock:
             if place not in told.memory:
