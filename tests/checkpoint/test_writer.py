@@ -30,6 +30,7 @@ class Disk:
         self._is_full, self.goes_on, self._fsync = is_full, threading.Event(), os.fsync
 
     def __call__(self, descriptor: int) -> None:
+        self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert self.goes_on.wait(60)
         if self._is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -100,6 +101,18 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
         "stage-0",
         "stage-1",
     ]
+
+
+def test_who_writes_gives_way_to_who_trains(tmp_path: Path) -> None:
+    with slow_disk() as disk, make(PLANS[0]) as p:
+        disk.goes_on.set()
+        own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        p.save(tmp_path / "c")
+        assert disk.priority == own
+        p.save(tmp_path / "c", wait=False)
+        p.wait_for_save()
+        assert disk.priority == min(19, own + 10)
+        assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == own
 
 
 def test_a_load_finds_what_was_saved_before(tmp_path: Path) -> None:

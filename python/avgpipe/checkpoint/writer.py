@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as Unanswered
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from avgpipe.ranks.rendezvous import in_thread
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.worker import Worker
+
+_NICE = 10  # a tenth of a processor that others want, too
 
 
 class Writer:
@@ -48,7 +53,7 @@ class Writer:
         checkpoint, snapshot = self._checkpoint(directory, plan, batches, also), self._snapshot
 
         def start() -> None:
-            self._writing = in_thread(lambda: checkpoint.write(snapshot.whole, world))
+            self._writing = in_thread(lambda: _giving_way(checkpoint.write)(snapshot.whole, world))
 
         snapshot.begin(self._model, self._worker, batches, start)
 
@@ -114,6 +119,18 @@ class Writer:
     def release(self) -> None:
         """Let others save into the folders."""
         self._locks.release()
+
+
+def _giving_way(write: Callable[..., None]) -> Callable[..., None]:
+    """Return ``write`` for a thread that leaves the processor to others, so that it takes what training leaves."""
+
+    def after(*arguments: Any) -> None:
+        thread = threading.get_native_id()
+        with suppress(OSError):  # a system where a thread has no priority of its own
+            os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+        write(*arguments)
+
+    return after
 
 
 @dataclass(frozen=True)
