@@ -180,7 +180,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
         seconds = [time.monotonic() - begin]
         assert cut.end() == 1
         seconds.append(time.monotonic() - begin)
-        assert max(seconds) < 5 + 5, seconds
+        assert max(seconds) < 5 + 20, seconds  # most of it for machines that do much else
         subprocess.run([*line, "up"], check=True)
         again = start(address(training), join="again", inside=other)
         wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
