@@ -114,8 +114,11 @@ class Receiver:
         the record has impossible numbers; the message stays then.
         """
 
-def copy(destination: int, source: int, bytes: int) -> None:
-    """Copy between addresses of this process; other threads run while it copies much."""
+def copy(destination: int, source: int, bytes: int, past_caches: bool = False) -> None:
+    """Copy between addresses of this process; other threads run while it copies much.
+
+    `past_caches`: nobody reads it soon. Much is copied so anyway.
+    """
 
 # `path` is that of libavgpipe.so, which torch has loaded; ImportError if it has not.
 

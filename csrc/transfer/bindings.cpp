@@ -72,10 +72,10 @@ py::object take(Receiver& receiver) {
     return py::make_tuple(message.bytes, words[0], words[1], words[2], words[3], std::move(message.lease));
 }
 
-void copy_bytes(int64_t destination, int64_t source, int64_t bytes) {
+void copy_bytes(int64_t destination, int64_t source, int64_t bytes, bool past_caches) {
     const auto run = [=] {
-        copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source),
-             static_cast<size_t>(bytes));
+        const int64_t stream_from = past_caches ? 0 : kStreamFrom;
+        copy(reinterpret_cast<void*>(destination), reinterpret_cast<const void*>(source), bytes, stream_from);
     };
     if (static_cast<size_t>(bytes) <= kSmall) return run();
     const py::gil_scoped_release others_may_run;
@@ -141,7 +141,8 @@ void bind(py::module_& module) {
              py::arg("memory"), py::arg("offset"), py::arg("sender_pid"))
         .def("take", take);
 
-    module.def("copy", copy_bytes, py::arg("destination"), py::arg("source"), py::arg("bytes"));
+    module.def("copy", copy_bytes, py::arg("destination"), py::arg("source"), py::arg("bytes"),
+               py::arg("past_caches") = false);
 }
 
 }  // namespace avgpipe::transfer

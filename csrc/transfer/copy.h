@@ -9,8 +9,8 @@ namespace avgpipe::transfer {
 // machines report that of the whole host.
 constexpr int64_t kStreamFrom = int64_t{16} << 20;
 
-inline void copy(void* destination, const void* source, int64_t bytes) {
-    if (bytes < kStreamFrom) {
+inline void copy(void* destination, const void* source, int64_t bytes, int64_t stream_from = kStreamFrom) {
+    if (bytes < stream_from) {
         std::memcpy(destination, source, static_cast<size_t>(bytes));
     } else {
         stream(destination, source, bytes);

@@ -501,10 +501,11 @@ def test_a_signal_ends_a_wait_and_its_handler_runs():
         signal.signal(signal.SIGALRM, old)
 
 
+@pytest.mark.parametrize("past_caches", [False, True])
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 3_000_000])
-def test_copy_copies(size):
+def test_copy_copies(size, past_caches):
     source, destination = pattern(1, size), torch.zeros(size + 1, dtype=torch.uint8)
-    ring.copy(destination.data_ptr(), source.data_ptr(), size)
+    ring.copy(destination.data_ptr(), source.data_ptr(), size, past_caches)
     assert torch.equal(destination[:size], source)
     assert destination[size] == 0
 

@@ -20,6 +20,7 @@ from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.route import StepKind
 from avgpipe.runtime.worker import Worker
+from avgpipe_ext.ring import copy as copy_bytes
 
 _PLACE = "place of a tensor"  # the key that tells one from other containers
 
@@ -189,7 +190,10 @@ class _Copies:
         free = self._free[size]
         new = pinned_bytes if self._pinned else partial(torch.empty, dtype=torch.uint8)
         target = free.pop() if free else new(size)
-        whole = leaf.detach().as_strided((size // leaf.element_size(),), (1,), 0).view(torch.uint8)
-        target[: len(whole)].copy_(whole, non_blocking=self._pinned)
+        if leaf.device.type == "cpu":  # training does not read it, and is to find in the caches what it does
+            copy_bytes(target.data_ptr(), leaf.untyped_storage().data_ptr(), size, past_caches=True)
+        else:
+            whole = leaf.detach().as_strided((size // leaf.element_size(),), (1,), 0).view(torch.uint8)
+            target[: len(whole)].copy_(whole, non_blocking=self._pinned)
         self.memory.append(target)
         return target
