@@ -13,13 +13,16 @@ from avgpipe.ranks.replace import Replacing
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
 import os, pathlib, signal, sys, time
+from avgpipe.ranks.generation import next_generation
+from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "-1":
     (folder / "new").write_text(str(os.getpid()))
     (folder / "new").rename(folder / "spare")
     signal.pause()
-awaited = folder / ("spare" if os.environ["RANK"] == "0" else "1")
-while os.environ["AVGPIPE_RESTART"] == "0" and not awaited.exists():
+if os.environ["RANK"] == "1":
+    next_generation(private_store(), 60)
+while os.environ["AVGPIPE_RESTART"] == "0" and not (folder / "spare").exists():
     time.sleep(0.01)
 (folder / os.environ["AVGPIPE_RESTART"]).touch()
 if os.environ["AVGPIPE_RESTART"] == "1":
