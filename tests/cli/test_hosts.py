@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
 import shlex
@@ -42,10 +41,7 @@ def start(write_script: WriteScript, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     yield begin
     for command in started:
-        for process in children(command.process.pid):
-            os.kill(process, signal.SIGKILL)
-        command.process.kill()
-        command.process.wait()
+        command.kill_all()
 
 
 def address(training: Command) -> str:
@@ -53,6 +49,15 @@ def address(training: Command) -> str:
     found = re.search(r"avgpipe join (\S+)", training.stderr)
     assert found is not None
     return found[1]
+
+
+def begun(start: Any, *more: str) -> tuple[Training, Command]:
+    """Return a run of two pipelines, and the command by which a third has joined."""
+    training = start("--max-pipelines", "3", *more)
+    training.trains(5)
+    joined = start(address(training), join="joined")
+    training.says("pipeline 2 trains with the others from step")
+    return training, joined
 
 
 def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,10 +78,7 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
 def test_a_pipeline_of_another_host_trains_with_the_others(start: Any, batch: str) -> None:
     # Checkpoints after every round of those that began would leave none for a third pipeline that takes turns.
     often = () if batch == "per-pipeline" else ("--checkpoint-minutes", "0.0001")
-    training = start("--batch", batch, "--max-pipelines", "3", *often)
-    training.trains(5)
-    joined = start(address(training), join="joined")
-    training.says("pipeline 2 trains with the others from step")
+    training, joined = begun(start, "--batch", batch, *often)
     training.go()
     assert training.end() == 0, training.stderr
     assert joined.end() == 0, joined.stderr
@@ -105,10 +107,7 @@ def test_its_loss_costs_no_sample_and_it_comes_again(start: Any) -> None:
 
 @pytest.mark.slow
 def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) -> None:
-    training = start("--max-pipelines", "3", "--restarts", "0")
-    training.trains(5)
-    joined = start(address(training), join="joined")
-    training.says("pipeline 2 trains with the others from step")
+    training, joined = begun(start, "--restarts", "0")
     training.go()
     training.trains(36)
     for pipeline in (0, 1):
@@ -137,10 +136,7 @@ def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_either_end_of_the_line_may_go(start: Any) -> None:
-    training = start("--max-pipelines", "3", "--restarts", "0")
-    training.trains(5)
-    gone = start(address(training), join="gone")
-    training.says("pipeline 2 trains with the others from step")
+    training, gone = begun(start, "--restarts", "0")
     workers = children(gone.process.pid)
     gone.process.kill()
     training.says("pipeline 2 is lost")
@@ -164,7 +160,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
     try:
         check_namespaces("this test")
     except ValueError as error:
-        pytest.skip(str(error))
+        pytest.skip(str(error))  # which says what is missing: root, or a tool
     with network(2, 1e9) as hosts:
         own, other = hosts.inside(0), hosts.inside(1)
         limits = ("--timeout", "5", "--max-pipelines", "3", "--restarts", "0")

@@ -84,6 +84,12 @@ class Command:
     def kill(self, pipeline: int, rank: int) -> None:
         os.kill(self.rank(pipeline, rank), signal.SIGKILL)
 
+    def kill_all(self) -> None:
+        for process in children(self.process.pid):
+            os.kill(process, signal.SIGKILL)
+        self.process.kill()
+        self.process.wait()
+
     def end(self) -> int:
         """Return its exit code; all its workers must be gone."""
         workers = children(self.process.pid)
@@ -122,10 +128,7 @@ def start(write_script: WriteScript, tmp_path: Path) -> Iterator[Callable[..., A
 
     yield begin
     for command in started:
-        for process in children(command.process.pid):
-            os.kill(process, signal.SIGKILL)
-        command.process.kill()
-        command.process.wait()
+        command.kill_all()
 
 
 def trained(out: Path) -> list[dict[str, Any]]:

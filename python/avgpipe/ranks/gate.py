@@ -25,7 +25,7 @@ _RETRY_S = 0.5
 
 
 class Gate(Passage):
-    """Of one pipeline on another host, each of whose processes has a connection to the coordinator from here.
+    """Stands for one pipeline on another host: each of its processes has a connection to the coordinator from here.
 
     Args:
         number: by which the launcher finds it.

@@ -21,7 +21,7 @@ from avgpipe_ext.ring import Memory
 
 
 class Relay(Passage):
-    """Of one pipeline.
+    """Stands for the coordinator before one pipeline.
 
     Args:
         folder: for the socket at which its processes find the run; readable for this user alone.
