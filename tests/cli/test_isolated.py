@@ -344,3 +344,30 @@ def test_a_preempted_run_saves_and_goes_on_later(start: Any, batch: str, tmp_pat
     resumed = Command(tmp_path, "resumed", "train", script, "--out", str(training.out), "--resume", "--json")
     assert resumed.end() == 0, resumed.stderr
     assert_whole(training.out)
+
+
+STOPS = """
+import os, signal
+if os.environ["AVGPIPE_RESTART"] == "0":
+    os.kill(os.getpid(), signal.SIGSTOP)
+import torch, avgpipe
+from torch import nn
+plan = avgpipe.Plan(pipelines=2, micro_batches=2, isolate=True)
+sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+torch.manual_seed(0)
+with avgpipe.Pipeline(nn.Linear(2, 2), plan, loss_fn=nn.MSELoss(), optimizer=sgd, timeout_s=20) as pipeline:
+    steps = len(list(pipeline.train([(torch.ones(4, 2), torch.ones(4, 2))] * 3)))
+    os.write(1, f"{steps} steps\\n".encode())  # whole lines, as several processes write
+"""
+
+
+@pytest.mark.slow
+def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "own_script.py").write_text(STOPS)
+    sizes = ("--isolate", "--stages", "1", "--pipelines", "2")
+    run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
+    assert run.end() == 0, run.stderr
+    assert run.stdout.splitlines() == ["3 steps"] * 2
+    for pipeline in (0, 1):
+        why = "rank 0 stands still, as a signal has stopped it; it is started again"
+        assert f"pipeline {pipeline} is lost: {why}" in run.stderr

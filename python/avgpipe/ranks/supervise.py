@@ -25,6 +25,7 @@ from avgpipe.ranks.gate import Gates
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, JoinedFar, leave_address
 from avgpipe.ranks.launch import (
+    STOPPED,
     Job,
     Preempted,
     RanksFailed,
@@ -37,6 +38,7 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
+_STOPPED_S = 8.0
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
@@ -98,6 +100,7 @@ class _Group:
     started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # it was ended; "" where the end of its process says more
     blamed: int | None = None  # a rank
+    stopped_s: float = 0.0  # for so long a process has stood still that has not said hello
 
 
 @dataclass(frozen=True)
@@ -133,6 +136,7 @@ class Supervisor:
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
+        self._looked_at = time.monotonic()
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         address = folder / _ADDRESS
@@ -313,9 +317,24 @@ class Supervisor:
         elif self._too_few() and not self._missing:
             self._missing = self._lost_for_good()
             self._end()
+        self._look_for_stopped()
         started = {number: group.started_at for number, group in self._groups.items()}
         for number in self._coordinator.overdue(started):
             self._lose(number, None, "it has not come to its first batch, for which the others have waited")
+
+    def _look_for_stopped(self) -> None:
+        """End pipelines of which a signal has stopped a process before it has come so far that others wait for it."""
+        now, before = time.monotonic(), self._looked_at
+        self._looked_at = now
+        for number, group in self._groups.items():
+            is_known = number in self._coordinator.groups
+            stopped = (
+                group.processes.stopped() if isinstance(group.processes, Started) and not is_known else []
+            )
+            # This process may have been stopped, too, with all of its terminal's: that time does not count.
+            group.stopped_s = group.stopped_s + min(now - before, 2 * _POLL_S) if stopped else 0.0
+            if group.stopped_s > _STOPPED_S:
+                self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 
     def _end(self) -> None:
         for group in self._groups.values():
