@@ -111,6 +111,7 @@ class Emulation:
             source = lost or line
             if not source:
                 break
+            assert run.members(turn), (run.said, run.why, run.failures)
             given[turn] = self._share_out(source, run.members(turn))
             self._step(given[turn], run.counting(turn))
             turn += 1
@@ -283,12 +284,12 @@ def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(bat
 @pytest.mark.parametrize("how", ["stopped", "raised"])
 def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str) -> None:
     K, options = 2, {"pipelines": 2, "micro_batches": 4}
-    arguments = {"K": K, "options": options, "optimizer": "adamw", "timeout_s": 3}
+    arguments = {"K": K, "options": options, "optimizer": "adamw", "timeout_s": 6}
     run = Isolated(2, K, train, deaths=[(0, 0, 1, 15, how)], restarts=0, **arguments)
     assert_as_emulated(run, options, "adamw")
     assert {pipeline for pipeline, _ in run.results} == {1}
     if how == "stopped":
-        assert "rank 1 (stage 1) has said nothing for 3 s" in run.why[0]
+        assert "rank 1 (stage 1) has said nothing for 6 s" in run.why[0]
     else:
         assert "a layer that fails" in run.failures[0, 1][1]
 

@@ -293,7 +293,7 @@ class Coordinator:
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
         batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
-        welcome = {"has_begun": self.has_begun, "batches": batches, "told": _place_of(group.told)}
+        welcome = {"has_begun": self.has_begun, "batches": batches, "told": place_of(group.told)}
         self._send(connection, "welcome", welcome)
 
     def _answer(self, group: Group, rank: int, kind: str, *values: Any) -> None:
@@ -360,7 +360,7 @@ class Coordinator:
         except (MemoryError, OSError) as error:
             self._reply(process, request, {"why": str(error) or "there is not as much"})
         else:
-            self._reply(process, request, {"place": _place_of(memory)})
+            self._reply(process, request, {"place": place_of(memory)})
 
     def _hear_of_late(self, group: Group, turn: int, waited_s: float) -> None:
         """A member has waited for the others of a turn for as long as it may."""
@@ -479,9 +479,9 @@ class Coordinator:
         about = {stay.number: self.groups[stay.number] for stay in self.roster.stays}
         facts = {
             number: {
-                "told": _place_of(group.told),
+                "told": place_of(group.told),
                 "places": group.places,
-                "memory": {name: _place_of(memory) for name, memory in group.memory.items()},
+                "memory": {name: place_of(memory) for name, memory in group.memory.items()},
                 "bells": [bell for _, bell in sorted(group.bells.items())],
             }
             for number, group in about.items()
@@ -495,7 +495,8 @@ class Coordinator:
             connection.send_bytes(encoded(message))
 
 
-def _place_of(memory: Memory) -> list[Any]:
+def place_of(memory: Memory) -> list[Any]:
+    """Return where another process opens memory: path and bytes."""
     return [memory.path, memory.bytes]
 
 

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 from avgpipe.ranks.coordinator import JOIN
 from avgpipe.ranks.membership import GROUP
-from avgpipe.ranks.mirror import told_by
-from avgpipe.ranks.passage import Passage, bells_at, told_memory
+from avgpipe.ranks.mirror import bells_at, told_by
+from avgpipe.ranks.passage import Passage, told_memory
 from avgpipe.ranks.roster import Roster
 from avgpipe.ranks.trunk import Trunk
 from avgpipe_ext.ring import Memory

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 from avgpipe.ranks.roster import Stay
 from avgpipe.ranks.trunk import Trunk
@@ -36,6 +38,15 @@ def read_head(slot: memoryview) -> list[int]:
 def write_head(slot: memoryview, text_end: int, begin: int, end: int) -> None:
     for n, number in enumerate((text_end, begin, end)):
         slot[8 * n : 8 * n + 8] = number.to_bytes(8, "little")
+
+
+def bells_at(places: Iterable[list[Any]]) -> list[Bell]:
+    """Return the bells of processes, each at a path, bytes, and an offset; one that has ended needs none."""
+    bells = []
+    for path, size, offset in places:
+        with suppress(OSError):
+            bells.append(Bell(Memory.open(path, size), offset))
+    return bells
 
 
 @dataclass

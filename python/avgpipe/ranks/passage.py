@@ -22,7 +22,7 @@ from typing import Any
 from avgpipe.ranks.coordinator import encoded, received
 from avgpipe.ranks.mirror import TOLD, Mirror, told_by
 from avgpipe.ranks.trunk import Trunk
-from avgpipe_ext.ring import Bell, Memory
+from avgpipe_ext.ring import Memory
 
 OPEN, CLOSE, SAY, CONTENTS = "open", "close", "say", "contents"
 _GONE = (OSError, EOFError, AuthenticationError)
@@ -200,12 +200,3 @@ def _next(connection: Connection) -> list[Any] | None:
 def told_memory(about: Mapping[str, Any]) -> dict[int, Any]:
     """Return, of what a roster says of a group, the memory in which its stage replicas tell, by stage replica."""
     return {p: about["memory"][told_by(p)] for p in range(about["places"]) if told_by(p) in about["memory"]}
-
-
-def bells_at(places: list[list[Any]]) -> list[Bell]:
-    """Return bells of processes that are still there."""
-    bells = []
-    for path, size, offset in places:
-        with suppress(OSError):
-            bells.append(Bell(Memory.open(path, size), offset))
-    return bells

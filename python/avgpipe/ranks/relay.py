@@ -12,9 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from avgpipe.ranks.coordinator import place_of
 from avgpipe.ranks.membership import GROUP, RUN, TOKEN
-from avgpipe.ranks.mirror import told_by
-from avgpipe.ranks.passage import OPEN, Passage, bells_at
+from avgpipe.ranks.mirror import bells_at, told_by
+from avgpipe.ranks.passage import OPEN, Passage
 from avgpipe.ranks.roster import Roster
 from avgpipe.ranks.trunk import Trunk, let_in
 from avgpipe_ext.ring import Memory
@@ -106,7 +107,7 @@ class Relay(Passage):
     def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
         if kind == "welcome" and "batches" in values[0] and self.group is not None:
             told = self.mirror.of(self.group, self._places)
-            return [{**values[0], "told": _place_of(told.counts)}]
+            return [{**values[0], "told": place_of(told.counts)}]
         if kind == "reply" and (key, values[0]) in self.asked:
             name, size = self.asked.pop((key, values[0]))
             return [values[0], self._own_memory(name, size) if "place" in values[1] else values[1]]
@@ -127,24 +128,20 @@ class Relay(Passage):
             return {"why": str(error) or "there is not as much"}
         told = self.mirror.of(self.group, self._places)
         told.memory |= {place: memory for place in range(self._places) if told_by(place) == name}
-        return {"place": _place_of(memory)}
+        return {"place": place_of(memory)}
 
     def _roster_in(self, stays: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
         known = {}
         for number, about in facts.items():
             told = self.mirror.of(int(number), about["places"])
             sizes = {int(place): size for place, size in about["sizes"].items()}
-            memory = {told_by(p): _place_of(self.mirror.memory(told, p, size)) for p, size in sizes.items()}
+            memory = {told_by(p): place_of(self.mirror.memory(told, p, size)) for p, size in sizes.items()}
             bells = [*self._bells.values()] if self.is_near(int(number)) else [self.mirror.place]
             known[number] = {
-                "told": _place_of(told.counts),
+                "told": place_of(told.counts),
                 "places": about["places"],
                 "memory": memory,
                 "bells": bells,
             }
         self.mirror.learn(Roster.from_json(stays).stays, map(int, facts))
         return [stays, known, stop]
-
-
-def _place_of(memory: Memory) -> list[Any]:
-    return [memory.path, memory.bytes]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from avgpipe.errors import PipelineError
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, padded
 from avgpipe.ranks.membership import Membership, Neighbour
-from avgpipe.ranks.mirror import HEAD_BYTES, SLOTS, read_head, told_by, write_head
+from avgpipe.ranks.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
 from avgpipe.ranks.roster import Stay
 from avgpipe_ext.ring import Bell, Memory
 
@@ -111,10 +110,7 @@ class Other:
             for place, tensors in like.items()
             for memory in [Memory.open(*about.memory[told_by(place)])]
         }
-        self._bells: list[Bell] = []
-        for path, size, offset in about.bells:
-            with suppress(OSError):  # of a process that has ended, and needs none
-                self._bells.append(Bell(Memory.open(path, size), offset))
+        self._bells = bells_at(about.bells)
 
     def turns_told(self) -> int:
         """Return how many turns all of its stages have told since it has entered."""
