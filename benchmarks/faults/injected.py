@@ -4,7 +4,8 @@
 
 Runs ``avgpipe bench faults`` for K = 1 to 3 stages and N = 1 to 4 pipelines in turn, each time with a new seed, until
 so many faults have happened; it takes hours. With ``--resume`` it goes on with the record that is there. What a fault
-has come to does not depend on what else the machine does, but for the pauses, which are upper bounds then.
+has come to does not depend on what else the machine does, ``--at-once`` other commands included, but for the pauses,
+which are upper bounds then.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
@@ -36,25 +39,28 @@ def main() -> None:
     parser.add_argument("--seconds-each", type=float, default=150.0, help="of one command")
     parser.add_argument("--mean-seconds", type=float, default=8.0, help="between two kills from outside")
     parser.add_argument("--timeout", type=float, default=5.0)
+    parser.add_argument("--at-once", type=int, default=1, help="commands that run beside each other")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
     out = Path(asked.out or RESULTS / f"faults-injected-{time.strftime('%Y-%m-%d')}.json")
     commands = json.loads(out.read_text())["commands"] if asked.resume and out.is_file() else []
     end = time.monotonic() + asked.seconds
-    for stages, pipelines in islice(cycle(SIZES), len(commands), None):
-        total = sum(command["faults"] for command in commands)
-        if total >= asked.faults or time.monotonic() > end:
-            break
-        say(f"{total} faults so far; now {stages} stages, {pipelines} pipelines")
-        commands.append(_run(stages, pipelines, asked.seconds_each, asked.mean_seconds, asked.timeout))
+    run = partial(_run, seconds=asked.seconds_each, mean_s=asked.mean_seconds, timeout_s=asked.timeout)
+    sizes = islice(cycle(SIZES), len(commands), None)
+    while (total := sum(c["faults"] for c in commands)) < asked.faults and time.monotonic() < end:
+        now = list(islice(sizes, asked.at_once))
+        say(f"{total} faults so far; now stages and pipelines {now}")
+        with ThreadPoolExecutor(asked.at_once) as pool:
+            commands += pool.map(run, now)
         record = {"timeout_s": asked.timeout, "mean_seconds": asked.mean_seconds, "commands": commands}
         write_record("faults-injected", "a thousand injected faults", record, str(out))
     print(injected(json.loads(out.read_text())))
 
 
-def _run(stages: int, pipelines: int, seconds: float, mean_s: float, timeout_s: float) -> dict[str, Any]:
+def _run(size: tuple[int, int], seconds: float, mean_s: float, timeout_s: float) -> dict[str, Any]:
     """Return what one command has found, without what only concerns single runs."""
+    stages, pipelines = size
     # One pipeline has nobody to go on without it, and one process no neighbour that keeps a copy.
     ways = ["isolate"] * (pipelines > 1) + ["spares"] * (stages > 1) + ["plain"]
     words = ["bench", "faults", "--json", "--seconds", f"{seconds:g}", "--mean-seconds", f"{mean_s:g}"]

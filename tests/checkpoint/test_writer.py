@@ -24,12 +24,14 @@ FULL = "nothing was saved to .*: No space left on device: .*stage-0"
 
 
 class Disk:
-    """Stands for ``os.fsync``, which waits until ``goes_on``, and then fails if it ``is_full``."""
+    """Stands for ``os.fsync``, which is ``asked``, waits until ``goes_on``, and then fails if it ``is_full``."""
 
     def __init__(self, is_full: bool) -> None:
-        self._is_full, self.goes_on, self._fsync = is_full, threading.Event(), os.fsync
+        self._is_full, self._fsync = is_full, os.fsync
+        self.asked, self.goes_on = threading.Event(), threading.Event()
 
     def __call__(self, descriptor: int) -> None:
+        self.asked.set()
         self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         assert self.goes_on.wait(60)
         if self._is_full:
@@ -249,11 +251,12 @@ def _train_while_the_disk_is_slow(folder: str) -> None:
         list(p.train(batches(2)))
         p.save(folder, wait=False)
         p.wait_for_save()
-        with slow_disk():
-            while True:
-                p.save(folder, wait=False)
-                list(p.train(batches(2)))
-                touch("writing")
+        with slow_disk() as disk:
+            p.save(folder, wait=False)
+            list(p.train(batches(2)))
+            assert disk.asked.wait(60)
+            touch("writing")
+            p.wait_for_save()  # until it is killed
 
 
 @pytest.mark.ranks

@@ -38,7 +38,7 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
-_STOPPED_S = 8.0
+_STOPPED_S = 8.0  # for which a process may stand still before it has said hello
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
