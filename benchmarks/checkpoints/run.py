@@ -3,9 +3,11 @@
     OMP_NUM_THREADS=1 python -m benchmarks.checkpoints.run
 
 Trains 24 linear layers of 1024 x 1024 (100.8 MB of float32) with Adam: in one process, and in two stages on two
-processes with one pipeline and with two. Stretches of about ten seconds take turns, A B C A B C: without a checkpoint,
+processes with one pipeline and with two. Stretches of a few seconds take turns, A B C A B C: without a checkpoint,
 with one that is written meanwhile, and with one that training waits for. A stretch begins with its checkpoint and ends
-with its last batch; what is still being written then is waited for, and told. Run it alone on the machine.
+with its last batch; what is still being written then is waited for, and told. What a stretch takes longer than the one
+without is what a checkpoint costs, also in ten seconds; in stretches of ten seconds a machine's noise would hide it.
+Run it alone on the machine.
 """
 
 from __future__ import annotations
@@ -38,17 +40,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--every-s", type=float, default=10.0)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--every-s", type=float, default=10.0, help="between two checkpoints")
+    parser.add_argument("--stretch-s", type=float, default=3.0, help="about how long a stretch takes")
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--folder", help="for the checkpoints; default: a temporary one")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
-    limit_s = 60 + 4 * len(WAYS) * (asked.rounds + 1) * asked.every_s
+    limit_s = 60 + 4 * len(WAYS) * (asked.rounds + 1) * asked.stretch_s
     rows = []
     with tempfile.TemporaryDirectory(dir=asked.folder) as folder:
         for name in asked.cases:
-            arguments = {"case": name, "rounds": asked.rounds, "every_s": asked.every_s, "folder": folder}
+            arguments = {"case": name, "rounds": asked.rounds, "stretch_s": asked.stretch_s, "folder": folder}
             target, stages = "benchmarks.checkpoints.run:worker", CASES[name].stages
             found = run_on_ranks(target, stages, arguments, timeout_s=limit_s, say=say)
             rows.append({"case": name, **found[0]})
@@ -63,7 +66,7 @@ def main() -> None:
     write_record("checkpoints", "what a checkpoint every ten seconds costs", record, asked.out)
 
 
-def worker(case: str, rounds: int, every_s: float, folder: str) -> dict[str, Any]:
+def worker(case: str, rounds: int, stretch_s: float, folder: str) -> dict[str, Any]:
     """A rank: trains in stretches, and tells what they took. Seconds by way, in the order of the rounds."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -85,7 +88,7 @@ def worker(case: str, rounds: int, every_s: float, folder: str) -> dict[str, Any
         train(4)
         taken_s = train(8)
         mean_s = pipeline.once("seconds of a batch", lambda: taken_s / 8)
-        batches = max(2, round(every_s / mean_s))
+        batches = max(2, round(stretch_s / mean_s))
         path = Path(folder) / case
         stretches = {way: Stretch(pipeline, path, way, lambda: train(batches)) for way in WAYS}
         for number in range(rounds + 1):
