@@ -69,10 +69,8 @@ class Replacing:
         spares: int,
         added: Mapping[str, str],
         say: Callable[[str], None],
-        prefixes: Sequence[Sequence[str]] = (),
     ) -> None:
         self._command, self._size, self._added, self._say = command, size, added, say
-        self._prefixes = prefixes or [()] * size
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
         self._spares: list[_Waiting] = []
@@ -120,9 +118,7 @@ class Replacing:
         folder = self._folder / f"process-{self._made}"
         folder.mkdir()
         place = {**self._place(rank), STORE_FILE: str(self._folder / "store")}
-        return start(
-            [[*self._prefixes[max(0, rank)], *self._command]], folder, {**self._added, **place, **others}
-        )
+        return start([self._command], folder, {**self._added, **place, **others})
 
     def _place(self, rank: int) -> dict[str, str]:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
