@@ -6,6 +6,7 @@ import random
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -69,6 +70,11 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
     monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
     assert "--listen without --isolate" in refused("train", script, "--listen", "127.0.0.1:7000")
     assert "write HOST:PORT" in refused("train", script, "--isolate", "--listen", "7000")
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        name = f"127.0.0.1:{used.getsockname()[1]}"
+        options = ("--isolate", "--listen", name)
+        for command in (("train", *options, script), ("run", *options, script.removesuffix(":make"))):
+            assert f"cannot listen at {name}: Address already in use" in refused(*command)
     assert "127.0.0.1:1: no run with --listen goes on there" in refused("join", "127.0.0.1:1")
     assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from avgpipe.ranks.coordinator import VERSION, encoded
-from avgpipe.ranks.gate import Gates
+from avgpipe.ranks.gate import Gates, listen
 from avgpipe.ranks.membership import environment
 from avgpipe.ranks.mirror import told_by
 from avgpipe.ranks.relay import Relay
@@ -46,7 +46,7 @@ class Joining:
 @contextmanager
 def listening(folder: Path) -> Iterator[tuple[Served, Gates]]:
     with served(folder) as one:
-        gates = Gates(("127.0.0.1", 0), SECRET, (one.coordinator.address, b"a token"))
+        gates = Gates(listen(("127.0.0.1", 0)), SECRET, (one.coordinator.address, b"a token"))
         try:
             yield one, gates
         finally:

@@ -38,7 +38,9 @@ def run(config: RunConfig) -> None:
                 job = Job(out, command, config.stages, {})
                 if isolation.most > isolation.pipelines:
                     note(f"one more pipeline is started by: avgpipe join {folder}")
-                Supervisor(job, isolation, Path(folder), note).run()
+                with arguments():
+                    supervisor = Supervisor(job, isolation, Path(folder), note)
+                supervisor.run()
         else:
             run_command(command, config.stages, out=out)
     except Interrupted as interrupted:

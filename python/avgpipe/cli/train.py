@@ -89,7 +89,8 @@ def train_isolated(config: TrainConfig) -> bool:
     job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
     with TemporaryDirectory(prefix="avgpipe-") as name:
         recorded = SharedRecord(config, Path(name))
-        supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
+        with arguments():
+            supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
         try:
             return supervisor.run(config.preemption_seconds)
         except Interrupted as interrupted:

@@ -108,18 +108,29 @@ class Gate(Passage):
         return [stays, sent, stop]
 
 
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Listen at a host and port. ValueError where they are another one's, or in use."""
+    host, port = address
+    try:
+        return socket.create_server(
+            address, family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64
+        )
+    except OSError as error:
+        what, *_ = (error.strerror or str(error)).partition(" (while")
+        raise ValueError(f"cannot listen at {host}:{port}: {what}") from None
+
+
 class Gates:
-    """Listens for commands on other hosts that start pipelines, in threads of its own.
+    """Takes in commands on other hosts that start pipelines, in threads of its own.
 
     Args:
-        address: host and port. OSError where they cannot be listened at.
+        listening: where they come; closed with this.
         token: what a command must know.
         coordinator: its address and token.
     """
 
-    def __init__(self, address: tuple[str, int], token: str, coordinator: tuple[str, bytes]) -> None:
-        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._socket = socket.create_server(address, family=family, backlog=64)
+    def __init__(self, listening: socket.socket, token: str, coordinator: tuple[str, bytes]) -> None:
+        self._socket = listening
         self._token, self._coordinator = token.encode(), coordinator
         # Its threads keep one as long as it is open.
         self._gates: WeakValueDictionary[int, Gate] = WeakValueDictionary()
@@ -172,5 +183,6 @@ class Gates:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
         self._socket.close()
-        for gate in self._gates.values():
-            gate.close("the run has ended")
+        for known in self._gates.valuerefs():  # a list, as another one may just be coming in
+            if (gate := known()) is not None:
+                gate.close("the run has ended")

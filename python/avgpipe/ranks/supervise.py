@@ -21,7 +21,7 @@ from typing import Any
 from avgpipe.errors import PipelineError
 from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
-from avgpipe.ranks.gate import Gates
+from avgpipe.ranks.gate import Gates, listen
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, JoinedFar, leave_address
 from avgpipe.ranks.launch import (
@@ -117,6 +117,9 @@ class Supervisor:
         folder: readable for this user alone; :func:`avgpipe.ranks.joining.join` finds the run there.
         say: is told a line for people.
         recorder: hears what processes tell of the run.
+
+    Raises:
+        ValueError: where it is to listen it cannot.
     """
 
     def __init__(
@@ -137,6 +140,10 @@ class Supervisor:
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
         self._looked_at = time.monotonic()
+        listening = None
+        if isolation.listen is not None:
+            where, secret = isolation.listen
+            listening = listen(where), secret
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         address = folder / _ADDRESS
@@ -153,8 +160,8 @@ class Supervisor:
         )
         leave_address(folder, self._coordinator.address, self._token)
         self._gates: Gates | None = None
-        if isolation.listen is not None:
-            self._gates = Gates(*isolation.listen, (self._coordinator.address, self._token.encode()))
+        if listening is not None:
+            self._gates = Gates(*listening, (self._coordinator.address, self._token.encode()))
             self._resources.callback(self._gates.close)
             say(f"other hosts start pipelines by: avgpipe join {self._gates.address}")
 
