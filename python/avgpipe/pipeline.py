@@ -95,7 +95,8 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
 _log = logging.getLogger("avgpipe")
 _LOST = PeerLost, PipelineTimeout
 _LOST_PATIENCE_S = 0.0  # with those that are lost
-_NOTICE_S = 5.0  # for the launcher to see that a process is lost; else a line was, and nobody is replaced
+# For the launcher to see that a process is lost, or stands still; else a line was lost, and nobody is replaced.
+_LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count
 
@@ -583,7 +584,9 @@ class Pipeline:
         if copies is None or not is_replaceable() or not self.world.made_group:
             raise loss
         while True:
+            notice_s = _LOST_NOTICE_S
             if isinstance(loss, PipelineTimeout):
+                notice_s = _STOPPED_NOTICE_S
                 private_store().set(waited_for(generation()), "")
             copies.collect()
             try:
@@ -594,7 +597,7 @@ class Pipeline:
             if dist.is_initialized():
                 dist.destroy_process_group()
             try:
-                next_generation(private_store(), _NOTICE_S)
+                next_generation(private_store(), notice_s)
             except PeerLost as nobody:
                 raise loss from nobody
             try:
