@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe import PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.model.context import Carry
 from avgpipe.ranks.generation import GENERATION, announcement, waited_for
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import STORE_FILE
+from avgpipe.testing import fail_at
 from tests.runner import Ranks
 
 _LIMIT_S = 60
@@ -186,6 +187,35 @@ def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> 
     run, count = replaced(3, options=options, deaths=[(0, 1, 1, when)], end="SIGSTOP", timeout_s=3)
     assert count == 1
     assert_as_undisturbed(run, expected)
+
+
+def _train_until_a_line_is_silent(timeout_s: float) -> float:
+    """How long after its last result this rank has an error, since what the second stage sends is lost."""
+    os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
+    ends: list[float] = []
+    with (
+        Pipeline(
+            nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
+            Plan(stages=2, micro_batches=2),
+            loss_fn=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+            timeout_s=timeout_s,
+            copies_every_s=0.01,
+        ) as p,
+        fail_at(kind="cut line", rank=1, batch=5),
+        pytest.raises((PipelineTimeout, PeerLost)),
+    ):
+        ends += (time.monotonic() for _ in p.train([(torch.ones(4, 2), torch.ones(4, 2))] * 20))
+    return time.monotonic() - ends[-1]
+
+
+@pytest.mark.slow
+def test_a_silent_line_between_ranks_that_are_there_ends_them_in_time() -> None:
+    environment = {GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}
+    ranks = Ranks(2, _train_until_a_line_is_silent, environment=environment, timeout_s=2)
+    ranks.join()
+    first, _ = ranks.results()  # after which a launcher would end the second
+    assert 2 < first < 2 + 5
 
 
 @pytest.mark.parametrize("copies", [None, pytest.param(0.01, marks=pytest.mark.slow)])
