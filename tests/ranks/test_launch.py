@@ -11,11 +11,18 @@ import pytest
 import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.launch import RanksFailed, first_to_fail, loopback_store, run_on_ranks
+from avgpipe.ranks import launch
+from avgpipe.ranks.launch import RanksFailed, first_to_fail, loopback_store, run_command, run_on_ranks
 from avgpipe.ranks.process import PEER_LOST, cores
 from tests.cli.command import ROOT, alive, environment, wait_for
 
 HERE = "tests.ranks.targets"
+ALONE = """
+import os, pathlib, signal, sys
+if os.environ["RANK"] == "1":
+    pathlib.Path(sys.argv[1], "process").write_text(str(os.getpid()))
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
 
 
 def workers_of(folder, count=2):
@@ -75,6 +82,15 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
         run_on_ranks(f"{HERE}:stops", 2, {"folder": str(tmp_path)}, timeout_s=60)
     assert failure.value.exit_codes == (-signal.SIGKILL, 1)
     assert time.monotonic() - begin < 20
+
+
+@pytest.mark.ranks
+def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "_STILL_S", 0.2)
+    with pytest.raises(RanksFailed, match="worker 1 of 2 stands still") as failure:
+        run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
+    assert failure.value.exit_codes == (0, -signal.SIGKILL)
+    assert not alive(int((tmp_path / "process").read_text()))
 
 
 @pytest.mark.ranks

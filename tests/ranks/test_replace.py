@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from avgpipe.ranks import launch
 from avgpipe.ranks.launch import RanksFailed, tied
 from avgpipe.ranks.replace import Replacing
 
@@ -84,6 +85,13 @@ def test_who_stands_still_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
     assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]
+
+
+def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_STILL_S", 0.2)
+    command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
+    with pytest.raises(RanksFailed, match=r"worker [01] of 2 stands still"):
+        Replacing(command, 2, 0, {}, print).run()
 
 
 # Rank 0 is killed, and its new process comes to its Pipeline only after its imports, for which rank 1 waits longer than

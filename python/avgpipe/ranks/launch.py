@@ -30,6 +30,7 @@ from avgpipe.ranks.process import (
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
+_STILL_S = 8.0  # for which processes may stand still that nobody waits for
 STOPPED = "stands still, as a signal has stopped it"
 
 
@@ -229,6 +230,11 @@ class Started:
         """Return the ranks that a signal has stopped."""
         return [rank for rank, process in self._processes.pids().items() if is_stopped(process)]
 
+    def stand_still(self) -> list[int]:
+        """Return the ranks that a signal has stopped, if they are all that have not ended."""
+        stopped = self.stopped()
+        return stopped if len(stopped) + len(self._exit_codes()) == self._count else []
+
     def _kill_stopped(self) -> list[int]:
         """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
         stopped = self.stopped()
@@ -269,6 +275,20 @@ class Started:
         self._processes.close(signal.Signals(number))
 
 
+class Standstill:
+    """Whether processes stand still for too long of which no other one would say so."""
+
+    def __init__(self) -> None:
+        self._looked_at, self._for_s = time.monotonic(), 0.0
+
+    def lasts(self, now: bool) -> bool:
+        """Note, many times a second, whether they stand still ``now``; return whether they have for too long."""
+        looked_at, self._looked_at = self._looked_at, time.monotonic()
+        # This process may have been stopped, too, with all of its terminal's: that time does not count.
+        self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * _POLL_S) if now else 0.0
+        return self._for_s > _STILL_S
+
+
 def start(
     commands: Sequence[Sequence[str]], folder: Path, added: Mapping[str, str], captures: bool = False
 ) -> Started:
@@ -305,7 +325,7 @@ def _run(
     said = ""
     started: Started | None = None
     with keeping_handlers():
-        deadline = time.monotonic() + (timeout_s or float("inf"))
+        deadline, standstill = time.monotonic() + (timeout_s or float("inf")), Standstill()
         preempted: Preempted | None = None
         try:
             started = start(commands, folder, added, captures)
@@ -317,6 +337,9 @@ def _run(
                 said = _pass_on(folder / PROGRESS, said, say)
                 if preempted is not None:
                     preempted.look()
+                if standstill.lasts(bool(still := started.stand_still())):
+                    codes = [-signal.SIGKILL if rank in still else 0 for rank in range(len(commands))]
+                    raise RanksFailed(codes, still[0], reason=STOPPED)
                 if time.monotonic() > deadline:
                     late = f"the workers were not done after {timeout_s:.0f} s and were ended"
                     raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")

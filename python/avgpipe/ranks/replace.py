@@ -37,6 +37,7 @@ from avgpipe.ranks.generation import (
 from avgpipe.ranks.launch import (
     STOPPED,
     RanksFailed,
+    Standstill,
     Started,
     ending,
     keeping_handlers,
@@ -75,6 +76,7 @@ class Replacing:
         self._ranks: dict[int, Started] = {}
         self._spares: list[_Waiting] = []
         self._coming: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
+        self._standstill = Standstill()  # of all ranks, none of which is left to wait for another
         self._stood_still: set[int] = set()  # ranks that were ended for it
         self._failed: RanksFailed | None = None  # the last that was killed
         self._made = self._generation = 0
@@ -136,7 +138,8 @@ class Replacing:
     def _look(self) -> None:
         """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
-        if stopped and self._store.check([waited_for(self._generation)]):
+        is_over = self._standstill.lasts(bool(stopped) and len(stopped) == len(self._ranks))
+        if stopped and (is_over or self._store.check([waited_for(self._generation)])):
             self._stood_still.update(stopped)
             for rank in stopped:
                 self._ranks[rank].kill()

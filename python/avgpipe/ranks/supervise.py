@@ -29,6 +29,7 @@ from avgpipe.ranks.launch import (
     Job,
     Preempted,
     RanksFailed,
+    Standstill,
     Started,
     ending,
     keeping_handlers,
@@ -38,7 +39,6 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
-_STOPPED_S = 8.0  # for which a process may stand still before it has said hello
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
@@ -100,7 +100,7 @@ class _Group:
     started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # it was ended; "" where the end of its process says more
     blamed: int | None = None  # a rank
-    stopped_s: float = 0.0  # for so long a process has stood still that has not said hello
+    standstill: Standstill = field(default_factory=Standstill)  # before it has said hello
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,6 @@ class Supervisor:
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
-        self._looked_at = time.monotonic()
         listening = None
         if isolation.listen is not None:
             where, secret = isolation.listen
@@ -331,16 +330,10 @@ class Supervisor:
 
     def _look_for_stopped(self) -> None:
         """End pipelines of which a signal has stopped a process before it has come so far that others wait for it."""
-        now, before = time.monotonic(), self._looked_at
-        self._looked_at = now
         for number, group in self._groups.items():
-            is_known = number in self._coordinator.groups
-            stopped = (
-                group.processes.stopped() if isinstance(group.processes, Started) and not is_known else []
-            )
-            # This process may have been stopped, too, with all of its terminal's: that time does not count.
-            group.stopped_s = group.stopped_s + min(now - before, 2 * _POLL_S) if stopped else 0.0
-            if group.stopped_s > _STOPPED_S:
+            processes, is_known = group.processes, number in self._coordinator.groups
+            stopped = processes.stopped() if isinstance(processes, Started) and not is_known else []
+            if group.standstill.lasts(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 
     def _end(self) -> None:
