@@ -118,6 +118,16 @@ def test_a_run_that_ends_where_another_pipeline_is_left_is_wrong():
     assert "ended" in judge(seen(failure=RanksFailed([0, -9], 1)), SHAPE, LOSSES).wrong
 
 
+def test_an_error_must_be_seen_where_others_than_isolated_pipelines_meet_it():
+    run = seen("spares")
+    place = "save: rank 1, restart 0, action written, stage 1, pipeline {0}, batch 20"
+    fault = next(event for event in run.events if event["event"] == "fault")
+    fault["text"] = f"out of memory at {place}"
+    assert judge(run, SHAPE, LOSSES).wrong == {"ended": ["the run went on as if nothing had happened"]}
+    run.events.append({**fault, "event": "not saved", "at_s": fault["at_s"] + 0.01})
+    assert not judge(run, SHAPE, LOSSES).wrong
+
+
 def test_a_replaced_rank_trains_to_the_same_bits():
     said = [(20.1, "rank 1 was killed by SIGKILL (by hand); a spare process takes its place")]
     assert not judge(seen("spares", said=said), SHAPE, LOSSES).wrong

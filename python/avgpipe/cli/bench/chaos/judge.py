@@ -132,12 +132,18 @@ def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
         verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
-    elif not verdict.ended and any(_must_be_noticed(verdict.way, fault) for fault in verdict.faults):
+    elif not verdict.ended and any(_must_be_noticed(fault, seen) for fault in verdict.faults):
         verdict.wrong["ended"].append("the run went on as if nothing had happened")
 
 
-def _must_be_noticed(way: str, fault: Mapping[str, Any]) -> bool:
-    """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``."""
+def _must_be_noticed(fault: Mapping[str, Any], seen: SeenRun) -> bool:
+    """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``.
+
+    A save that an error has come up in fails alone, and says so.
+    """
+    way = seen.scenario.way
+    if fault["phase"] == "save" and any(e["at_s"] > fault["at_s"] for e in seen.of("not saved")):
+        return False
     return way != "isolate" and (
         fault["kind"] in ("exception", "out of memory", "flipped bit")
         or (fault["kind"] in _KILLED and way == "plain")
