@@ -51,7 +51,7 @@ from avgpipe.ranks.generation import (
 )
 from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
-from avgpipe.ranks.process import keep_freed_memory, warn_of_threads
+from avgpipe.ranks.process import keep_freed_memory, tell_of_lost_peers, warn_of_threads
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.ranks.world import World
 from avgpipe.runtime.distances import Distances, gather_distances
@@ -322,6 +322,7 @@ class Pipeline:
         check_device(options, plan.weights, self._device, layers)
         if not has_streams(self._device):
             keep_freed_memory()
+        tell_of_lost_peers()
         select(self._device)
         self._options = options
         if isinstance(loss_fn, nn.Module):

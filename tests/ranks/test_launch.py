@@ -12,11 +12,44 @@ import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks import launch
-from avgpipe.ranks.launch import RanksFailed, first_to_fail, loopback_store, run_command, run_on_ranks
+from avgpipe.ranks.launch import (
+    RanksFailed,
+    first_to_fail,
+    loopback_store,
+    run_command,
+    run_on_ranks,
+    start,
+    tied,
+)
 from avgpipe.ranks.process import PEER_LOST, cores
 from tests.cli.command import ROOT, alive, environment, wait_for
 
 HERE = "tests.ranks.targets"
+# Rank 0 misses rank 1, which ends once rank 0 has, for which the launcher must be waiting; or stands still.
+MISSES = """
+import os, pathlib, signal, sys, time
+from avgpipe import PeerLost
+from avgpipe.ranks.process import tell_of_lost_peers
+folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
+(folder / f"new-{rank}").write_text(str(os.getpid()))
+(folder / f"new-{rank}").rename(folder / f"{rank}")
+def wait_until_other(*states):
+    while not (folder / f"{1 - rank}").exists():
+        time.sleep(0.01)
+    process = (folder / f"{1 - rank}").read_text()
+    while pathlib.Path("/proc", process, "stat").read_text().split()[2] not in states:
+        time.sleep(0.01)
+if "PeerLost" in '''ENDS''':
+    tell_of_lost_peers()
+elif rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    wait_until_other("T")
+if rank == 0:
+    ENDS
+wait_until_other("Z")
+sys.exit(1)
+"""
 ALONE = """
 import os, pathlib, signal, sys
 if os.environ["RANK"] == "1":
@@ -91,6 +124,24 @@ def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, mon
         run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
     assert failure.value.exit_codes == (0, -signal.SIGKILL)
     assert not alive(int((tmp_path / "process").read_text()))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [("raise PeerLost('rank 1')", "failed with exit code 1"), ("sys.exit(1)", launch.STOPPED)],
+    ids=["told", "stopped"],
+)
+def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kills, ends, why):
+    """It ends first, and with the same exit code."""
+    (tmp_path / "ranks").mkdir()
+    command = tied("stderr", sys.executable, "-c", MISSES.replace("ENDS", ends), str(tmp_path))
+    with launch.keeping_handlers():
+        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        poll, found = started.poll_or_kill if kills else started.poll, []
+        wait_for(lambda: found.append(poll()) or found[-1] is not None)
+    assert (found[-1].rank, found[-1].reason) == (1, why)
 
 
 @pytest.mark.ranks

@@ -25,11 +25,13 @@ from avgpipe.ranks.process import (
     STORE_FILE,
     WRONG_ARGUMENTS,
     cores,
+    has_missed,
     launch_environment,
 )
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
+_BLAME_S = 2.0  # for a rank to end that others have missed
 _STILL_S = 8.0  # for which processes may stand still that nobody waits for
 STOPPED = "stands still, as a signal has stopped it"
 
@@ -197,34 +199,50 @@ def as_here(job: Job) -> Job:
 class Started:
     """Processes that have been started together, by torch's launcher."""
 
-    def __init__(self, processes: Any, count: int, captures: bool) -> None:
-        self._processes, self._count, self._captures = processes, count, captures
+    def __init__(self, processes: Any, count: int, captures: bool, folder: Path) -> None:
+        self._processes, self._count, self._captures, self._folder = processes, count, captures, folder
         self._first: int | None = None  # to fail, when the others were killed
+        self._stopped: list[int] = []  # ranks that stood still, and were killed for it
+        self._deadline = float("inf")  # of the monotonic clock, for the rank to end that others have missed
 
     def poll(self) -> RanksFailed | bool | None:
         """Return None while they run; True once all have ended well; or the failure, after which all have ended."""
         codes = self._exit_codes()
-        if len(codes) < self._count and not any(codes.values()):
+        if len(codes) < self._count and not self._knows_whom_to_blame(codes):
             return None
-        stopped = self._kill_stopped()
+        self._kill_stopped()
         result = self._processes.wait(0)
         if not (failed := result.failures):
             return True
         codes = {rank: end.exitcode for rank, end in failed.items()}
         first = self._first
         if first is None:
-            ends = {rank: (end.exitcode, end.timestamp) for rank, end in failed.items()}
-            first = first_to_fail(ends, stopped)
+            ends = {rank: (self._code(rank, end.exitcode), end.timestamp) for rank, end in failed.items()}
+            first = first_to_fail(ends, self._stopped)
         said = _last_line(result.stderrs[first]) if self._captures else ""
         all_codes = [codes.get(rank, 0) for rank in range(self._count)]
-        return RanksFailed(all_codes, first, said, STOPPED if first in stopped else None)
+        return RanksFailed(all_codes, first, said, STOPPED if first in self._stopped else None)
 
     def poll_or_kill(self) -> RanksFailed | bool | None:
         """As :meth:`poll`, but once one has failed the others are killed: nobody waits for what they have to say."""
-        failed = [rank for rank, code in self._exit_codes().items() if code]
-        if failed and self._first is None:
-            self.kill(blamed=failed[0])
+        codes = self._exit_codes()
+        if self._first is None and self._knows_whom_to_blame(codes):
+            ends = {rank: (self._code(rank, code), 0) for rank, code in codes.items() if code}
+            ends |= dict.fromkeys(self._kill_stopped(), (-signal.SIGKILL, 0))
+            self.kill(blamed=first_to_fail(ends, self._stopped))
         return self.poll()
+
+    def _knows_whom_to_blame(self, codes: Mapping[int, int]) -> bool:
+        """Whether one has failed of itself, or stands still, where others have missed it; or does not end in time."""
+        failed = [rank for rank, code in codes.items() if code]
+        if failed and self._deadline == float("inf"):
+            self._deadline = time.monotonic() + _BLAME_S
+        missed = all(self._code(rank, codes[rank]) == PEER_LOST for rank in failed)
+        return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
+
+    def _code(self, rank: int, code: int) -> int:
+        """Return the exit code of one that has failed; PEER_LOST, too, for a script that has missed another one."""
+        return PEER_LOST if code > 0 and has_missed(self._folder, rank) else code
 
     def stopped(self) -> list[int]:
         """Return the ranks that a signal has stopped."""
@@ -240,6 +258,7 @@ class Started:
         stopped = self.stopped()
         for rank in stopped:
             os.kill(self._processes.pids()[rank], signal.SIGKILL)
+        self._stopped += stopped
         return stopped
 
     def _exit_codes(self) -> dict[int, int]:
@@ -307,7 +326,7 @@ def start(
         {rank: {**rank_environment(rank, count), **environment} for rank in range(count)},
         elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
     )
-    return Started(processes, count, captures)
+    return Started(processes, count, captures, folder)
 
 
 def _run(

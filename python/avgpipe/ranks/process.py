@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("avgpipe")
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
-ARGUMENTS, PROGRESS = "arguments.json", "progress"  # beside it, as only their user may read the folder
+# Beside it, as only their user may read the folder.
+ARGUMENTS, PROGRESS, _MISSED = "arguments.json", "progress", "missed"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
@@ -67,6 +69,28 @@ def progress(line: str) -> None:
         new = path.with_suffix(".new")
         new.write_text(line)
         new.replace(path)
+
+
+@functools.cache
+def tell_of_lost_peers() -> None:
+    """Have the launcher know when this process ends by an uncaught PeerLost, as it has missed another one.
+
+    A script's exit code is 1 then, as that of the one that it has missed may be.
+    """
+    before = sys.excepthook
+
+    def tell(kind: Any, error: Any, trace: Any) -> None:
+        if issubclass(kind, PeerLost) and os.environ.get(STORE_FILE):
+            with suppress(OSError):
+                (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
+        before(kind, error, trace)
+
+    sys.excepthook = tell
+
+
+def has_missed(folder: Path, rank: int) -> bool:
+    """Whether a process that was started in ``folder`` has told that."""
+    return (folder / f"{_MISSED}-{rank}").exists()
 
 
 def call(target: str, arguments: dict[str, Any]) -> Any:
