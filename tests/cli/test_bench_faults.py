@@ -124,7 +124,10 @@ def test_an_error_must_be_seen_where_others_than_isolated_pipelines_meet_it():
     fault = next(event for event in run.events if event["event"] == "fault")
     fault["text"] = f"out of memory at {place}"
     assert judge(run, SHAPE, LOSSES).wrong == {"ended": ["the run went on as if nothing had happened"]}
-    run.events.append({**fault, "event": "not saved", "at_s": fault["at_s"] + 0.01})
+    told = {**fault, "event": "not saved", "text": "nothing was saved to a folder: No space left on device"}
+    run.events.append(told)
+    assert list(judge(run, SHAPE, LOSSES).wrong) == ["ended"]
+    told["text"] = f"nothing was saved to a folder: out of memory, injected by avgpipe.testing at {place}"
     assert not judge(run, SHAPE, LOSSES).wrong
 
 

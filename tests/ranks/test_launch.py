@@ -25,29 +25,33 @@ from avgpipe.ranks.process import PEER_LOST, cores
 from tests.cli.command import ROOT, alive, environment, wait_for
 
 HERE = "tests.ranks.targets"
-# Rank 0 misses rank 1, which ends once rank 0 has, for which the launcher must be waiting; or stands still.
-MISSES = """
+TWO = """
 import os, pathlib, signal, sys, time
 from avgpipe import PeerLost
 from avgpipe.ranks.process import tell_of_lost_peers
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 (folder / f"new-{rank}").write_text(str(os.getpid()))
 (folder / f"new-{rank}").rename(folder / f"{rank}")
-def wait_until_other(*states):
-    while not (folder / f"{1 - rank}").exists():
+def wait_until_other_is(state):
+    other = folder / f"{1 - rank}"
+    while not other.exists() or pathlib.Path("/proc", other.read_text(), "stat").read_text().split()[2] != state:
         time.sleep(0.01)
-    process = (folder / f"{1 - rank}").read_text()
-    while pathlib.Path("/proc", process, "stat").read_text().split()[2] not in states:
-        time.sleep(0.01)
-if "PeerLost" in '''ENDS''':
-    tell_of_lost_peers()
-elif rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-else:
-    wait_until_other("T")
+"""
+# Rank 0 has missed rank 1, which ends after it, for which the launcher must be waiting then.
+MISSES = f"""
+{TWO}
 if rank == 0:
-    ENDS
-wait_until_other("Z")
+    tell_of_lost_peers()
+    raise PeerLost("rank 1 has closed its connection")
+wait_until_other_is("Z")
+sys.exit(1)
+"""
+# The same, and rank 1 stands still.
+MISSES_A_STOPPED = f"""
+{TWO}
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+wait_until_other_is("T")
 sys.exit(1)
 """
 ALONE = """
@@ -129,14 +133,14 @@ def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, mon
 @pytest.mark.ranks
 @pytest.mark.parametrize("kills", [False, True])
 @pytest.mark.parametrize(
-    ("ends", "why"),
-    [("raise PeerLost('rank 1')", "failed with exit code 1"), ("sys.exit(1)", launch.STOPPED)],
+    ("script", "why"),
+    [(MISSES, "failed with exit code 1"), (MISSES_A_STOPPED, launch.STOPPED)],
     ids=["told", "stopped"],
 )
-def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kills, ends, why):
+def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kills, script, why):
     """It ends first, and with the same exit code."""
     (tmp_path / "ranks").mkdir()
-    command = tied("stderr", sys.executable, "-c", MISSES.replace("ENDS", ends), str(tmp_path))
+    command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
     with launch.keeping_handlers():
         started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
         poll, found = started.poll_or_kill if kills else started.poll, []

@@ -73,14 +73,16 @@ def progress(line: str) -> None:
 
 @functools.cache
 def tell_of_lost_peers() -> None:
-    """Have the launcher know when this process ends by an uncaught PeerLost, as it has missed another one.
+    """Have the launcher, if it has started this process, know when it ends by an uncaught PeerLost.
 
-    A script's exit code is 1 then, as that of the one that it has missed may be.
+    A script's exit code is 1 then, as that of the rank that it has missed may be.
     """
+    if not os.environ.get(STORE_FILE):
+        return
     before = sys.excepthook
 
     def tell(kind: Any, error: Any, trace: Any) -> None:
-        if issubclass(kind, PeerLost) and os.environ.get(STORE_FILE):
+        if issubclass(kind, PeerLost):
             with suppress(OSError):
                 (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
         before(kind, error, trace)

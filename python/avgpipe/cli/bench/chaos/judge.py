@@ -139,10 +139,10 @@ def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
 def _must_be_noticed(fault: Mapping[str, Any], seen: SeenRun) -> bool:
     """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``.
 
-    A save that an error has come up in fails alone, and says so.
+    A save in which an error has come up fails alone, and says which.
     """
     way = seen.scenario.way
-    if fault["phase"] == "save" and any(e["at_s"] > fault["at_s"] for e in seen.of("not saved")):
+    if any(f"at {fault['place']}" in event["text"] for event in seen.of("not saved")):
         return False
     return way != "isolate" and (
         fault["kind"] in ("exception", "out of memory", "flipped bit")
