@@ -103,6 +103,7 @@ class Replacing:
                 while self._ranks:
                     self._look()
                     self._look_for_new()
+                    self._look_for_spares()
                     time.sleep(_POLL_S)
                 if self._coming and self._failed is not None:
                     raise self._failed  # nobody is left with whom it could go on
@@ -175,8 +176,6 @@ class Replacing:
         else:  # those that have not come so far stay spares
             how, self._coming[rank] = "a new process", self._start_waiting(rank)
         self._say(f"rank {rank} {failure.reason}; {how} takes its place")
-        if len(self._spares) < self._wanted:
-            self._spares.append(self._start_waiting(-1))
 
     def _look_for_new(self) -> None:
         """Begin the next generation once every lost rank has a process again that waits at its Pipeline."""
@@ -196,6 +195,11 @@ class Replacing:
             self._ranks[rank] = one.process
         self._store.set(announcement(self._generation), json.dumps(list(self._coming)))
         self._coming = {}
+
+    def _look_for_spares(self) -> None:
+        """Start a spare process for one that was used, but not while the others need the processors to go on."""
+        if len(self._spares) < self._wanted and not self._coming and self._is_restored():
+            self._spares.append(self._start_waiting(-1))
 
     def _is_restored(self) -> bool:
         return bool(self._store.check([restored(self._generation)]))
