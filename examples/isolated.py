@@ -23,7 +23,6 @@ def batches_of(epoch: int, start: int) -> list[tuple[torch.Tensor, torch.Tensor]
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
 plan = avgpipe.Plan(stages=2, pipelines=3, micro_batches=6, isolate=True)
-speaks = os.environ["AVGPIPE_PIPELINE"] == os.environ["RANK"] == "0"
 
 with avgpipe.Pipeline(
     model,
@@ -32,6 +31,8 @@ with avgpipe.Pipeline(
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
     timeout_s=60,
 ) as pipeline:
+    # Not before: a process that waits as a spare is told here who it is.
+    speaks = os.environ["AVGPIPE_PIPELINE"] == os.environ["RANK"] == "0"
     epoch, start = divmod(pipeline.batches, BATCHES)
     while epoch < EPOCHS:
         for _ in pipeline.train(batches_of(epoch, start)):

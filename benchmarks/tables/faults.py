@@ -109,9 +109,10 @@ def faults_copies_memory(record: Record) -> str:
         for case in record["memory"]
         for rank in case["ranks"]
     ]
-    return table(
-        "MiB | its own state: | two copies of it and its neighbour's: | measured: | without copies:", rows
+    header = (
+        "MiB | its own state: | two copies of it and its neighbour's: | measured: | a run without copies:"
     )
+    return table(header, rows)
 
 
 def faults_hosts(record: Record) -> str:

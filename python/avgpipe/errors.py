@@ -29,7 +29,7 @@ class PipelineTimeout(PipelineError, TimeoutError):
 
 
 class CheckpointError(PipelineError, ValueError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """A checkpoint is missing, damaged, or belongs to another model; or it cannot be written, or must not be."""
 
 
 class LibraryNotFound(ImportError, ValueError):

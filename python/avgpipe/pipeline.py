@@ -375,6 +375,8 @@ class Pipeline:
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))
+            if self._copies is not None and not is_replaceable():
+                _log.warning("nobody will use the copies of copies_every_s: start with avgpipe run --spares")
         if self.world.size == 1 and not has_streams(self._device):
             warn_of_threads(torch.get_num_threads())
         # What is trained on as one batch has the micro-batches of all the loader's batches that it is made of.

@@ -85,8 +85,7 @@ def fail_at(
         micro_batch: number of a micro-batch in its batch.
         phase: see above.
         action: see above.
-        restart: how often torchrun, or the launcher of isolated pipelines, has started the process again; 0: in its
-            first life alone.
+        restart: how often torchrun or the launcher has started the process again; 0: in its first life alone.
         after: places that fit and are passed by before the first fault.
         after_s: seconds that pass before any place counts.
         times: how often it happens in this process; None: every time.

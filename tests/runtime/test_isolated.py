@@ -30,6 +30,7 @@ def train(
     deaths: Any = (),
     waits_at: int | None = None,
     timeout_s: float = 20,
+    late_seed: int = 0,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
 
@@ -37,6 +38,7 @@ def train(
         deaths: (pipeline, life, rank, call, how): who dies in which of its lives, in which call of one of its layers;
             "another comes": in the first one in which it knows of another that comes with a later turn.
         waits_at: the batch at whose result all wait until a pipeline that died is back.
+        late_seed: of the batches of who was not there at the beginning.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
     model, calls, made = language_model(), 0, list[Pipeline]()
@@ -59,7 +61,7 @@ def train(
     for layer in model:
         layer.register_forward_pre_hook(count)
     plan = Plan(stages=K, isolate=True, **options)
-    data = token_batches(BATCHES, 12, last=7)
+    data = token_batches(BATCHES, 12, last=7, seed=late_seed if group >= options["pipelines"] else 0)
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=timeout_s) as p:
         made.append(p)
         membership = p._worker.exchange.membership
@@ -421,3 +423,15 @@ def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
         what
     ]
     assert any(said in text for text in run.results.values()), run.results
+
+
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
+    options = {"pipelines": 2, "micro_batches": 6} | ({} if batch == "global" else {"batch": batch})
+    arguments = {"K": 1, "options": options, "optimizer": "sgd", "waits_at": 6, "late_seed": 1}
+    run = Isolated(2, 1, train, restarts=0, joins=[2], **arguments)
+    assert set(run.failures) == {(2, 0)}
+    assert "all must go through the same loader" in run.failures[2, 0][1]
+    assert set(run.results) == {(0, 0), (1, 0)}
+    samples = sum(r[2] for r in run.results[0, 0][0])
+    assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))

@@ -8,6 +8,7 @@ it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -33,6 +34,7 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.worker import Worker
 
+_log = logging.getLogger("avgpipe")
 _MARKED_BYTES = 1024
 _IN_FLIGHT = 2  # turns, so that a pipeline which is ahead of the others goes on
 
@@ -320,11 +322,8 @@ class TurnFeed:
         for i, values in turn.values.items():
             part, told = parts.pop(i, None), values["part"]
             if told != (None if part is None else part.place):
-                raise PipelineError(
-                    f"pipeline {i} has trained on {_named(told)} in turn {turn.number}, which should have been "
-                    f"{_named(None if part is None else part.place)}: all must go through the same loader"
-                )
-            if part is not None:
+                self._object(i, turn.number, told, part)
+            if part is not None and told is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
         if not any(part.sizes for part in parts.values()):
@@ -337,6 +336,18 @@ class TurnFeed:
             whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
         self.ended += self._results_of(turn)
+
+    def _object(self, i: int, turn: int, told: Any, part: Part | None) -> None:
+        """Say that pipeline ``i`` goes through another loader; raises if it is not the only one that came later.
+
+        Then that one finds the same, and ends.
+        """
+        found = f"pipeline {i} has trained on {_named(told)} in turn {turn}, which should have been "
+        found += f"{_named(None if part is None else part.place)}: all must go through the same loader"
+        stays = self._membership.known.roster.counting(turn)
+        if i not in stays or stays[i].donor is None or stays[i].first <= stays[self._pipeline].first:
+            raise PipelineError(found)
+        _log.warning("%s; it came later, and ends", found)
 
 
 def _named(place: Any) -> str:
