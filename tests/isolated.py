@@ -165,7 +165,7 @@ class FarHost:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.gate.close("the test has ended")
+        self.gate.close()
         self.relay.finish(5)
         self._folder.cleanup()
 

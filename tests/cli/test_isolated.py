@@ -346,18 +346,44 @@ def test_a_preempted_run_saves_and_goes_on_later(start: Any, batch: str, tmp_pat
     assert_whole(training.out)
 
 
-STOPS = """
+TRAINS = """
+import torch, avgpipe
+from torch import nn
+K = int(os.environ["WORLD_SIZE"])
+plan = avgpipe.Plan(stages=K, pipelines=2, micro_batches=2, isolate=True)
+sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+torch.manual_seed(0)
+model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(K)])
+with avgpipe.Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=sgd, timeout_s=20) as pipeline:
+    steps = len(list(pipeline.train([(torch.ones(4, 2), torch.ones(4, 2))] * 3)))
+    os.write(1, f"{steps} steps\\n".encode())  # whole lines, as several processes write
+"""
+STOPS = f"""
 import os, signal
 if os.environ["AVGPIPE_RESTART"] == "0":
     os.kill(os.getpid(), signal.SIGSTOP)
-import torch, avgpipe
-from torch import nn
-plan = avgpipe.Plan(pipelines=2, micro_batches=2, isolate=True)
-sgd = lambda params: torch.optim.SGD(params, lr=0.1)
-torch.manual_seed(0)
-with avgpipe.Pipeline(nn.Linear(2, 2), plan, loss_fn=nn.MSELoss(), optimizer=sgd, timeout_s=20) as pipeline:
-    steps = len(list(pipeline.train([(torch.ones(4, 2), torch.ones(4, 2))] * 3)))
-    os.write(1, f"{steps} steps\\n".encode())  # whole lines, as several processes write
+{TRAINS}
+"""
+# Rank 1 of a pipeline is stopped before it says hello, when rank 0 waits to be let into the run.
+STOPS_LATER = f"""
+import os, signal, time
+from avgpipe.ranks.membership import Membership
+hello, enter = Membership.__init__, Membership.enter
+there = __file__ + ".there"
+def hello_late(*given):
+    while not os.path.exists(there):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    hello(*given)
+def enter_and_say(*given):
+    open(there, "w").close()
+    return enter(*given)
+if (os.environ["AVGPIPE_PIPELINE"], os.environ["AVGPIPE_RESTART"]) == ("1", "0"):
+    if os.environ["RANK"] == "1":
+        Membership.__init__ = hello_late
+    else:
+        Membership.enter = enter_and_say
+{TRAINS}
 """
 
 
@@ -371,3 +397,31 @@ def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_pa
     for pipeline in (0, 1):
         why = "rank 0 stands still, as a signal has stopped it; it is started again"
         assert f"pipeline {pipeline} is lost: {why}" in run.stderr
+
+
+@pytest.mark.slow
+def test_a_pipeline_that_is_stopped_when_it_is_half_there_begins_anew(tmp_path: Path) -> None:
+    (tmp_path / "own_script.py").write_text(STOPS_LATER)
+    sizes = ("--isolate", "--stages", "2", "--pipelines", "2")
+    run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
+    assert run.end() == 0, run.stderr
+    assert run.stdout.splitlines() == ["3 steps"] * 4
+    why = "rank 1 stands still, as a signal has stopped it; it is started again"
+    assert f"pipeline 1 is lost: {why}" in run.stderr
+
+
+@pytest.mark.slow
+def test_spares_of_the_example_are_ready_to_take_a_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    example = (Path(__file__).parents[2] / "examples" / "isolated.py").read_text()
+    (tmp_path / "own_script.py").write_text(
+        example.replace("EPOCHS, BATCHES = 2, ", "EPOCHS, BATCHES = 10**6, ")
+    )
+    sizes = ("--isolate", "--stages", "2", "--pipelines", "2", "--spare-pipelines", "1")
+    run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("*/place-of-?"))) == 2, 100)
+    finally:
+        run.kill_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -115,17 +116,34 @@ def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path
 
 
 @pytest.mark.parametrize(
-    "text", [b"{}", b"[]", b"nonsense", b'["hello", 99, {}]', b'["hello", 1, {"group": []}]']
+    ("text", "why"),
+    [
+        (b"{}", "not a message"),
+        (b"[]", "not a message"),
+        (b"nonsense", "Expecting value"),
+        (b'["hello", 99, {}]', "all processes of a run must have one version of avgpipe"),
+        (b'["hello", 1, {"group": []}]', "int"),
+    ],
 )
-def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes) -> None:
+def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes, why: str) -> None:
     with served(tmp_path) as one:
         stranger = Client(one.coordinator.address, authkey=_TOKEN)
         stranger.send_bytes(text)
+        assert why in heard(stranger, "welcome")[0]["why"]
         with pytest.raises((EOFError, OSError)):
             stranger.recv_bytes()
         friend = one.connect(0, 0)
         assert heard(friend, "welcome")
         assert one.lost == {}
+
+
+def test_who_stands_still_in_its_greeting_keeps_nobody_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("avgpipe.ranks.coordinator._GREET_S", 1)
+    with served(tmp_path) as one, socket.socket(socket.AF_UNIX) as silent:
+        silent.connect(one.coordinator.address)
+        assert heard(one.connect(0, 0), "welcome")
 
 
 def test_one_that_is_made_in_another_way_is_told_so(tmp_path: Path) -> None:

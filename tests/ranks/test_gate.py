@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
@@ -129,6 +130,23 @@ def test_what_makes_no_sense_ends_a_host_alone(tmp_path: Path, message: list[Any
         assert Trunk.connect(parse_address(gates.address), SECRET.encode())
 
 
+def test_who_does_not_know_the_secret_cannot_show_one_callers_answer_to_another(tmp_path: Path) -> None:
+    """As if it were the launcher, whose port it has taken after that one's end."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(2) as pool:
+        calls = [pool.submit(Trunk.connect, server.getsockname(), SECRET.encode()) for _ in range(2)]
+        first, second = (Connection(server.accept()[0].detach()) for _ in calls)
+        first.send_bytes(b"#CHALLENGE#" + bytes(20))
+        first.recv_bytes()
+        first.send_bytes(b"#WELCOME#")
+        second.send_bytes(first.recv_bytes())  # the challenge of one
+        first.send_bytes(second.recv_bytes())  # and the other's answer
+        for caller in (first, second):
+            caller.close()
+        for call in calls:
+            with pytest.raises((AuthenticationError, EOFError, OSError)):
+                call.result(20)
+
+
 def test_strangers_are_refused_and_keep_nobody_out(tmp_path: Path) -> None:
     with listening(tmp_path) as (_, gates):
         address = parse_address(gates.address)
@@ -141,6 +159,6 @@ def test_strangers_are_refused_and_keep_nobody_out(tmp_path: Path) -> None:
                 while stranger.recv(1000):
                     pass
         trunk = Trunk.connect(address, SECRET.encode())
-        trunk.close()
+        trunk.cut()
         for end in silent:
             end.close()

@@ -203,6 +203,66 @@ def test_nothing_waits_when_a_worker_cannot_be_started():
     assert time.monotonic() - begin < 30
 
 
+# Rank 0 ends by itself, once rank 1 has been killed.
+KILLED = f"""
+{TWO}
+if rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_until_other_is("Z")
+sys.exit(1)
+"""
+
+
+@pytest.mark.ranks
+def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    command = tied("stderr", sys.executable, "-c", KILLED, str(tmp_path))
+    with launch.keeping_handlers():
+        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        wait_for(lambda: len(started._exit_codes()) == 2)
+        found = started.poll_or_kill()
+    assert (found.rank, found.exit_codes) == (1, (1, -signal.SIGKILL))
+
+
+@pytest.mark.ranks
+def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    script = "import pathlib, subprocess, sys; child = subprocess.Popen(['sleep', '100']); "
+    script += "pathlib.Path(sys.argv[1], 'new').write_text(str(child.pid)); "
+    script += "pathlib.Path(sys.argv[1], 'new').rename(sys.argv[1] + '/child'); child.wait()"
+    command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
+    with launch.keeping_handlers():
+        started = start([command], tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        wait_for((tmp_path / "child").exists)
+        started.kill()
+        wait_for(lambda: started.poll() is not None)
+    wait_for(lambda: not alive(int((tmp_path / "child").read_text())))
+
+
+@pytest.mark.ranks
+def test_a_launcher_that_outlives_its_terminal_does_so(tmp_path):
+    """As with nohup."""
+    command = tied("stderr", sys.executable, "-c", "")
+    with launch.keeping_handlers():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        started = start([command], tmp_path, {"PYTHONPATH": f"{ROOT}/python"})
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        wait_for(lambda: started.poll() is not None)
+
+
+def test_a_second_signal_ends_all_at_once():
+    calls = []
+
+    def close(number):
+        calls.append(number)
+        if number != signal.SIGKILL:
+            raise KeyboardInterrupt
+
+    with launch.keeping_handlers(), pytest.raises(launch.Interrupted, match="SIGINT"), launch.ending(close):
+        raise KeyboardInterrupt
+    assert calls == [signal.SIGINT, signal.SIGKILL]
+
+
 @pytest.mark.ranks
 def test_a_handler_of_the_caller_is_there_again_afterwards(tmp_path):
     before = signal.getsignal(signal.SIGTERM)

@@ -40,7 +40,7 @@ def trunks(theirs: bytes = TOKEN) -> Iterator[list[Trunk]]:
             thread.join()
         yield ends
         for end in ends:
-            end.close()
+            end.cut()
 
 
 def write(memory: Memory, turn: int, text: bytes, tensors: tuple[int, bytes] = (0, b"")) -> None:

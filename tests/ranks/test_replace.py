@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,3 +172,80 @@ def test_who_was_lost_is_to_blame_until_the_others_have_their_state_again(
     command = tied("stderr", sys.executable, "-c", _FAILS, str(tmp_path), when)
     with pytest.raises(RanksFailed, match=says):
         Replacing(command, 2, 0, {}, print).run()
+
+
+def test_a_new_process_that_is_killed_each_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("avgpipe.ranks.replace._START_S", 1.0)
+    script = """
+import os, signal
+if os.environ["RANK"] == "1":
+    signal.pause()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    with pytest.raises(RanksFailed, match="worker 0 of 2 has not come to its Pipeline within 1 s"):
+        Replacing(tied("stderr", sys.executable, "-c", script), 2, 0, {}, print).run()
+
+
+def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = Replacing._start
+
+    def start(self: Replacing, rank: int, **others: str) -> Any:
+        if others:
+            raise OSError(28, "No space left on device")
+        return begun(self, rank, **others)
+
+    monkeypatch.setattr(Replacing, "_start", start)
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL) if os.environ['RANK'] == '0' else signal.pause()"
+    why = r"was killed by SIGKILL .*, and no new process can be started: \[Errno 28\] No space left on device"
+    with pytest.raises(RanksFailed, match=why):
+        Replacing(tied("stderr", sys.executable, "-c", script), 2, 0, {}, print).run()
+
+
+# Rank 0 has missed rank 1, which ends later, with the same exit code.
+_MISSES = """
+import os, pathlib, sys, time
+from avgpipe import PeerLost
+from avgpipe.ranks.process import tell_of_lost_peers
+here = pathlib.Path(sys.argv[1], "process")
+if os.environ["RANK"] == "0":
+    here.with_suffix(".new").write_text(str(os.getpid()))
+    here.with_suffix(".new").rename(here)
+    tell_of_lost_peers()
+    raise PeerLost("rank 1 has closed its connection")
+while not here.exists() or pathlib.Path("/proc", here.read_text()).exists():
+    time.sleep(0.01)
+sys.exit(1)
+"""
+
+
+def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None:
+    command = tied("stderr", sys.executable, "-c", _MISSES, str(tmp_path))
+    with pytest.raises(RanksFailed, match="worker 1 of 2 failed with exit code 1"):
+        Replacing(command, 2, 0, {}, print).run()
+
+
+# Rank 0 is stopped while it keeps the file in which ranks meet, so that rank 1 cannot even say that it waits.
+_LOCKS = """
+import fcntl, os, pathlib, signal, sys, time
+from avgpipe.ranks.generation import become_a_rank, next_generation, waited_for
+from avgpipe.ranks.rendezvous import private_store
+locked = pathlib.Path(sys.argv[1], "locked")
+if os.environ["RANK"] == "1":
+    while not locked.exists():
+        time.sleep(0.01)
+    private_store().set(waited_for(0), "")
+    assert next_generation(private_store(), 20) == [0]
+elif os.environ["AVGPIPE_RESTART"] == "0":
+    private_store().set("here", "")
+    with open(os.environ["AVGPIPE_STORE"]) as store:
+        fcntl.flock(store, fcntl.LOCK_EX)
+        locked.touch()
+        os.kill(os.getpid(), signal.SIGSTOP)
+become_a_rank(lambda: None)
+"""
+
+
+def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:
+    said: list[str] = []
+    Replacing(tied("stderr", sys.executable, "-c", _LOCKS, str(tmp_path)), 2, 0, {}, said.append).run()
+    assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]

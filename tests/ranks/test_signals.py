@@ -38,6 +38,16 @@ def test_a_signal_ends_a_process_that_waits_in_a_library(number, grace):
     assert output == f"{number.name}\n"
 
 
+def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
+    """As in a pipe, whose reader has ended by the same signal."""
+    process = start(BUSY.format(grace=0.0))
+    assert process.stdout.readline() == "ready\n"
+    process.stdout.close()
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(20) == 128 + signal.SIGINT
+
+
 def test_a_second_signal_cuts_the_grace_short():
     process = start(BUSY.format(grace=60.0))
     assert process.stdout.readline() == "ready\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -33,9 +34,10 @@ def run(config: JoinConfig) -> None:
 
 def _join_again(config: JoinConfig) -> int:
     """Join, and again when the pipeline is lost; return the number of the one that came to the run's end."""
-    left, until = config.restarts, 0.0
+    left, until, here = config.restarts, 0.0, Path.cwd()
     while True:
         try:
+            os.chdir(here)  # the one before has gone to its launcher's
             return _join(config.run)
         except NoPlace:
             if time.monotonic() > until:

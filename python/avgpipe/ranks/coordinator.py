@@ -18,23 +18,27 @@ holds, once all of them are dead: see :mod:`avgpipe.runtime.exchange`.
 from __future__ import annotations
 
 import json
+import os
+import socket
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener, wait
+from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
 from avgpipe.ranks.process import peer_of
 from avgpipe.ranks.roster import Roster, Stay
+from avgpipe.ranks.trunk import let_in
 from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
 JOIN = "join"  # what another command says first that wants to start a pipeline
 ENDED = "ended"  # and what it says at last
 _MOST_BYTES = 2**20  # of a message
+_GREET_S = 3  # in which who connects must have shown that it knows the token; the others wait meanwhile
 _KNOWN = 1000  # things that one has found and all may ask for
 
 
@@ -129,7 +133,7 @@ class Coordinator:
     """Serves one run from one thread, which calls :meth:`serve` again and again.
 
     Args:
-        address: a path for a Unix socket, or (host, port).
+        address: a path for a Unix socket.
         token: what a process must know.
         wanted: how many pipelines begin the run together.
         lost: is told the number of a group, the rank to blame if it is one, and why, once a process of it is gone
@@ -148,7 +152,7 @@ class Coordinator:
 
     def __init__(
         self,
-        address: str | tuple[str, int],
+        address: str,
         token: bytes,
         wanted: int,
         lost: Callable[[int, int | None, str], None],
@@ -156,7 +160,9 @@ class Coordinator:
         recorder: Recorder | None = None,
         let_join: Callable[[Connection, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
-        self._listener = Listener(address, backlog=64, authkey=token)
+        self._listening, self._token = socket.socket(socket.AF_UNIX), token
+        self._listening.bind(address)
+        self._listening.listen(64)
         self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
         self.roster, self.history = Roster(), dict[int, Stay]()
         self.groups: dict[int, Group] = {}
@@ -197,21 +203,22 @@ class Coordinator:
         return {g.pipeline for g in groups if g.number in self.members or (g.is_done and not g.has_ended)}
 
     @property
-    def address(self) -> Any:
-        return self._listener.address
+    def address(self) -> str:
+        return str(self._listening.getsockname())
 
     def close(self) -> None:
         for connection in (*self._unknown, *self._by_connection):
             connection.close()
-        self._listener.close()
+        with suppress(OSError):
+            os.unlink(self.address)
+        self._listening.close()
 
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def serve(self, timeout_s: float) -> None:
         """Hear what has come, and wait for it at most ``timeout_s``."""
-        listening = self._listener._listener._socket  # type: ignore[attr-defined]  # private: to wait for all at once
-        for one in wait([listening, *self._unknown, *self._by_connection], timeout_s):
-            if one is listening:
+        for one in wait([self._listening, *self._unknown, *self._by_connection], timeout_s):
+            if one is self._listening:
                 self._accept()
             elif isinstance(one, Connection) and not one.closed:
                 self._hear(one)
@@ -219,8 +226,10 @@ class Coordinator:
         self._change()
 
     def _accept(self) -> None:
-        with suppress(OSError, EOFError, AuthenticationError):  # gone again, or does not know the token
-            self._unknown.add(self._listener.accept())
+        with suppress(
+            OSError, EOFError, AuthenticationError
+        ):  # gone again, stands still, or does not know the token
+            self._unknown.add(let_in(self._listening.accept()[0], self._token, _GREET_S))
 
     def _hear(self, connection: Connection) -> None:
         known = self._by_connection.get(connection)
@@ -250,6 +259,8 @@ class Coordinator:
             self._lost(
                 group.number, rank, f"{group.processes[rank].name} has said what makes no sense: {error}"
             )
+        else:
+            self._send(connection, "welcome", {"why": str(error)})
         self._closed(connection)
 
     def _closed(self, connection: Connection) -> None:

@@ -185,4 +185,4 @@ class Gates:
         self._socket.close()
         for known in self._gates.valuerefs():  # a list, as another one may just be coming in
             if (gate := known()) is not None:
-                gate.close("the run has ended")
+                gate.close()

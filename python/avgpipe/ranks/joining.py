@@ -39,7 +39,7 @@ _END_S = 3.0  # in which processes on another host are to end, when they are tol
 
 
 class NoPlace(ValueError):
-    """A run lets nobody in just now."""
+    """A run lets nobody in just now, or its host does not answer; it may later."""
 
 
 def leave_address(folder: Path, address: str, token: str) -> None:
@@ -88,10 +88,14 @@ class Joined:
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
         self.kill("the run has ended")
+
+    def release(self) -> None:
+        """Let go of the command and of the processes."""
         self._connection.close()
         for watched in (self._starter, *self._ranks.values()):
             if watched is not None:
                 os.close(watched)
+        self._starter, self._ranks = None, {}
 
 
 class JoinedFar:
@@ -107,7 +111,7 @@ class JoinedFar:
         if self._has_ended:
             return True
         if time.monotonic() > self._limit:
-            self._gate.close(f"they have not ended within {_END_S:g} s")
+            self._gate.close()
         try:
             self._has_ended = self._gate.is_over or (
                 self._connection.poll(0) and received(self._connection)[0] == ENDED
@@ -124,7 +128,7 @@ class JoinedFar:
 
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
-        self._gate.close("the run has ended")
+        self._gate.close()
         self._connection.close()
 
 
@@ -175,8 +179,10 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
         trunk = Trunk.connect(parse_address(address), token.encode())
     except ConnectionRefusedError:
         raise ValueError(f"{address}: no run with --listen goes on there") from None
-    except (OSError, EOFError, AuthenticationError) as error:
+    except AuthenticationError as error:
         raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
+    except (OSError, EOFError) as error:
+        raise NoPlace(f"{address}: its launcher cannot be reached: {reason(error)}") from None
     with folder_for_a_socket() as folder:
         relay = Relay(trunk, Path(folder))
         try:

@@ -31,8 +31,9 @@ from avgpipe.ranks.process import (
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
-_BLAME_S = 2.0  # for a rank to end that others have missed
+BLAME_S = 2.0  # for a rank to end that others have missed
 _STILL_S = 8.0  # for which processes may stand still that nobody waits for
+_HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 STOPPED = "stands still, as a signal has stopped it"
 
 
@@ -236,7 +237,7 @@ class Started:
         """Whether one has failed of itself, or stands still, where others have missed it; or does not end in time."""
         failed = [rank for rank, code in codes.items() if code]
         if failed and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + _BLAME_S
+            self._deadline = time.monotonic() + BLAME_S
         missed = all(self._code(rank, codes[rank]) == PEER_LOST for rank in failed)
         return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
 
@@ -270,7 +271,8 @@ class Started:
             except ChildProcessError:  # torch's launcher knows how it ended
                 codes[rank] = 0
             else:
-                codes |= {} if end is None else {rank: end.si_status}
+                if end is not None:
+                    codes[rank] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         return codes
 
     def kill(self, why: str = "", blamed: int | None = None) -> None:
@@ -278,7 +280,7 @@ class Started:
         self._first = blamed if self._first is None else self._first
         for process in self._processes.pids().values():
             with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+                os.killpg(process, signal.SIGKILL)  # torch starts each in a session of its own
 
     def tell(self, number: int, told: set[int]) -> None:
         """Send a signal to those ranks that handle it and are not among ``told``, to which they are added."""
@@ -319,6 +321,9 @@ def start(
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()
+    outlives_terminal = (
+        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    )  # as with nohup; torch would handle it
     processes = elastic.start_processes(
         "avgpipe",
         commands[0][0],
@@ -326,6 +331,8 @@ def start(
         {rank: {**rank_environment(rank, count), **environment} for rank in range(count)},
         elastic.DefaultLogsSpecs(str(folder), elastic.Std.ALL if captures else elastic.Std.NONE),
     )
+    if outlives_terminal and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     return Started(processes, count, captures, folder)
 
 
@@ -369,7 +376,7 @@ def _run(
             if started is not None:
                 # Ranks that were told that they are preempted take SIGTERM for a part of that.
                 is_told = preempted is not None and preempted.is_noticed and interrupted
-                started.close(signal.SIGINT if is_told else number)
+                _end(started.close, signal.SIGINT if is_told else number)
             if interrupted:
                 raise Interrupted(number) from error
             raise
@@ -443,7 +450,20 @@ def ending(close: Callable[[int], None]) -> Iterator[None]:
             raise Interrupted(number) from error
         raise
     finally:
+        _end(close, number)
+
+
+def _end(close: Callable[[int], None], number: int) -> None:
+    """Call ``close``, and once more, to end all at once, where a signal comes meanwhile."""
+    try:
         close(number)
+    except BaseException as error:
+        if not (isinstance(error, KeyboardInterrupt) or hasattr(error, "sigval")):
+            raise
+        if threading.current_thread() is threading.main_thread():
+            for handled in _HANDLED:  # until keeping_handlers gives them back
+                signal.signal(handled, signal.SIG_IGN)
+        close(signal.SIGKILL)
 
 
 def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
@@ -511,8 +531,7 @@ def _signal_name(number: int) -> str:
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
     """Give back the signal handlers that torch's launcher replaces in the main thread."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in numbers}
+    before = {number: signal.getsignal(number) for number in (*_HANDLED, signal.SIGUSR1)}
     try:
         yield
     finally:

@@ -20,10 +20,9 @@ RUN, TOKEN, GROUP, PIPELINE = "AVGPIPE_RUN", "AVGPIPE_TOKEN", "AVGPIPE_GROUP", "
 _TELL_S = 1.0  # between two signs of life
 
 
-def environment(address: Any, token: str, group: int, pipeline: int) -> dict[str, str]:
+def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
     """Return the variables by which a process finds its run."""
-    where = address if isinstance(address, str) else ":".join(map(str, address))
-    return {RUN: where, TOKEN: token, GROUP: str(group), PIPELINE: str(pipeline)}
+    return {RUN: address, TOKEN: token, GROUP: str(group), PIPELINE: str(pipeline)}
 
 
 def pipeline_here() -> int | None:
@@ -96,11 +95,8 @@ class Membership:
         self._lock = threading.Condition()
         self._sending = threading.Lock()
         where = os.environ[RUN]
-        host, _, port = where.rpartition(":")
         try:
-            self._connection = Client(
-                where if where.startswith("/") else (host, int(port)), authkey=os.environ[TOKEN].encode()
-            )
+            self._connection = Client(where, authkey=os.environ[TOKEN].encode())
             about = {
                 "rank": rank,
                 "size": size,
@@ -119,8 +115,10 @@ class Membership:
             _, welcome = received(self._connection)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             raise PeerLost(
-                f"the launcher at {where} cannot be reached, or has refused this process: {error}"
+                f"the launcher at {where} cannot be reached: {str(error) or 'it has closed the connection'}"
             ) from error
+        if "why" in welcome:
+            raise PeerLost(f"the launcher at {where} has refused this process: {welcome['why']}")
         self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
         self.told = Memory.open(*welcome["told"])
         self._heard_at = time.monotonic()

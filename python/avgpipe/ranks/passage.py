@@ -39,7 +39,6 @@ class Passage(ABC):
         group: the number of those processes on the joining host, once it is known.
         asked: requests for memory, by connection and their number: its name and size.
         memory: of the group, by name.
-        why: the trunk has ended, with this reason; None as long as it has not.
         is_over: whether nothing comes from it any more.
     """
 
@@ -52,7 +51,6 @@ class Passage(ABC):
         self.memory: dict[str, Memory] = {}
         self._handed: dict[tuple[int, str], Memory] = {}
         self._lock = threading.Lock()
-        self.why: str | None = None
         self.is_over = False
         self._threads = [
             threading.Thread(target=target, name="avgpipe-passage", daemon=True)
@@ -105,8 +103,8 @@ class Passage(ABC):
     def _ship(self) -> None:
         try:
             self.mirror.run()
-        except OSError as error:
-            self.cut(str(error))
+        except OSError:
+            self.cut()
 
     def serve(self, key: int, connection: Connection) -> None:
         """Pass on what comes from a connection here, until its end; begins a thread."""
@@ -124,10 +122,8 @@ class Passage(ABC):
                 self._trunk.send(SAY, key, [kind, *values])
             self.mirror.ship()
             self._trunk.send(CLOSE, key)
-        except OSError as error:
-            self.cut(str(error))
-        except _NONSENSE as error:
-            self.cut(f"a process has said what makes no sense: {error}")
+        except (OSError, *_NONSENSE):
+            self.cut()
         self._forget(key)
         connection.close()
 
@@ -135,10 +131,8 @@ class Passage(ABC):
         try:
             while True:
                 self._take(*self._trunk.receive())
-        except (*_GONE, MemoryError) as error:
-            self.cut(str(error) or "it has closed the connection")
-        except _NONSENSE as error:
-            self.cut(f"the other host has said what makes no sense: {error}")
+        except (*_GONE, MemoryError, *_NONSENSE):
+            self.cut()
         finally:
             for key in list(self._connections):  # only now: nothing comes into this host's memory any more
                 self._forget(key)
@@ -171,9 +165,8 @@ class Passage(ABC):
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
-    def cut(self, why: str) -> None:
+    def cut(self) -> None:
         """End the trunk."""
-        self.why = self.why or why
         self._trunk.cut()
         self.mirror.close()
 
@@ -181,9 +174,9 @@ class Passage(ABC):
         """Wait for the other end to close the trunk."""
         self._threads[0].join(limit_s)
 
-    def close(self, why: str) -> None:
+    def close(self) -> None:
         """End the trunk, and return once nothing more comes from it."""
-        self.cut(why)
+        self.cut()
         for thread in self._threads:
             if thread is not threading.current_thread() and thread.ident is not None:
                 thread.join(_END_S)

@@ -81,7 +81,7 @@ class Relay(Passage):
         """End, once the launcher has what was told here, and that the processes have ended, and closes the trunk."""
         if self.group is not None:
             self.wait_until_over(limit_s)
-        self.close("the pipeline has ended")
+        self.close()
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens

@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from avgpipe.errors import reason
 from avgpipe.faults import RESTART
 from avgpipe.ranks.generation import (
     GENERATION,
@@ -35,6 +36,7 @@ from avgpipe.ranks.generation import (
     waited_for,
 )
 from avgpipe.ranks.launch import (
+    BLAME_S,
     STOPPED,
     RanksFailed,
     Standstill,
@@ -45,7 +47,7 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
-from avgpipe.ranks.process import STORE_FILE
+from avgpipe.ranks.process import STORE_FILE, has_missed
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
@@ -79,6 +81,10 @@ class Replacing:
         self._standstill = Standstill()  # of all ranks, none of which is left to wait for another
         self._stood_still: set[int] = set()  # ranks that were ended for it
         self._failed: RanksFailed | None = None  # the last that was killed
+        self._missed: list[
+            tuple[int, RanksFailed]
+        ] = []  # ended as they have missed another, who is to be blamed
+        self._blame_by = float("inf")  # of the monotonic clock, until when that one may end
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
@@ -91,9 +97,11 @@ class Replacing:
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+        from avgpipe.ranks.rendezvous import Board
+
         with ExitStack() as stack:
             self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
-            self._store = FileStore(str(self._folder / "store"))
+            self._board = Board(FileStore(str(self._folder / "store")))
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
             with ending(self._close):
@@ -127,12 +135,12 @@ class Replacing:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
         return {**rank_environment(rank, self._size), **counts}
 
-    def _start_waiting(self, rank: int) -> _Waiting:
-        """Start a process that waits at its Pipeline; -1: as a spare."""
+    def _start_waiting(self, rank: int, deadline: float = float("inf")) -> _Waiting:
+        """Start a process that waits at its Pipeline; -1: as a spare. ``deadline``: as that of the one before it."""
         folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
         process = self._start(rank, **{SPARE: str(folder)})
-        return _Waiting(process, pipe_of(folder, rank), time.monotonic() + _START_S)
+        return _Waiting(process, pipe_of(folder, rank), min(deadline, time.monotonic() + _START_S))
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
@@ -140,7 +148,7 @@ class Replacing:
         """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
         is_over = self._standstill.lasts(bool(stopped) and len(stopped) == len(self._ranks))
-        if stopped and (is_over or self._store.check([waited_for(self._generation)])):
+        if stopped and (is_over or self._others_wait()):
             self._stood_still.update(stopped)
             for rank in stopped:
                 self._ranks[rank].kill()
@@ -149,11 +157,35 @@ class Replacing:
             if end is None:
                 continue
             del self._ranks[rank]
-            if isinstance(end, RanksFailed):
+            if not isinstance(end, RanksFailed):
+                continue
+            if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._knows_whom_to_blame():
+                self._missed.append((rank, end))
+                self._blame_by = min(self._blame_by, time.monotonic() + BLAME_S)
+            else:
                 self._lose(rank, end)
+        if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
+            self._lose(*self._missed[0])
 
-    def _lose(self, rank: int, end: RanksFailed) -> None:
-        """Replace a rank that was killed."""
+    def _others_wait(self) -> bool:
+        """Whether ranks have said that another one does not answer.
+
+        One that is stopped while it reads or writes what they say keeps everybody from it.
+        """
+        from avgpipe.ranks.rendezvous import Silence
+
+        try:
+            return self._board.get(waited_for(self._generation)) is not None
+        except Silence:
+            return True
+
+    def _knows_whom_to_blame(self) -> bool:
+        """Whether one stands still, or has been killed, and the others have not gone on since."""
+        is_back = self._failed is None or self._is_restored()
+        return not is_back or any(one.stopped() for one in self._ranks.values())
+
+    def _lose(self, rank: int, end: RanksFailed, deadline: float = float("inf")) -> None:
+        """Replace a rank that was killed. ``deadline``: of a new process that was to replace it."""
         code = end.exit_codes[0]
         stopped = [other for other, one in self._ranks.items() if one.stopped()]
         if code >= 0 and stopped:
@@ -166,7 +198,7 @@ class Replacing:
         if code >= 0 or self._generation >= _MOST or not self._ranks:
             raise failure
         self._failed = failure
-        self._store.set(prospect(self._generation + 1), json.dumps([rank]))
+        self._board.put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
         how = "a spare process"
         self._spares = [one for one in self._spares if one.process.poll() is None]
@@ -174,7 +206,12 @@ class Replacing:
             self._spares.remove(spare)
             self._coming[rank] = spare
         else:  # those that have not come so far stay spares
-            how, self._coming[rank] = "a new process", self._start_waiting(rank)
+            how = "a new process"
+            try:
+                self._coming[rank] = self._start_waiting(rank, deadline)
+            except OSError as error:  # no room, or no more processes
+                why = f"{failure.reason}, and no new process can be started: {reason(error)}"
+                raise self._failure(rank, code, why) from None
         self._say(f"rank {rank} {failure.reason}; {how} takes its place")
 
     def _look_for_new(self) -> None:
@@ -183,7 +220,7 @@ class Replacing:
             end = one.process.poll()
             if isinstance(end, RanksFailed):
                 del self._coming[rank]
-                self._lose(rank, end)
+                self._lose(rank, end, one.deadline)
             elif end is not None or (not one.is_there and time.monotonic() > one.deadline):
                 late = f"within {_START_S:.0f} s" if end is None else "before its end"
                 raise self._failure(rank, 0, f"has not come to its Pipeline {late}, in its new process")
@@ -193,16 +230,20 @@ class Replacing:
         for rank, one in self._coming.items():
             tell_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
             self._ranks[rank] = one.process
-        self._store.set(announcement(self._generation), json.dumps(list(self._coming)))
+        self._board.put(announcement(self._generation), json.dumps(list(self._coming)))
         self._coming = {}
 
     def _look_for_spares(self) -> None:
         """Start a spare process for one that was used, but not while the others need the processors to go on."""
         if len(self._spares) < self._wanted and not self._coming and self._is_restored():
-            self._spares.append(self._start_waiting(-1))
+            try:
+                self._spares.append(self._start_waiting(-1))
+            except OSError as error:
+                self._wanted = len(self._spares)
+                self._say(f"no spare process can be started any more: {reason(error)}")
 
     def _is_restored(self) -> bool:
-        return bool(self._store.check([restored(self._generation)]))
+        return self._board.get(restored(self._generation)) is not None
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 GRACE_S = 3.0  # after SIGTERM, to see the closed connection of the rank that died and name it
@@ -98,8 +98,9 @@ def _watch(
         if number == 0:  # the block has ended
             return
         if number == signal.SIGUSR1:
-            if _answers is not None:
-                print(f"avgpipe: {_answers.doing()}", file=sys.stderr, flush=True)
+            with suppress(OSError, ValueError):  # nobody reads
+                if _answers is not None:
+                    print(f"avgpipe: {_answers.doing()}", file=sys.stderr, flush=True)
         elif number == preempted_by and not is_preempted and _preempt(preempted_by):
             is_preempted = True
             deadline = math.inf if _answers is None else time.monotonic() + _answers.within_s
@@ -112,8 +113,10 @@ def _watch(
         else:
             end = number
             break
-    say(signal.Signals(end))
-    os._exit(128 + end)
+    try:
+        say(signal.Signals(end))
+    finally:  # though nobody may read it
+        os._exit(128 + end)
 
 
 def _has_parent(parent: int) -> bool:

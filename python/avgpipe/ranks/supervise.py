@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from avgpipe.errors import PipelineError
+from avgpipe.errors import PipelineError, reason
 from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
 from avgpipe.ranks.gate import Gates, listen
@@ -39,6 +39,7 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
+_SPARES_AGAIN_S = 60.0  # after which spares are started again that could not be
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
@@ -133,6 +134,7 @@ class Supervisor:
         self._job, self._isolation, self._say = job, isolation, say
         self._groups: dict[int, _Group] = {}
         self._spares: list[_Spare] = []
+        self._no_spares_until = 0.0  # of the monotonic clock
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
@@ -250,7 +252,14 @@ class Supervisor:
         """Start what was used up; one that ends by itself is missed only when it is needed."""
         if not self._coordinator.has_begun or self._finished or self._missing:
             return
-        while len(self._spares) < self._isolation.spares:
+        try:
+            self._start_spares()
+        except OSError as error:
+            self._no_spares_until = time.monotonic() + _SPARES_AGAIN_S
+            self._say(f"no spare pipeline can be started: {reason(error)}")
+
+    def _start_spares(self) -> None:
+        while len(self._spares) < self._isolation.spares and time.monotonic() > self._no_spares_until:
             with ExitStack() as stack:
                 folder = TemporaryDirectory(prefix="avgpipe-")
                 stack.callback(folder.cleanup)
@@ -277,8 +286,10 @@ class Supervisor:
             }
         number, place = self._new_group(free[0])
         joined, resources = Joined(connection) if gate is None else JoinedFar(connection, gate), ExitStack()
+        if isinstance(joined, Joined):
+            resources.callback(joined.release)
         if gate is not None:
-            resources.callback(gate.close, "its pipeline has ended")
+            resources.callback(gate.close)
         self._groups[number] = _Group(free[0], joined, resources)
         where = "" if gate is None else f" on {about['host']}"
         self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
@@ -331,8 +342,9 @@ class Supervisor:
     def _look_for_stopped(self) -> None:
         """End pipelines of which a signal has stopped a process before it has come so far that others wait for it."""
         for number, group in self._groups.items():
-            processes, is_known = group.processes, number in self._coordinator.groups
-            stopped = processes.stopped() if isinstance(processes, Started) and not is_known else []
+            processes, known = group.processes, self._coordinator.groups.get(number)
+            all_known = known is not None and len(known.processes) == known.size
+            stopped = processes.stopped() if isinstance(processes, Started) and not all_known else []
             if group.standstill.lasts(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 
@@ -370,14 +382,19 @@ class Supervisor:
         goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
         is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)
-        then = "; it is started again" * is_restarted
+        then = ""
+        if is_restarted:
+            self._left[pipeline] -= 1
+            try:
+                self._start(pipeline)
+            except OSError as error:  # no room, or no more processes: the others need neither
+                is_restarted, then = False, f"; it cannot be started again: {reason(error)}"
+            else:
+                then = "; it is started again"
         if goes_on:
             then += ", and the others go on" if is_restarted else "; the others go on without it"
         self._say(f"pipeline {pipeline} is lost: {loss.why}{then}")
-        if is_restarted:
-            self._left[pipeline] -= 1
-            self._start(pipeline)
-        elif not has_begun and pipeline in self._left:  # the others wait for it
+        if not is_restarted and not has_begun and pipeline in self._left:  # the others wait for it
             self._missing = [loss]
             self._end()
 

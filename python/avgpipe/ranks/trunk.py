@@ -18,6 +18,8 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 _MOST_BYTES = 2**24  # of a message, without its parts
+# Each end proves in a way of its own that it knows the token: else one caller's answer could be shown to another.
+_CALLER, _CALLED = b"caller/", b"called/"
 _GREET_S = 10  # in which who connects must have shown that it knows the token
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 30,
@@ -52,12 +54,17 @@ class Trunk:
         with socket.create_connection(address, _GREET_S) as end:
             end.settimeout(None)
             connection = Connection(end.detach())
-        return cls(_greeted(connection, token, (answer_challenge, deliver_challenge)))
+        return cls(
+            _greeted(connection, (answer_challenge, _CALLER + token), (deliver_challenge, _CALLED + token))
+        )
 
     @classmethod
     def answer(cls, end: socket.socket, token: bytes) -> Trunk:
         """Let somebody in who has called; raises as :meth:`connect`."""
-        return cls(let_in(end, token))
+        connection = Connection(end.detach())
+        return cls(
+            _greeted(connection, (deliver_challenge, _CALLER + token), (answer_challenge, _CALLED + token))
+        )
 
     def send(self, *message: Any, parts: Sequence[memoryview] = ()) -> None:
         """Send a message and its parts, none of which is empty. OSError where the connection is closed."""
@@ -83,27 +90,24 @@ class Trunk:
         with suppress(OSError), _socket_of(self._connection) as end:
             end.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self.cut()
-        self._connection.close()
-
 
 def _socket_of(connection: Connection) -> socket.socket:
     return socket.socket(fileno=os.dup(connection.fileno()))
 
 
-def let_in(end: socket.socket, token: bytes) -> Connection:
-    """Return the connection of who has called and knows the token; raises as :meth:`Trunk.connect`."""
-    return _greeted(Connection(end.detach()), token, (deliver_challenge, answer_challenge))
+def let_in(end: socket.socket, token: bytes, within_s: int = _GREET_S) -> Connection:
+    """Return the connection of a ``multiprocessing.connection.Client``; raises as :meth:`Trunk.connect`."""
+    steps = (deliver_challenge, token), (answer_challenge, token)
+    return _greeted(Connection(end.detach()), *steps, within_s=within_s)
 
 
-def _greeted(connection: Connection, token: bytes, steps: Sequence[Any]) -> Connection:
-    """Show each other that both know the token, within a limit of time."""
+def _greeted(connection: Connection, *steps: tuple[Any, bytes], within_s: int = _GREET_S) -> Connection:
+    """Show each other that both know a key, within a limit of time."""
     try:
-        _limit(connection, _GREET_S)
-        for step in steps:
+        _limit(connection, within_s)
+        for step, key in steps:
             try:
-                step(connection, token)
+                step(connection, key)
             except AssertionError as error:  # another protocol
                 raise AuthenticationError("what has come is no challenge") from error
         _limit(connection, 0)

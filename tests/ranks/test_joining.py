@@ -1,0 +1,50 @@
+"""One more pipeline for a run, where the run cannot be reached."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from avgpipe.cli import join as command
+from avgpipe.cli.config import JoinConfig
+from avgpipe.errors import PipelineError
+from avgpipe.ranks.joining import NoPlace, join_far
+
+
+def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        closing = threading.Thread(target=lambda: server.accept()[0].close())
+        closing.start()
+        with pytest.raises(NoPlace, match=f"{address}: its launcher cannot be reached"):
+            join_far(address, "a secret that is known", print)
+        closing.join()
+    with pytest.raises(ValueError, match=f"{address}: no run with --listen goes on there") as refused:
+        join_far(address, "a secret that is known", print)
+    assert not isinstance(refused.value, NoPlace)
+
+
+def test_a_pipeline_joins_again_from_where_the_command_was_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each time it goes to its launcher's folder, and the first time the line is cut."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    tries: list[Path] = []
+
+    def join(run: Path, say: object) -> int:
+        tries.append(run.absolute())
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        if len(tries) == 1:
+            raise PipelineError("pipeline 1 was ended: the run's launcher is gone")
+        if len(tries) == 2:
+            raise NoPlace("run: its launcher cannot be reached: timed out")
+        return 1
+
+    monkeypatch.setattr(command, "join", join)
+    monkeypatch.setattr(command, "_ASK_S", 0.0)
+    command.run(JoinConfig(run="run", restarts=1))
+    assert tries == [tmp_path / "run"] * 3
