@@ -198,7 +198,7 @@ def as_here(job: Job) -> Job:
 
 
 class Started:
-    """Processes that have been started together, by torch's launcher."""
+    """Processes that have been started together, by torch's launcher: each leads a session of its own."""
 
     def __init__(self, processes: Any, count: int, captures: bool, folder: Path) -> None:
         self._processes, self._count, self._captures, self._folder = processes, count, captures, folder
@@ -258,7 +258,7 @@ class Started:
         """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
         stopped = self.stopped()
         for rank in stopped:
-            os.kill(self._processes.pids()[rank], signal.SIGKILL)
+            os.killpg(self._processes.pids()[rank], signal.SIGKILL)
         self._stopped += stopped
         return stopped
 
@@ -280,7 +280,7 @@ class Started:
         self._first = blamed if self._first is None else self._first
         for process in self._processes.pids().values():
             with suppress(ProcessLookupError):
-                os.killpg(process, signal.SIGKILL)  # torch starts each in a session of its own
+                os.killpg(process, signal.SIGKILL)
 
     def tell(self, number: int, told: set[int]) -> None:
         """Send a signal to those ranks that handle it and are not among ``told``, to which they are added."""

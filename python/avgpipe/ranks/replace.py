@@ -81,10 +81,9 @@ class Replacing:
         self._standstill = Standstill()  # of all ranks, none of which is left to wait for another
         self._stood_still: set[int] = set()  # ranks that were ended for it
         self._failed: RanksFailed | None = None  # the last that was killed
-        self._missed: list[
-            tuple[int, RanksFailed]
-        ] = []  # ended as they have missed another, who is to be blamed
-        self._blame_by = float("inf")  # of the monotonic clock, until when that one may end
+        # Ranks that have ended as they have missed another one, who is to be blamed if it ends by then.
+        self._missed: list[tuple[int, RanksFailed]] = []
+        self._blame_by = float("inf")  # of the monotonic clock
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
