@@ -58,6 +58,17 @@ def test_where_there_are_no_links_files_are_copied(tmp_path: Path, monkeypatch: 
     assert saved(tmp_path) == {"best": 0, "last": 0}
 
 
+def test_what_fails_in_another_folder_leaves_the_last_one(tmp_path: Path) -> None:
+    with make(PLAN) as p:
+        p.save(tmp_path / "last")
+        (tmp_path / "file").touch()
+        list(p.train(batches(2)))
+        with pytest.raises(CheckpointError, match="nothing was saved to .*last: File exists: .*file"):
+            p.save(tmp_path / "last", also=[tmp_path / "best", tmp_path / "file"])
+        (tmp_path / "file").unlink()
+        assert saved(tmp_path) == {"best": 2, "last": 0}
+
+
 def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, caplog: Any) -> None:
     with make(PLAN) as p:
         checkpoints = Checkpoints(p, tmp_path, keep=3)

@@ -38,7 +38,7 @@ def save_checkpoint(
         contents: of this rank's stage replicas, by their numbers.
         manifest: without the files.
         place: what this process is, as faults name it.
-        also: other folders that get the same checkpoint once it is there.
+        also: other folders, which get the same checkpoint first.
     """
     # All ranks name their files alike, and never as the files of the checkpoint that is there now.
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
@@ -55,10 +55,11 @@ def save_checkpoint(
     def write_manifest() -> None:
         if world.rank == 0:
             faults.at("save", action="manifest", **place)
-            _commit(whole := replace(manifest, files=[[names[n], *rest] for n, *rest in table]), directory)
+            whole = replace(manifest, files=[[names[n], *rest] for n, *rest in table])
             for folder in also:
                 _link(directory, names, folder)
                 _commit(whole, folder)
+            _commit(whole, directory)  # last: what fails before leaves it as it is
 
     what = nothing_saved(directory)
     with held:
