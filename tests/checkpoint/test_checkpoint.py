@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
-from avgpipe.checkpoint import Manifest, verify_checkpoint
+from avgpipe.checkpoint import Manifest, Snapshot, verify_checkpoint
+from avgpipe.checkpoint.snapshot import put_together
 from avgpipe.model.context import Carry
 from tests.checkpoint.test_blocks import checksum_in
 from tests.runner import run
@@ -296,3 +298,50 @@ def test_names_of_parameters_stay_with_their_stage(saves: Any, K: int, N: int, t
             assert group["param_names"] == p._model.trainable[stage]
         assert [r.loss for r in p.train(batches[4:])] == pytest.approx(expected[0], rel=1e-12)
         torch.testing.assert_close(p.state_dict(), expected[1], rtol=1e-10, atol=1e-10)
+
+
+class NumpyRate(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule whose rates, and what it notes of itself, are numbers of NumPy."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer, lambda step: 0.5 * (1 + np.cos(step / 9)))
+        self.half = np.float32(0.5)
+        self.noted: Any = np.int64(3)
+
+
+@pytest.mark.parametrize("rule", [None, "avgpipe", "mean-gradient"])
+def test_numbers_of_numpy_are_saved_as_pythons(rule: str | None, tmp_path: Path) -> None:
+    plan = Plan(stages=2, pipelines=1 if rule is None else 2, micro_batches=2, rule=rule)
+    given, snapshot = token_batches(8, 6), Snapshot()
+
+    def made() -> Pipeline:
+        return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, lr_scheduler=NumpyRate)
+
+    with made() as p:
+        list(p.train(given[:4]))
+        p.save(tmp_path / "c")
+        p.save(tmp_path / "meanwhile", wait=False)
+        snapshot.begin(p._model, p._worker, p.batches, lambda: None)
+        snapshot.finish()
+        assert put_together(*snapshot.taken_apart()).keys() == snapshot.contents.keys()
+        expected = [r.loss for r in p.train(given[4:])]
+    for name in ("c", "meanwhile"):
+        with made() as p:
+            p.load(tmp_path / name)
+            assert [r.loss for r in p.train(given[4:])] == expected
+            assert p.optimizers[0].param_groups[0]["lr"] > 0
+
+
+def test_what_could_not_be_read_is_not_saved(tmp_path: Path) -> None:
+    with make(Plan(stages=2, micro_batches=2)) as p:
+        p.save(tmp_path / "c")
+        schedule: Any = p._worker.trained[0, 0].lr_scheduler
+        schedule.table = np.zeros(3)
+        for save in (p.save, lambda folder: (p.save(folder, wait=False), p.wait_for_save())):
+            with pytest.raises(
+                CheckpointError, match=r"'table' is of numpy.ndarray, which no checkpoint can hold"
+            ):
+                save(tmp_path / "c")
+        assert verify_checkpoint(tmp_path / "c").batches == 0
+        schedule.table = [np.float64(2)]
+        p.save(tmp_path / "c")

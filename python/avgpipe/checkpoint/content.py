@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from avgpipe.checkpoint.manifest import expect, is_count
 from avgpipe.checkpoint.subclasses import taken_apart
+from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -41,15 +45,16 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
     trained = worker.trained[number, pipeline]
     carry = {place: dict(carry.values) for place, carry in carries(trained).items()}
     if copy > 0:
-        return {"carry": carry}
+        return {"carry": readable(carry)}
     rest = stage_state(worker, number, pipeline)
     if worker.exchange is not None:
         rest |= told_average(worker, number)
-    return {
+    found = {
         "carry": carry,
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
         "loss_scale": None if trained.loss_scale is None else trained.loss_scale.state_dict(),
     }
+    return readable(found)  # type: ignore[no-any-return]
 
 
 def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, A
     if (ema := worker.emas.get(number)) is not None:
         weights = dict(zip(model.trainable[k], layout.tensors(ema.flats)))
         content["ema"] = {"weights": weights, "updates": ema.updates}
-    return content
+    return readable(content)  # type: ignore[no-any-return]
 
 
 def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
@@ -115,7 +120,41 @@ def parameter_names(trained: TrainedStage, optimizer: torch.optim.Optimizer, nam
     return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
 
-# ---- what a file may hold -----------------------------------------------------------------------------------------
+# ---- what a file may hold, as it is written --------------------------------------------------------------------------
+
+_NUMBERS = bool, int, float, complex, str
+_PLAIN = {type(None), bytes, torch.Tensor, torch.nn.Parameter, *_NUMBERS}
+
+
+def readable(state: Any, name: str = "state") -> Any:
+    """Return a state with Python's own numbers for NumPy's, such as a rate that ``np.cos`` has made.
+
+    CheckpointError, with ``name``, for what ``weights_only=True`` does not read.
+    """
+    kind = type(state)
+    if kind in _PLAIN:
+        return state
+    if kind in (dict, OrderedDict):
+        return kind((readable(key), readable(value, str(key))) for key, value in state.items())
+    if kind in (list, tuple):
+        return kind(readable(value, name) for value in state)
+    if isinstance(state, np.generic):
+        state = state.item()
+    number = next((number for number in _NUMBERS if isinstance(state, number)), None)
+    if number is not None:
+        return number(state)
+    try:
+        torch.save(state, written := io.BytesIO())
+        torch.load(io.BytesIO(written.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name!r} is of {kind.__module__}.{kind.__qualname__}, which no checkpoint can hold ({reason(error)}): "
+            "use plain numbers, containers and tensors"
+        ) from error
+    return state
+
+
+# ---- what a file may hold, as it is read -----------------------------------------------------------------------------
 
 
 def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
+from avgpipe.checkpoint.content import readable
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
 from avgpipe.runtime.turn_feed import Counts
 from avgpipe.runtime.weights import stage_state, told_average
@@ -43,7 +44,7 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
     if ema is not None:
         state["ema"] = {"flats": list(ema.flats), "updates": ema.updates}
     buffer = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), buffer)
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, readable(state)), buffer)
     return buffer.getvalue()
 
 
