@@ -239,6 +239,7 @@ def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | 
         ({"isolate": True, "pipelines": 2}, "stand in for each other"),
         ({"spread": True, "pipelines": 2}, "use isolate=True"),
         ({"replication": [2, 1], "stages": 2, "micro_batches": 2}, "leave it out"),
+        ({"schedule": "pipedream-2bw", "stages": 2, "micro_batches": 2}, "use a schedule that flushes"),
         ({"advance": "auto", "stages": 2, "micro_batches": 2}, "give numbers"),
     ],
 )

@@ -134,6 +134,7 @@ def check_copies(options: TrainingOptions, plan: Plan, every_s: float, is_part: 
         (plan.isolate, "isolate=True: pipelines in processes of their own stand in for each other"),
         (plan.spread, "spread=True: use isolate=True, with which the other pipelines go on at once"),
         (plan.replication is not None, f"replication={plan.replication}: leave it out"),
+        (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
         (options.measures, "advance='auto': give numbers"),
         (options.verify_every is not None, "verify_every: leave one of the two out"),
         (is_part, "mesh or group: the pipeline must have all ranks"),
