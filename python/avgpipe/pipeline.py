@@ -782,7 +782,7 @@ class Pipeline:
         """
         with self._idle(ValueError):
             found = load_state(self._model, self._worker, state_dict, strict)
-        self._resume()
+        self._go_on_with_others()
         return found
 
     @_recovering
@@ -877,7 +877,7 @@ class Pipeline:
         with self._worker.running():
             faults.at("load", action="restore", **place)
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
-            self._resume()
+            self._go_on_with_others()
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
@@ -904,7 +904,15 @@ class Pipeline:
         with self._idle():
             self._feed.next_batch = load_sharded_state(state, self._model, self._worker)
             self.world.barrier()
-            self._resume()
+            self._go_on_with_others()
+
+    def _go_on_with_others(self) -> None:
+        """Go on with weights that were loaded; nobody is to go back to what there was before."""
+        self._resume()
+        if self._copies is not None and isinstance(feed := self._feed, Feed) and feed.kept is not None:
+            self._copies.forget()
+            feed.kept.clear()
+            self._told, self._called = min(self._told, feed.next_batch), feed.next_batch
 
     def _resume(self) -> None:
         if self._verification is not None:

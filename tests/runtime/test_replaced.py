@@ -43,11 +43,12 @@ class Recurrent(nn.Module):
         return out
 
 
-def replaced(size: int, most: int = 3, **arguments: Any) -> tuple[list[Any], int]:
-    """Run :func:`train` on ranks that are replaced when they are killed; results, and how many were."""
-    ranks = Ranks(
-        size, train, environment={GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}, **arguments
-    )
+def replaced(
+    size: int, most: int = 3, function: Any = None, **arguments: Any
+) -> tuple[list[Any], int]:
+    """Run :func:`train`, or another, on ranks that are replaced when they are killed; results, and how many were."""
+    environment = {GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}
+    ranks = Ranks(size, function or train, environment=environment, **arguments)
     store, count = dist.FileStore(str(ranks.folder / "store")), 0  # type: ignore[attr-defined]
     deadline = time.monotonic() + _LIMIT_S
     while any(process.exitcode is None for process in ranks.processes):
@@ -187,6 +188,70 @@ def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> 
     run, count = replaced(3, options=options, deaths=[(0, 1, 1, when)], end="SIGSTOP", timeout_s=3)
     assert count == 1
     assert_as_undisturbed(run, expected)
+
+
+def made(copies: float | None = 0.01, **options: Any) -> Pipeline:
+    """Two stages on the ranks of a test, as a script that is started anew makes them."""
+    os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
+    torch.manual_seed(0)
+    return Pipeline(
+        nn.Sequential(Recurrent(), Recurrent()),
+        Plan(stages=2, micro_batches=2),
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+        timeout_s=20,
+        copies_every_s=copies,
+        **options,
+    )
+
+
+def given(count: int = BATCHES) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [tuple(torch.randn(8, 8, generator=generator) for _ in "xy") for _ in range(count)]
+
+
+def dies(rank: int) -> None:
+    """Kill this process, where it is the first one that is this rank."""
+    if (os.environ[GENERATION], int(os.environ["RANK"])) == ("0", rank):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_load(how: str, dies_after: int | None = None) -> Any:
+    """Losses of batches after the weights of the fourth were loaded behind the twelfth, and the weights.
+
+    Copies are so far apart that the next one would not come before a rank dies, had the load not asked for one.
+    """
+    folder, losses = Path(os.environ["TEST_FOLDER"]), dict[int, float]()
+    Intervals.after = lambda *_: 4 if how == "load" else 18  # type: ignore[method-assign]
+    with made() as p:
+        if not p.batches:
+            list(p.train(given()[:4]))
+            p.save(folder / "c")
+            weights = p.state_dict()
+            list(p.train(given()[4:]))
+            if how == "load":
+                p.load(folder / "c")
+            else:
+                p.load_state_dict(weights)
+        begun = 4 if how == "load" else BATCHES
+        for result in p.train(given()[p.batches - begun :]):
+            losses[result.batch] = result.loss
+            if result.batch - begun == dies_after:
+                dies(1)
+        return losses, p.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "dies_after"), [("load", 4), ("load_state_dict", 8)])
+def test_who_is_killed_after_a_load_does_not_take_the_others_back_to_before(
+    how: str, dies_after: int
+) -> None:
+    (expected, _), none = replaced(2, function=train_and_load, how=how)
+    run, count = replaced(2, function=train_and_load, how=how, dies_after=dies_after)
+    assert (none, count) == (0, 1)
+    for losses, weights in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
 
 
 def _train_until_a_line_is_silent(timeout_s: float) -> float:

@@ -36,11 +36,13 @@ _SHARE = 0.75  # of the time: a copy counts once it has come, and batches vary
 class Received:
     """A copy of the neighbour's state that comes piece by piece: a text, and the memory of its tensors.
 
-    ``sizes``: of the text and of each memory, in bytes; they come first.
+    Attributes:
+        batches: before it; None once nobody may go back to it.
+        sizes: of the text and of each memory, in bytes; they come first.
     """
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
+    def __init__(self, batches: int | None = None) -> None:
+        self.batches, self.sizes = batches, list[int]()
         self.pieces: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> None:
@@ -95,13 +97,13 @@ class StateCopies:
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._own = [Snapshot() for _ in range(_KEPT)]  # the oldest first
-        self._theirs: dict[int, Received] = {}  # of the process before, by batches
+        self._theirs: dict[int, Received] = {}  # of the process before, by their numbers
         self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
         self._intervals = Intervals(_SHARE * every_s)
         self._interval, self._due = 1, 0  # batches; those before the next one
         self._late = 0  # batches by which the last one is to be sent
-        self._is_steady, self._count = False, 0  # since a rank was new; copies since then
+        self._is_steady, self._count = False, 0  # since a rank was new; copies since then, which numbers them
         # When the ranks agreed last, and batches before it; None after a pause, which says nothing of batches.
         self._agreed: tuple[float, int] | None = None
 
@@ -131,6 +133,14 @@ class StateCopies:
         """Have one taken before the next batch."""
         self._due, self._agreed = 0, None
 
+    def forget(self) -> None:
+        """Go back to none of those there are, as other weights were loaded; have one taken before the next batch."""
+        self._own = [Snapshot() for _ in range(_KEPT)]
+        for received in self._theirs.values():  # what is on its way still comes
+            received.batches = None
+        self._sending = []
+        self.ask_for_one()
+
     @property
     def _agrees(self) -> bool:
         """Whether the ranks agree on how often, at the copy that is due; no batch may be in flight then."""
@@ -159,11 +169,12 @@ class StateCopies:
                 self._is_steady = 1 / _CHANGE <= found / self._interval <= _CHANGE
                 self._interval = found
             self._agreed = now, batches
-        self._count, self._due = self._count + 1, batches + self._interval
+        number = self._count = self._count + 1
+        self._due = batches + self._interval
         self._late = batches + self._interval // 2
         snapshot = self._own.pop(0)
         self._own.append(snapshot)
-        self._theirs[batches] = Received()
+        self._theirs[number] = Received(batches)
         for old in sorted(self._theirs)[:-_KEPT]:
             del self._theirs[old]
 
@@ -173,7 +184,7 @@ class StateCopies:
             parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
             pieces = [torch.tensor([len(part) for part in parts])]
             pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
-            key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, batches)
+            key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, number)
             self._sending = [(key._replace(micro_batch=m), piece) for m, piece in enumerate(pieces)]
 
         snapshot.begin(model, worker, batches, send)
@@ -191,8 +202,8 @@ class StateCopies:
         if (worker := self._worker) is None:
             return
         worker.mailbox.collect()
-        for batches, received in self._theirs.items():
-            key = copy_key(worker.placement, worker.world.rank, batches)
+        for number, received in self._theirs.items():
+            key = copy_key(worker.placement, worker.world.rank, number)
             while (following := key._replace(micro_batch=received.messages)) in worker.mailbox:
                 received.add(worker.mailbox.take(following))
 
@@ -208,7 +219,7 @@ class StateCopies:
 
         PipelineError where there is none. ``no_further``: batches before the last call that cannot be made again.
         """
-        theirs = [batches for batches, received in self._theirs.items() if received.is_whole]
+        theirs = [of.batches for of in self._theirs.values() if of.is_whole and of.batches is not None]
         said = world.gather([self._batches, theirs, no_further])
         lacking = [rank for rank, (own, *_) in enumerate(said) if not own]
         common = [own for own, *_ in said if own]
@@ -236,7 +247,8 @@ class StateCopies:
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
         """Give a lost rank's state to the process that has its number now, where it is returned."""
         giver = (rank + 1) % world.size
-        received = self._theirs[batches] if world.rank == giver else Received()
+        whole_ones = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)
+        received = next(whole_ones, Received())
         sizes: list[int] = world.gather(received.sizes)[giver]
         if world.rank not in (giver, rank):
             return None

@@ -245,11 +245,14 @@ def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Ke
     return Key(Message.RESULT, evaluation_pipeline(placement, pipeline), source, target, batch, -1)
 
 
-def copy_key(placement: Placement, rank: int, batches: int) -> Key:
-    """Name the message by which a process gets the beginning of a copy of the state of the process before it."""
+def copy_key(placement: Placement, rank: int, number: int) -> Key:
+    """Name the message by which a process gets the beginning of a copy of the state of the process before it.
+
+    ``number``: of the copy, as batches may come again when a checkpoint is loaded.
+    """
     before = (rank - 1) % placement.ranks
     source, target = placement.held_by(before)[0], placement.held_by(rank)[0]
-    return Key(Message.COPY, placement.evaluates, source, target, batches, 0)
+    return Key(Message.COPY, placement.evaluates, source, target, number, 0)
 
 
 def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
