@@ -108,6 +108,15 @@ def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> N
         Checkpoints(p, tmp_path, **options)
 
 
+def test_a_clock_is_not_asked_where_processes_are_replaced(tmp_path: Path) -> None:
+    with make(PLAN, copies_every_s=1) as p:
+        checkpoints = Checkpoints(p, tmp_path)
+        with pytest.raises(ValueError, match=r"with copies_every_s save where the number of a batch says so"):
+            checkpoints.due()
+        train_and_save(p, checkpoints, 2)
+    assert saved(tmp_path) == {"last": 2}
+
+
 def _save_when_it_is_due(folder: str) -> list[int]:
     with make(PLAN) as p:
         checkpoints = Checkpoints(p, folder, every_s=1e-6)

@@ -660,6 +660,7 @@ class Pipeline:
         self._feed.enter()
         return self._feed.ended
 
+    @_recovering
     def once(self, what: str, find: Callable[[], Any]) -> Any:
         """Return, on every rank of all pipelines, what ``find()`` returns on one of them, as JSON carries it.
 
@@ -879,6 +880,7 @@ class Pipeline:
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
             self._go_on_with_others()
 
+    @_recovering
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
 
@@ -976,6 +978,11 @@ class Pipeline:
         return list(self._model.bounds)
 
     @property
+    def has_copies(self) -> bool:
+        """Whether a process that is lost may be replaced from a copy of its state: see ``copies_every_s``."""
+        return self._copies is not None
+
+    @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
         return self._feed.next_batch
@@ -1014,6 +1021,7 @@ class Pipeline:
         with self._idle():
             return gather_busy(self._worker, first_batch)
 
+    @_recovering
     def measured_costs(self) -> Costs:
         """Return what forwards, backwards, updates and messages of each stage have taken so far: medians, in seconds.
 

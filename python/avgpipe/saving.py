@@ -50,7 +50,15 @@ class Checkpoints:
         return max(1, self._pace.batches() - self._batches)
 
     def due(self, batches: int = 1) -> bool:
-        """Whether to save now, on all ranks alike, after so many more batches; they seldom agree on it."""
+        """Whether to save now, on all ranks alike, after so many more batches; they seldom agree on it.
+
+        ValueError with ``copies_every_s``: a process that replaces another does not know when they have.
+        """
+        if self._pipeline.has_copies:
+            raise ValueError(
+                "due() asks a clock, which a process that replaces another does not have: with copies_every_s save "
+                "where the number of a batch says so, as if result.batch % 1000 == 999"
+            )
         self._batches += batches
         if self._batches < self._pace.batches():
             return False

@@ -254,6 +254,29 @@ def test_who_is_killed_after_a_load_does_not_take_the_others_back_to_before(
         assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
 
 
+def train_and_ask(dies_after: int | None = None) -> Any:
+    """Losses of two epochs by batch, and what one rank has answered after the first."""
+    losses, answers = dict[int, float](), list[str]()
+    Intervals.after = lambda *_: 2 * BATCHES  # type: ignore[method-assign]
+    StateCopies._late = property(lambda _: 0, lambda *_: None)  # type: ignore[assignment]  # sent a batch later
+    with made() as p:
+        for epoch in range(p.batches // BATCHES, 2):
+            for result in p.train(given()[p.batches % BATCHES :]):
+                losses[result.batch] = result.loss
+                if result.batch - BATCHES == dies_after:
+                    dies(1)
+            answers.append(p.once("who answers", lambda: f"{os.environ['RANK']} after {epoch}"))  # noqa: B023
+        return losses, answers
+
+
+@pytest.mark.slow
+def test_who_is_killed_later_does_not_ask_again_what_all_have_asked() -> None:
+    run, count = replaced(2, function=train_and_ask, dies_after=BATCHES - 2)
+    assert count == 1
+    assert [answers for _, answers in run] == [["0 after 0", "0 after 1"], ["0 after 1"]]
+    assert all(run[0][0][batch] == loss for batch, loss in run[1][0].items())
+
+
 def _train_until_a_line_is_silent(timeout_s: float) -> float:
     """How long after its last result this rank has an error, since what the second stage sends is lost."""
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
