@@ -113,8 +113,8 @@ def _recovering(call: _Call) -> _Call:
             try:
                 found = call(self, *args, **options)
             except _LOST as loss:
-                if any(isinstance(argument, Iterator) for argument in args):  # a part of it is used up
-                    raise
+                if any(isinstance(given, Iterator) for given in (*args, *options.values())):
+                    raise  # a part of it is used up
                 self._recover(loss)
             else:
                 self._note_call()

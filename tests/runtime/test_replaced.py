@@ -321,6 +321,22 @@ def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | 
     assert "PeerLost: rank 1 (stage 1) died" in text
 
 
+def test_an_iterator_is_not_evaluated_twice_however_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: Any) -> Any:
+        raise PeerLost("rank 1 died")
+
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv(STORE_FILE, "")
+    monkeypatch.setattr("avgpipe.pipeline.run_evaluation", lose)
+    for how in ("positional", "by name"):
+        with made() as p:
+            p._recover = pytest.fail  # type: ignore[method-assign]
+            with pytest.raises(PeerLost, match="rank 1 died"):
+                p.evaluate(iter(given())) if how == "positional" else p.evaluate(loader=iter(given()))
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
