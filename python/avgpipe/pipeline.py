@@ -453,7 +453,8 @@ class Pipeline:
         feed = self._feed
         self._choose_advance()
         while not self._is_due and feed.takes_more() and not feed.results:
-            self._copy_if_due()
+            if self._copies is None or self._loader.has_more:
+                self._copy_if_due()
             if not feed.fetch():
                 break
         if feed.results:
@@ -475,7 +476,6 @@ class Pipeline:
         n = self.plan.batches_per_round if self._worker.exchange is None else 1
         self.drain()
         self._forget_results()
-        feed = self._feed
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
         samples = sample_count(inputs, targets)
@@ -483,8 +483,9 @@ class Pipeline:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
+        self._until_done(self._copy_if_due)
         for share in zip(split(inputs, n), split(targets, n)):
-            feed.begin([share], self._worker.copy_ahead([share]))
+            self._feed.begin([share], self._worker.copy_ahead([share]))
         self.drain()
         results = self._feed.results
         weight = sum(weight for _, weight in results)
@@ -500,9 +501,13 @@ class Pipeline:
 
     def drain(self) -> None:
         """Finish the batches that are in flight."""
+        self._until_done(lambda: self._feed.drain())
+
+    def _until_done(self, act: Callable[[], None]) -> None:
+        """Do it, once more after each rank that was replaced meanwhile."""
         while True:
             try:
-                self._feed.drain()
+                act()
                 return
             except _LOST as loss:
                 self._recover(loss)
@@ -558,17 +563,18 @@ class Pipeline:
     # ---- ranks that are replaced ---------------------------------------------------------------------------------
 
     def _copy_if_due(self) -> None:
-        """Take a copy of the state before the next batch, if there is one and all are to take it."""
-        if self._copies is not None and self.world.size > 1 and self._loader.has_more:
+        """Take a copy of the state before the next batch, if all are to take one."""
+        if self._copies is not None and self.world.size > 1:
             self._take_copy(self._copies)
 
     def _take_copy(self, copies: StateCopies) -> None:
         feed = self._feed
         assert isinstance(feed, Feed)
         copies.collect()
-        if not copies.is_due(feed.next_batch):
-            return
         plan = self._running_plan
+        # Not in the midst of a round, which step() makes of one batch of the caller.
+        if not copies.is_due(feed.next_batch) or feed.next_batch % plan.batches_per_round:
+            return
         if copies.must_wait(plan.batches_in_flight) or not may_run(plan, feed.next_batch):
             self._feed.drain()
         with self._settling():

@@ -190,18 +190,17 @@ def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> 
     assert_as_undisturbed(run, expected)
 
 
-def made(copies: float | None = 0.01, **options: Any) -> Pipeline:
+def made(options: dict[str, Any] = SHAPES[2]) -> Pipeline:
     """Two stages on the ranks of a test, as a script that is started anew makes them."""
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     torch.manual_seed(0)
     return Pipeline(
         nn.Sequential(Recurrent(), Recurrent()),
-        Plan(stages=2, micro_batches=2),
+        Plan(**options),
         loss_fn=nn.MSELoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         timeout_s=20,
-        copies_every_s=copies,
-        **options,
+        copies_every_s=0.01,
     )
 
 
@@ -252,6 +251,41 @@ def test_who_is_killed_after_a_load_does_not_take_the_others_back_to_before(
     for losses, weights in run:
         assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
         assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
+
+
+def train_in_steps(options: dict[str, Any], dies_after: int | None = None) -> Any:
+    """Losses by batch, weights, and the most batches that were kept."""
+    losses, kept = dict[int, float](), 0
+    Intervals.after = lambda *_: 4  # type: ignore[method-assign]
+    with made(options=options) as p:
+        for inputs, targets in given()[p.batches // p.plan.batches_per_round :]:
+            number = p.batches
+            losses[number] = p.step(inputs, targets)
+            kept = max(kept, len(p._feed.kept or ()))
+            if number == dies_after:
+                dies(1)
+        return losses, p.state_dict(), kept
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SHAPES[1:], ids=str)
+def test_steps_go_on_to_the_same_bits_and_keep_few_batches(options: dict[str, Any]) -> None:
+    (expected, *_), _ = replaced(2, function=train_in_steps, options=options)
+    run, count = replaced(2, function=train_in_steps, options=options, dies_after=8)
+    assert count == 1
+    for losses, weights, kept in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
+        assert kept <= 10
+    assert run[0][0].keys() == expected[0].keys()
+
+
+def test_a_process_that_is_alone_keeps_no_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv(STORE_FILE, "")
+    with made() as p:
+        list(p.train(given()))
+        assert not p._feed.kept
 
 
 def train_and_ask(dies_after: int | None = None) -> Any:

@@ -109,7 +109,8 @@ class Feed:
         self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._sums_loss = options.sums_loss
-        self.kept: list[Pairs] | None = [] if options.copies else None  # the last batches that have begun
+        # The last batches that have begun.
+        self.kept: list[Pairs] | None = [] if options.copies and worker.world.size > 1 else None
         self.next_batch = self.begun = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[InFlight] = deque()  # oldest first
