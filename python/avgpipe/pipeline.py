@@ -736,7 +736,7 @@ class Pipeline:
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
             return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
 
-        with self._worker.running():
+        with self._settling():
             exchange = self._worker.exchange
             if exchange is None or isinstance(which, int):
                 return EvaluationResult(**evaluate())

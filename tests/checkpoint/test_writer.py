@@ -215,6 +215,24 @@ def test_a_loop_saves_while_batches_are_in_flight(batch: str, every: int, tmp_pa
     assert save_in_a_loop(plan, str(tmp_path), every) or batch == "global"
 
 
+def test_an_evaluation_right_after_leaves_what_is_saved_as_it_was(tmp_path: Path) -> None:
+    plan, given = Plan(stages=2, pipelines=2, micro_batches=4, batch="per-pipeline"), batches(12)
+    with make(plan) as p:
+        expected = [result.loss for result in p.train(given)]
+    with make(plan) as p:
+        p.save(tmp_path / "first", wait=False)
+        p.wait_for_save()
+        for result in p.train(given):
+            if result.batch == 4:
+                p.save(tmp_path / "c", wait=False)
+                assert p._writer.is_under_way
+                p.evaluate(given)
+    with make(plan) as p:
+        p.load(tmp_path / "c")
+        first = p.batches
+        assert [result.loss for result in p.train(given[first:])] == expected[first:]
+
+
 def _loop_on_ranks(folder: str) -> bool:
     plan = Plan(stages=2, pipelines=3, micro_batches=3, batch="per-pipeline")
     return all(save_in_a_loop(plan, f"{folder}/{every}", every) for every in (1, 3))
