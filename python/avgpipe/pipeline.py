@@ -332,6 +332,7 @@ class Pipeline:
         self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
         self._told = 0  # batches whose results the caller has
         self._called = 0  # batches before the last call that is not made again
+        self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
         self._again: deque[Any] = deque()  # batches that had begun, and begin once more
         self._connect()
         self._memory_limit_bytes = memory_limit_bytes
@@ -609,8 +610,11 @@ class Pipeline:
                 next_generation(private_store(), notice_s)
             except PeerLost as nobody:
                 raise loss from nobody
+            before = self._worker.preemption
             try:
                 self._connect()
+                if before.is_known:
+                    self._worker.preemption.notice()
                 with self._worker.running():
                     self._go_back(copies)
                 self._train_again(copies)
@@ -623,6 +627,10 @@ class Pipeline:
         before = self._feed
         assert isinstance(before, Feed)
         assert before.kept is not None
+        # A new rank has made none of these calls, all of which were before the copy.
+        self._set_flags = max(self.world.gather(self._set_flags), key=len)
+        for names, flag in self._set_flags:
+            set_requires_grad(self._worker, find_parameters(self._model, names), flag)
         batches = copies.go_back(self.world, self._model, self._worker, self._called)
         private_store().set(restored(generation()), "")
         begun = [*before.kept, *self._again]
@@ -941,6 +949,7 @@ class Pipeline:
                 f"{method}() needs whole weights, and prepare_stage has sharded stages: {instead}"
             )
 
+    @_recovering
     def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
         """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
 
@@ -967,6 +976,7 @@ class Pipeline:
         with self._idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
             set_requires_grad(self._worker, indices, flag)
+        self._set_flags.append((names, flag))
 
     @property
     def launcher(self) -> Membership | None:

@@ -43,9 +43,7 @@ class Recurrent(nn.Module):
         return out
 
 
-def replaced(
-    size: int, most: int = 3, function: Any = None, **arguments: Any
-) -> tuple[list[Any], int]:
+def replaced(size: int, most: int = 3, function: Any = None, **arguments: Any) -> tuple[list[Any], int]:
     """Run :func:`train`, or another, on ranks that are replaced when they are killed; results, and how many were."""
     environment = {GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}
     ranks = Ranks(size, function or train, environment=environment, **arguments)
@@ -190,7 +188,7 @@ def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> 
     assert_as_undisturbed(run, expected)
 
 
-def made(options: dict[str, Any] = SHAPES[2]) -> Pipeline:
+def made(options: dict[str, Any] = SHAPES[2], **others: Any) -> Pipeline:
     """Two stages on the ranks of a test, as a script that is started anew makes them."""
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     torch.manual_seed(0)
@@ -201,6 +199,7 @@ def made(options: dict[str, Any] = SHAPES[2]) -> Pipeline:
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
         timeout_s=20,
         copies_every_s=0.01,
+        **others,
     )
 
 
@@ -286,6 +285,41 @@ def test_a_process_that_is_alone_keeps_no_batches(tmp_path: Path, monkeypatch: p
     with made() as p:
         list(p.train(given()))
         assert not p._feed.kept
+
+
+def train_with_settings(dies_after: int | None = None) -> Any:
+    """Losses with a layer frozen from the fifth batch on, weights, how many were skipped, whether all have stopped."""
+    losses, data = dict[int, str](), given(2 * BATCHES)
+    for batch in (2, 11):
+        data[batch] = (torch.full((8, 8), torch.nan), data[batch][1])
+    with made(skip_nonfinite=True) as p:
+        for end in (4, 2 * BATCHES):
+            for result in p.train(data[p.batches : end]):
+                losses[result.batch] = repr(result.loss)
+                if result.batch == dies_after:
+                    p.preempt()
+                    dies(1)
+            if p.batches == 4:
+                p.requires_grad_("0.linear", False)
+        found = losses, p.state_dict(), p.skipped_updates
+        for _ in range(100 if dies_after else 0):
+            p.step(*data[0])
+            time.sleep(0.02)
+            if p.preempted:
+                break
+        return *found, p.preempted
+
+
+@pytest.mark.slow
+def test_frozen_layers_counts_and_notices_outlast_a_replacement() -> None:
+    (expected, _), _ = replaced(2, function=train_with_settings)
+    run, count = replaced(2, function=train_with_settings, dies_after=18)
+    assert count == 1
+    for losses, weights, skipped, has_stopped in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
+        assert skipped == expected[2] == 2
+        assert has_stopped
 
 
 def train_and_ask(dies_after: int | None = None) -> Any:

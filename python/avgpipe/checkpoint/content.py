@@ -21,7 +21,7 @@ from avgpipe.runtime.worker import Worker
 
 _STATE: Any = dict | None
 _STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
-_LATER = {"evaluated": dict}  # of a replica, by an optimizer with modes
+_LATER = {"evaluated": dict, "skipped": is_count}  # which a replica may lack
 _REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
 
 
@@ -70,6 +70,8 @@ def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, A
         "reference": None,
         "replicas": {i: _state_of(trained, model.trainable[k]) for i, trained in replicas.items()},
     }
+    for i, replica in content["replicas"].items():
+        replica["skipped"] = worker.lanes[number, i].update.skipped
     layout = next(iter(replicas.values())).arena.layout
     if (reference := worker.references[number]) is not None:
         weights = dict(zip(model.trainable[k], layout.tensors(reference.parameters)))
@@ -184,7 +186,7 @@ def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: C
         if (optimizer := replica["optimizer"]) is not None:
             expect("optimizer", optimizer, {"state": dict, "names": list})
         named += [replica["weights"], replica["rest"], *replica["older"].values()]
-        named += [replica[what] for what in _LATER if what in replica]
+        named += [replica["evaluated"]] if "evaluated" in replica else []
     for name, value in (item for values in named for item in values.items()):
         found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
         if found is None or signature.get(name) != found:

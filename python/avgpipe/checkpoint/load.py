@@ -216,6 +216,8 @@ def restore(contents: Mapping[int, dict[str, Any]], model: Model, worker: Worker
     """
     own = {n: [_unshared(contents[m]) for m in numbers] for n, numbers in _needed(worker).items()}
     _restore_all({n: SavedStages(found, exactly=True) for n, found in own.items()}, model, worker)
+    for (n, i), lane in worker.lanes.items():  # as of the run that goes on; after a load it begins at 0
+        lane.update.skipped = contents[n]["replicas"][i].get("skipped", 0)
 
 
 def _unshared(content: dict[str, Any]) -> dict[str, Any]:

@@ -34,6 +34,11 @@ class Preemption:
         """Say that this process will be ended; in any thread, and in a signal handler."""
         self._is_noticed = True
 
+    @property
+    def is_known(self) -> bool:
+        """Whether this process, or another one as far as it has learnt, will be ended."""
+        return self._is_noticed or self._told is not None
+
     def is_due(self, place: int) -> bool:
         """Whether to stop at ``place``, a number that grows; the same on all ranks that are asked there.
 
