@@ -88,6 +88,29 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, caplog: Any) -> None
             checkpoints.load()
 
 
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("wait", [True, False])
+def test_the_only_one_that_loads_stays_until_another_is_there(wait: bool, keep: int, tmp_path: Path) -> None:
+    with make(PLAN) as p:
+        checkpoints = Checkpoints(p, tmp_path, keep=3)
+        for count in (1, 1, 1):
+            train_and_save(p, checkpoints, count)
+        next((tmp_path / "last").glob("stage-1*")).write_bytes(b"")  # which batch-3 has, too
+        checkpoints = Checkpoints(p, tmp_path, keep=keep)
+        assert checkpoints.load()
+        list(p.train(batches(2)))
+        with slow_disk(is_full=True) as disk, pytest.raises(CheckpointError, match="No space left"):
+            disk.goes_on.set()
+            checkpoints.save(wait=wait)
+            p.wait_for_save()
+        assert checkpoints.load()
+        assert p.batches == 2
+        for count in (2, 1):
+            train_and_save(p, checkpoints, count, wait=wait)
+        p.wait_for_save()
+    assert saved(tmp_path) == {"last": 5} | ({"batch-000000004": 4, "batch-000000005": 5} if keep > 1 else {})
+
+
 def test_a_save_tells_that_the_one_before_has_failed_and_is_made(tmp_path: Path) -> None:
     with make(PLAN) as p:
         checkpoints = Checkpoints(p, tmp_path)

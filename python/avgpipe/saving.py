@@ -43,6 +43,8 @@ class Checkpoints:
         self._pace = Timetable(every_s, pipeline.plan.batches_per_round)
         self._batches = 0  # since the ranks agreed last
         self._saved_at = time.monotonic()
+        self._source: str | None = None  # which was loaded in place of newer ones, until another is there
+        self._has_saved = False  # since then
 
     @property
     def batches_to_agreement(self) -> int:
@@ -90,17 +92,20 @@ class Checkpoints:
             self._pipeline.wait_for_save()
         except CheckpointError as error:
             failure = error
+        else:
+            self._source = None if self._has_saved else self._source
         name = kept_name(self._pipeline.batches)
         self._pipeline.once("old checkpoints are deleted", lambda: self._delete_old(name))
         also = [BEST] * best + [name] * (self._keep > 1)
         folders = [self._folder / name for name in also]
         self._pipeline.save(self._folder / LAST, wait=wait, also=folders)
+        self._has_saved = True
         if failure is not None:
             raise failure
 
     def _delete_old(self, following: str) -> None:
         if self._pipeline.world.rank == 0:
-            delete_old(self._folder, self._keep - 1, following)
+            delete_old(self._folder, self._keep - 1, following, self._source)
 
     def load(self) -> bool:
         """Go on from the newest checkpoint that loads; False where there is none.
@@ -117,6 +122,7 @@ class Checkpoints:
             except CheckpointError as error:
                 failures.append(error)
             else:
+                self._source, self._has_saved = Path(path).name if failures else None, False
                 if failures and self._pipeline.world.rank == 0:
                     _log.warning("%s; %s is loaded instead", failures[0], path)
                 return True

@@ -37,15 +37,15 @@ def newest(folder: Path, look: Callable[[Path], T]) -> T:
     raise failure or CheckpointError(f"no checkpoint in {folder}")
 
 
-def delete_old(folder: Path, keep: int, following: str) -> None:
-    """Delete all but ``keep`` of those before ``following``, beside ``last`` and ``best``.
+def delete_old(folder: Path, keep: int, following: str, source: str | None = None) -> None:
+    """Delete all but ``keep`` of those before ``following``, beside ``last``, ``best`` and ``source``.
 
     What comes after it is of a course of training that was left.
     """
     found = _kept_in(folder)
     stay = [path for path in found if path.name < following][:keep]
     for path in found:
-        if path not in stay:
+        if path not in stay and path.name != source:
             with suppress(OSError):  # the next save tries again
                 (path / NAME).unlink(missing_ok=True)  # what is left of it is no checkpoint
                 shutil.rmtree(path)
