@@ -99,10 +99,15 @@ def test_the_only_one_that_loads_stays_until_another_is_there(wait: bool, keep: 
         checkpoints = Checkpoints(p, tmp_path, keep=keep)
         assert checkpoints.load()
         list(p.train(batches(2)))
-        with slow_disk(is_full=True) as disk, pytest.raises(CheckpointError, match="No space left"):
-            disk.goes_on.set()
+
+        def save() -> None:
             checkpoints.save(wait=wait)
             p.wait_for_save()
+
+        with slow_disk(is_full=True) as disk:
+            disk.goes_on.set()
+            with pytest.raises(CheckpointError, match="No space left"):
+                save()
         assert checkpoints.load()
         assert p.batches == 2
         for count in (2, 1):

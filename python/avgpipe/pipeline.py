@@ -472,7 +472,8 @@ class Pipeline:
     def step(self, inputs: Any, targets: Any) -> float:
         """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
 
-        It makes an update by itself, whatever ``accumulate`` is.
+        It makes an update by itself, whatever ``accumulate`` is. The loss is NaN where nothing counts, as where all
+        targets are ignored.
         """
         n = self.plan.batches_per_round if self._worker.exchange is None else 1
         self.drain()
@@ -488,13 +489,12 @@ class Pipeline:
         for share in zip(split(inputs, n), split(targets, n)):
             self._feed.begin([share], self._worker.copy_ahead([share]))
         self.drain()
-        results = self._feed.results
-        weight = sum(weight for _, weight in results)
-        total = sum(result.loss * weight for result, weight in results)
+        counted = [(result.loss, weight) for result, weight in self._feed.results if weight]
         self._forget_results()
         if self._is_due:
             self._verify()
-        return total / weight
+        weight = sum(weight for _, weight in counted)
+        return sum(loss * weight for loss, weight in counted) / weight if counted else math.nan
 
     def _forget_results(self) -> None:
         self._feed.results.clear()

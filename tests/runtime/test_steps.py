@@ -189,6 +189,29 @@ def test_without_metrics_there_are_none() -> None:
         assert hash(result) == hash(result)
 
 
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_a_step_counts_what_there_is_to_count(pipelines: int, batch: str) -> None:
+    plan = Plan(stages=2, pipelines=pipelines, micro_batches=2, batch=batch if pipelines > 1 else "global")
+    inputs, targets = token_batches(1, 4)[0]
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum, skip_nonfinite=True) as p:
+        assert math.isnan(p.step(inputs, torch.full_like(targets, IGNORED)))
+        targets[:2] = IGNORED  # all of the first pipeline's
+        expected = p.evaluate([(inputs, targets)]).loss
+        assert abs(p.step(inputs, targets) - expected) < 1e-10
+
+
+def test_a_share_without_samples_adds_nothing_to_a_sums_metrics() -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=2)
+    ((inputs, targets),) = token_batches(1, 1)
+    with Pipeline(language_model(), plan, loss_fn=Sum(), optimizer=momentum) as p:
+        expected = p.evaluate([(inputs, targets)]).metrics
+        (result,) = p.train([(inputs, targets)])
+    assert expected
+    assert result.metrics.keys() == expected.keys()
+    assert unequal(list(result.metrics.values()), list(expected.values())) < 1e-10
+
+
 def test_metrics_stand_beside_those_of_a_metric_function() -> None:
     with Pipeline(language_model(), Plan(stages=2), loss_fn=mean, optimizer=momentum) as p:
         found = p.evaluate(token_batches(3, 7), lambda output, target: {"accuracy": 0.5})

@@ -113,10 +113,13 @@ class BatchEnd(NamedTuple):
 
         norms = [share.grad_norm for share in counted or shares if share.grad_norm is not None]
         names = next((share.metrics for share in counted if share.metrics), {})
+        having = [
+            share for share in counted if share.metrics or not is_sum
+        ]  # of a sum an empty share has none
         return cls(
             mean(share.loss for share in counted),
             weight,
-            {name: mean(share.metrics.get(name, math.nan) for share in counted) for name in names},
+            {name: mean(share.metrics.get(name, math.nan) for share in having) for name in names},
             sum(norms) / len(norms) if norms else None,
             shares[0].lr,
         )
