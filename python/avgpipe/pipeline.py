@@ -579,7 +579,7 @@ class Pipeline:
         if copies.must_wait(plan.batches_in_flight) or not may_run(plan, feed.next_batch):
             self._feed.drain()
         with self._settling():
-            copies.begin(self._model, self._worker, feed.next_batch)
+            copies.begin(self._model, self._worker, feed.next_batch, plan.batches_in_flight)
             self._settle()
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]

@@ -147,24 +147,30 @@ class StateCopies:
         return self._agreed is None or not (self._is_steady and self._count % _AGREE)
 
     def must_wait(self, in_flight: int) -> bool:
-        """Whether the one that is due must wait for the batches in flight, of which there are so many at most.
+        """Whether the one that is due must wait for the batches in flight, of which there are so many at most."""
+        return self._must_meet(in_flight) or self._own[-1].is_under_way
+
+    def _must_meet(self, in_flight: int) -> bool:
+        """Whether no rank may take the one that is due before all have sent the one before.
 
         Two are kept, this one among them, so the one before must be whole everywhere. It has been sent after half of
         the batches between the two at the latest, and another rank is no more than those in flight behind this one.
         """
-        return self._agrees or self._interval < 2 * (in_flight + 1) or self._own[-1].is_under_way
+        return self._agrees or self._interval < 2 * (in_flight + 1)
 
     def settle(self) -> None:
         """Take what is under way; no batch is in flight."""
         self._own[-1].finish()
 
-    def begin(self, model: Model, worker: Worker, batches: int) -> None:
+    def begin(self, model: Model, worker: Worker, batches: int, in_flight: int) -> None:
         """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
         self._send_all()
+        now = time.monotonic()
+        elapsed = 0.0
+        if self._must_meet(in_flight):
+            elapsed = max(worker.world.gather(0.0 if self._agreed is None else now - self._agreed[0]))
         if self._agrees:
-            now = time.monotonic()
             if self._agreed is not None:
-                elapsed = max(worker.world.gather(now - self._agreed[0]))
                 found = self._intervals.after(batches - self._agreed[1], elapsed)
                 self._is_steady = 1 / _CHANGE <= found / self._interval <= _CHANGE
                 self._interval = found
