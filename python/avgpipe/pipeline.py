@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import hashlib
 import json
 import logging
 import math
 import os
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -611,6 +613,9 @@ class Pipeline:
             except PeerLost as nobody:
                 raise loss from nobody
             before = self._worker.preemption
+            self._worker.forget()  # the next one may find no memory beside it
+            traceback.clear_frames(loss.__traceback__)
+            gc.collect()
             try:
                 self._connect()
                 if before.is_known:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -320,6 +321,32 @@ def test_frozen_layers_counts_and_notices_outlast_a_replacement() -> None:
         assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
         assert skipped == expected[2] == 2
         assert has_stopped
+
+
+def train_and_look(dies_after: int) -> list[int]:
+    """How many parts of the Worker before were there when each Worker was made."""
+    found, parts, connect = list[int](), list[Any](), Pipeline._connect
+
+    def look(p: Pipeline) -> None:
+        found.append(sum(part() is not None for part in parts))
+        connect(p)
+        for trained in p._worker.trained.values():
+            held = trained, trained.stage.layers, trained.arena.weights[0], *p._worker.lanes.values()
+            parts[:] = map(weakref.ref, held)
+
+    Pipeline._connect = look  # type: ignore[method-assign]
+    with made() as p:
+        for result in p.train(given()[p.batches :]):
+            if result.batch == dies_after:
+                dies(1)
+    return found
+
+
+@pytest.mark.slow
+def test_what_was_there_is_freed_before_all_is_made_anew() -> None:
+    run, count = replaced(2, function=train_and_look, dies_after=5)
+    assert count == 1
+    assert run == [[0, 0], [0]]
 
 
 def train_and_ask(dies_after: int | None = None) -> Any:

@@ -66,6 +66,10 @@ class Scheduler:
         self.background: Callable[[], bool] = lambda: False  # as ``idle``, of every run
         self.complains: Callable[[Sequence[Key]], bool] = lambda keys: False
 
+    def forget(self) -> None:
+        """Let go of the lanes; nothing runs any more."""
+        self._lanes, self._queues, self._running = [], [], None
+
     def run_until(
         self,
         done: Callable[[], bool],

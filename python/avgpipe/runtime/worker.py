@@ -439,6 +439,13 @@ class Worker:
         me, why = self.world.name(self.world.rank), transport_reason(cause)
         return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")
 
+    def forget(self) -> None:
+        """Let go of what has trained here, which is closed: another one is to take its place in memory."""
+        for held in (self.trained, self.references, self.emas, self.lanes):
+            held.clear()
+        self.rows.clear()
+        self.scheduler.forget()
+
     def close(self, patience_s: float) -> None:
         """End the threads and links, once. ``patience_s``: how long others may take to receive what was sent last."""
         if self._closed:
