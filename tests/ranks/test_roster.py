@@ -15,7 +15,6 @@ def test_all_count_while_nothing_is_lost() -> None:
     roster = begun(0, 1, 2)
     assert roster.members(7) == [0, 1, 2]
     assert list(roster.counting(7)) == [0, 1, 2]
-    assert roster.lost(7) == []
 
 
 def test_who_is_lost_counts_in_what_it_had_told_and_is_a_member_until_nobody_has_begun() -> None:
@@ -24,7 +23,6 @@ def test_who_is_lost_counts_in_what_it_had_told_and_is_a_member_until_nobody_has
     assert (gone.told, gone.end) == (5, 7)
     assert [roster.members(turn) for turn in (4, 5, 6, 7)] == [[0, 1], [0, 1], [0, 1], [0]]
     assert [list(roster.counting(turn)) for turn in (4, 5, 6, 7)] == [[0, 1], [0], [0], [0]]
-    assert [roster.lost(turn) for turn in (4, 5, 6, 7)] == [[], [1], [1], []]
 
 
 def test_one_that_comes_is_a_member_from_its_turn_on() -> None:
@@ -42,7 +40,6 @@ def test_one_that_is_lost_before_its_turn_was_never_there() -> None:
     gone = roster.leave(2, told=9, begun=6)
     assert (gone.told, gone.end) == (9, 9)
     assert roster.members(9) == [0, 1]
-    assert roster.lost(9) == []
 
 
 def test_another_one_gives_where_the_donor_is_lost_in_time() -> None:

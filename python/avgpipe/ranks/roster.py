@@ -55,10 +55,6 @@ class Roster:
         found = {stay.pipeline: stay for stay in self.stays if stay.first <= turn < stay.told}
         return dict(sorted(found.items()))
 
-    def lost(self, turn: int) -> list[int]:
-        """Return the members of a turn that are known not to count in it."""
-        return sorted(stay.pipeline for stay in self.stays if stay.told <= turn < stay.end)
-
     def joining(self, turn: int) -> list[Stay]:
         """Return those that come with a turn, and take their state from another."""
         return [stay for stay in self.stays if stay.first == turn and stay.donor is not None]

@@ -92,11 +92,10 @@ class Told:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that has ended: who counts in it, and with what, and who was lost."""
+    """A turn that has ended: who counts in it, and with what."""
 
     number: int
     values: dict[int, Any]
-    lost: list[int]
 
 
 class Other:
@@ -208,7 +207,7 @@ class TurnExchange:
                 values = [slot.read() for slot in slots]
                 told = Told(list(stays), values, [slot.tensors for slot in slots])
                 self._mailbox.put(self.key(self.membership.pipeline, place, turn), told)
-            self.turns[turn] = Turn(turn, dict(zip(stays, values)), roster.lost(turn))
+            self.turns[turn] = Turn(turn, dict(zip(stays, values)))
             self._last = list(stays.values())
             self._next += 1
             known = {stay.number for stay in roster.stays}
