@@ -1,6 +1,11 @@
-"""When copies are taken, in batches: all ranks count these alike."""
+"""When copies are taken, in batches: all ranks count these alike; and where there is no room for one."""
 
-from avgpipe.checkpoint.copies import Intervals
+from typing import Any
+
+import pytest
+
+from avgpipe.checkpoint.copies import Intervals, StateCopies
+from tests.checkpoint.test_snapshot import PLANS, make
 
 
 def test_intervals_grow_from_slow_first_batches_to_the_seconds_asked_for() -> None:
@@ -25,3 +30,27 @@ def test_a_pause_or_a_copy_that_was_asked_for_changes_them_by_a_factor_of_two_at
 def test_a_copy_before_every_batch() -> None:
     intervals = Intervals(0.01)
     assert [intervals.after(1, 0.5) for _ in range(3)] == [1, 1, 1]
+
+
+def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    copies = StateCopies(1)
+    with make(PLANS[-1]) as p:
+
+        def take(batches: int) -> None:
+            copies.begin(p._model, p._worker, batches, 1)
+            copies.settle()
+
+        copies.attach(p._worker)
+        with monkeypatch.context() as memory:
+            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            take(3)
+        assert "the copy in memory before batch 3 is left out: no room" in caplog.text
+        assert (copies._batches, copies.oldest) == ([], 3)
+        copies._sending = []
+        take(5)
+        assert (copies._batches, copies.oldest) == ([5], 5)
+        assert copies._sending
+        copies._sending = []

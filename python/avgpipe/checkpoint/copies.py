@@ -12,6 +12,7 @@ own::
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import Any
 
@@ -19,13 +20,14 @@ import torch
 
 from avgpipe.checkpoint.load import restore
 from avgpipe.checkpoint.snapshot import Snapshot, put_together
-from avgpipe.errors import PipelineError
+from avgpipe.errors import CheckpointError, PipelineError, reason
 from avgpipe.links.message import Key
 from avgpipe.model.model import Model
 from avgpipe.ranks.world import World
 from avgpipe.runtime.route import copy_key
 from avgpipe.runtime.worker import Worker
 
+_log = logging.getLogger("avgpipe")
 _PIECE_BYTES = 1 << 20
 _KEPT = 2
 _AGREE = 8  # copies, as soon as how often changes little
@@ -185,9 +187,15 @@ class StateCopies:
             del self._theirs[old]
 
         def send() -> None:
-            snapshot.whole()
-            text, memory = snapshot.taken_apart()
-            parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
+            try:
+                snapshot.whole()
+                text, memory = snapshot.taken_apart()
+                parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
+            except CheckpointError:  # none could ever be taken
+                raise
+            except (MemoryError, RuntimeError) as error:
+                _log.warning("the copy in memory before batch %d is left out: %s", batches, reason(error))
+                return
             pieces = [torch.tensor([len(part) for part in parts])]
             pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
             key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, number)
@@ -216,7 +224,7 @@ class StateCopies:
     @property
     def oldest(self) -> int:
         """Batches before the oldest copy: those from there on may be needed again."""
-        return min(self._batches)
+        return min([*self._batches, self._own[-1].batches])  # the newest may be under way, or left out
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
