@@ -333,6 +333,7 @@ class Pipeline:
         self._layers, self._seed, self._initial = layers, seed, initial
         self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
         self._told = 0  # batches whose results the caller has
+        self._repeated = 0  # those of them that are trained on once more
         self._called = 0  # batches before the last call that is not made again
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
         self._again: deque[Any] = deque()  # batches that had begun, and begin once more
@@ -442,20 +443,25 @@ class Pipeline:
             try:
                 ended = self._train_on()
             except _LOST as loss:
-                self._recover(loss)
+                # As many batches are in flight at each result then as on a rank that is new.
+                self._recover(loss, finishes=False)
                 continue
             if ended:
                 return
             if self._feed.results:  # else what was trained on is lost, and is trained on again
                 result, _ = self._feed.results.popleft()
-                self._told = max(self._told, result.batch + 1)
-                yield result
+                if result.batch >= self._repeated:
+                    self._told = result.batch + 1
+                    yield result
 
     def _train_on(self) -> bool:
         """Train until there are results; whether there is nothing more to train on."""
         feed = self._feed
         self._choose_advance()
         while not self._is_due and feed.takes_more() and not feed.results:
+            if self._again:
+                self._begin_again()
+                continue
             if self._copies is None or self._loader.has_more:
                 self._copy_if_due()
             if not feed.fetch():
@@ -586,11 +592,11 @@ class Pipeline:
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
 
-    def _recover(self, loss: PeerLost | PipelineTimeout) -> None:
+    def _recover(self, loss: PeerLost | PipelineTimeout, finishes: bool = True) -> None:
         """Go back, with the rank that replaces a lost one, to where all have a copy of the state, and on from there.
 
         One that stands still is lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's
-        memory.
+        memory. ``finishes``: what had begun since the copy.
         """
         copies = self._copies
         if copies is None or not is_replaceable() or not self.world.made_group:
@@ -622,7 +628,8 @@ class Pipeline:
                     self._worker.preemption.notice()
                 with self._worker.running():
                     self._go_back(copies)
-                self._train_again(copies)
+                if finishes:
+                    self._train_again()
                 return
             except _LOST as another:  # one more
                 loss = another
@@ -637,6 +644,7 @@ class Pipeline:
         for names, flag in self._set_flags:
             set_requires_grad(self._worker, find_parameters(self._model, names), flag)
         batches = copies.go_back(self.world, self._model, self._worker, self._called)
+        self._repeated = self._told
         private_store().set(restored(generation()), "")
         begun = [*before.kept, *self._again]
         count = before.next_batch + len(self._again) - batches  # below 0 where this rank is new
@@ -652,16 +660,21 @@ class Pipeline:
             self._called = self._feed.next_batch
             self._copies.ask_for_one()
 
-    def _train_again(self, copies: StateCopies) -> None:
+    def _train_again(self) -> None:
         """Train once more on what was begun since the copy; the caller gets what results there were none of yet."""
-        feed, again = self._feed, self._again
-        while again or not feed.is_empty:
-            while again and feed.takes_more():
-                self._take_copy(copies)
-                given = again.popleft()
-                feed.begin(given, self._copy_ahead(given))
+        feed = self._feed
+        while self._again or not feed.is_empty:
+            while self._again and feed.takes_more():
+                self._begin_again()
             feed.finish_oldest()
         feed.results = deque(row for row in feed.results if row[0].batch >= self._told)
+
+    def _begin_again(self) -> None:
+        """Begin the next of the batches that had begun before a rank was lost."""
+        assert isinstance(self._feed, Feed)
+        self._copy_if_due()
+        given = self._again.popleft()
+        self._feed.begin(given, self._copy_ahead(given))
 
     # ---- pipelines that come and go ----------------------------------------------------------------------------------
 
@@ -930,6 +943,7 @@ class Pipeline:
     def _go_on_with_others(self) -> None:
         """Go on with weights that were loaded; nobody is to go back to what there was before."""
         self._resume()
+        self._repeated = 0
         if self._copies is not None and isinstance(feed := self._feed, Feed) and feed.kept is not None:
             self._copies.forget()
             feed.kept.clear()

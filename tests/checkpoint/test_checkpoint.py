@@ -300,6 +300,17 @@ def test_names_of_parameters_stay_with_their_stage(saves: Any, K: int, N: int, t
         torch.testing.assert_close(p.state_dict(), expected[1], rtol=1e-10, atol=1e-10)
 
 
+def test_a_load_amid_a_loop_takes_no_results_from_it(tmp_path: Path) -> None:
+    with make(SHAPES[1]) as p:
+        p.save(tmp_path / "c")
+        found = []
+        for result in p.train(token_batches(10, 6)):
+            found.append(result.batch)
+            if len(found) == 4:
+                p.load(tmp_path / "c")
+    assert len(found) == 10
+
+
 class NumpyRate(torch.optim.lr_scheduler.LambdaLR):
     """A schedule whose rates, and what it notes of itself, are numbers of NumPy."""
 

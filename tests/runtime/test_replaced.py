@@ -288,6 +288,33 @@ def test_a_process_that_is_alone_keeps_no_batches(tmp_path: Path, monkeypatch: p
         assert not p._feed.kept
 
 
+def train_and_evaluate(options: dict[str, Any], every: int, dies_after: int | None = None) -> Any:
+    """Losses by batch, evaluations amid the loop, and batches begun at each result."""
+    losses, seen, begun = dict[int, float](), dict[int, float](), dict[int, int]()
+    with made(options) as p:
+        for result in p.train(given(2 * BATCHES)[p.batches :]):
+            losses[result.batch], begun[result.batch] = result.loss, p.batches
+            if result.batch == dies_after:
+                dies(1)
+            if result.batch % every == every - 1:
+                seen[result.batch] = p.evaluate(given()[:2]).loss
+    return losses, seen, begun
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_after", [9, 10])
+@pytest.mark.parametrize("options", SHAPES[1:], ids=str)
+def test_calls_amid_a_loop_find_as_many_batches_begun_on_all_ranks(
+    options: dict[str, Any], dies_after: int
+) -> None:
+    (expected, _), _ = replaced(2, function=train_and_evaluate, options=options, every=6)
+    run, count = replaced(2, function=train_and_evaluate, options=options, every=6, dies_after=dies_after)
+    assert count == 1
+    for found in run:
+        first = min(found[0])
+        assert found == tuple({batch: n for batch, n in of.items() if batch >= first} for of in expected)
+
+
 def train_with_settings(dies_after: int | None = None) -> Any:
     """Losses with a layer frozen from the fifth batch on, weights, how many were skipped, whether all have stopped."""
     losses, data = dict[int, str](), given(2 * BATCHES)
