@@ -30,7 +30,7 @@ from avgpipe import faults
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
 from avgpipe.checkpoint.copies import StateCopies
 from avgpipe.checkpoint.folder import NotFinite
-from avgpipe.checkpoint.handover import give_state, take_state
+from avgpipe.checkpoint.handover import check_state, give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
@@ -714,7 +714,10 @@ class Pipeline:
         assert exchange is not None
         with worker.running():
             turn, counts = exchange.enter(self._digests(exchange.membership.has_begun)), None
-            if exchange.membership.is_late:
+            if not exchange.membership.is_late:
+                for number in worker.held:
+                    check_state(worker, number)
+            else:
                 faults.at("join", **worker.place)
                 for number in worker.held:
                     counts = take_state(exchange.received(number), worker, number)

@@ -12,6 +12,7 @@ from avgpipe.cli import join as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.joining import NoPlace, join_far
+from avgpipe.ranks.trunk import Trunk
 
 
 def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
@@ -20,6 +21,17 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
         closing = threading.Thread(target=lambda: server.accept()[0].close())
         closing.start()
         with pytest.raises(NoPlace, match=f"{address}: its launcher cannot be reached"):
+            join_far(address, "a secret that is known", print)
+        closing.join()
+        trunk: list[Trunk] = []
+
+        def let_in_and_close() -> None:
+            trunk.append(Trunk.answer(server.accept()[0], b"a secret that is known"))
+            trunk[0].cut()
+
+        closing = threading.Thread(target=let_in_and_close)
+        closing.start()
+        with pytest.raises(NoPlace, match=f"{address}: its launcher (has not answered|cannot be reached)"):
             join_far(address, "a secret that is known", print)
         closing.join()
     with pytest.raises(ValueError, match=f"{address}: no run with --listen goes on there") as refused:

@@ -1,4 +1,4 @@
-"""The launcher of isolated pipelines, where it cannot start what it would."""
+"""The launcher of isolated pipelines, where it cannot start what it would, or starts what must end again."""
 
 from __future__ import annotations
 
@@ -10,41 +10,73 @@ from typing import Any
 import pytest
 
 from avgpipe.faults import RESTART
+from avgpipe.ranks import supervise
 from avgpipe.ranks.generation import SPARE
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.supervise import Isolation, Supervisor
 
-# Pipeline 1 is killed at its second batch.
+pytestmark = pytest.mark.ranks
+
+# It trains until a file is there. Pipeline 1 is killed at its first result; when it comes again it may have another
+# loader.
 _SCRIPT = """
-import os, signal
+import os, signal, sys
 import torch, avgpipe
 from torch import nn
+life, over, differs = os.environ["AVGPIPE_RESTART"], sys.argv[1], sys.argv[2:]
 plan = avgpipe.Plan(pipelines=2, micro_batches=2, isolate=True)
 sgd = lambda params: torch.optim.SGD(params, lr=0.1)
 torch.manual_seed(0)
+batch = torch.ones(4, 2) * (2 if differs and life != "0" else 1), torch.ones(4, 2)
 with avgpipe.Pipeline(nn.Linear(2, 2), plan, loss_fn=nn.MSELoss(), optimizer=sgd, timeout_s=20) as pipeline:
-    for result in pipeline.train([(torch.ones(4, 2), torch.ones(4, 2))] * 9):
-        if os.environ["AVGPIPE_PIPELINE"] == "1":
-            os.kill(os.getpid(), signal.SIGKILL)
+    pipeline.enter()
+    while not pipeline.once("it is over", lambda: os.path.exists(over)):
+        for result in pipeline.train([batch] * 3):
+            if (os.environ["AVGPIPE_PIPELINE"], life) == ("1", "0"):
+                os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-@pytest.mark.ranks
-def test_a_pipeline_that_cannot_be_started_again_costs_the_others_nothing(
+def supervised(folder: Path, until: str, isolation: Isolation, *more: str) -> list[str]:
+    """Run the script until the launcher has said something with ``until``; what it has said."""
+    said: list[str] = []
+    (folder / "run").mkdir()
+
+    def say(line: str) -> None:
+        said.append(line)
+        if until in line:
+            (folder / "over").touch()
+
+    command = [sys.executable, "-c", _SCRIPT, str(folder / "over"), *more]
+    assert not Supervisor(Job("stderr", command, 1, same_modules()), isolation, folder / "run", say).run()
+    return said
+
+
+def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    begin = Job.start
+    why, begin = "[Errno 28] No space left on device", Job.start
+    fails = [OSError(28, "No space left on device")]
 
     def start(self: Job, stack: ExitStack, place: Any) -> Any:
-        if SPARE in place or place[RESTART] != "0":
+        if SPARE in place:
             raise OSError(28, "No space left on device")
+        if place[RESTART] != "0" and fails:
+            raise fails.pop()
         return begin(self, stack, place)
 
     monkeypatch.setattr(Job, "start", start)
-    job = Job("stderr", [sys.executable, "-c", _SCRIPT], 1, same_modules())
-    assert not Supervisor(job, Isolation(2, spares=1), tmp_path, said.append).run()
-    why = "[Errno 28] No space left on device"
+    monkeypatch.setattr(supervise, "_AGAIN_S", 1.0)
+    said = supervised(tmp_path, "pipeline 1 trains with the others", Isolation(2, spares=1))
     assert f"no spare pipeline can be started: {why}" in said
     lost = next(line for line in said if line.startswith("pipeline 1 is lost: rank 0"))
-    assert lost.endswith(f"; it cannot be started again: {why}; the others go on without it")
+    assert f"; it cannot be started again, which is tried once more in 1 s: {why}" in lost
+    assert lost.endswith(", and the others go on")
+    assert "pipeline 1: it is started again" in said
+
+
+def test_a_pipeline_with_another_loader_is_not_started_for_ever(tmp_path: Path) -> None:
+    said = supervised(
+        tmp_path, "exit code 1; the others go on without it", Isolation(2, restarts=2), "differs"
+    )
+    assert sum("failed with exit code 1" in line for line in said) == 2

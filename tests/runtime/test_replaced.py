@@ -18,7 +18,8 @@ from torch import nn
 from avgpipe import PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.model.context import Carry
-from avgpipe.ranks.generation import GENERATION, announcement, waited_for
+from avgpipe.ranks import world
+from avgpipe.ranks.generation import GENERATION, announcement, prospect, waited_for
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import STORE_FILE
 from avgpipe.testing import fail_at
@@ -57,6 +58,7 @@ def replaced(size: int, most: int = 3, function: Any = None, **arguments: Any) -
             if process.exitcode == -9 and count < most:
                 count += 1
                 ranks.replace(rank, {GENERATION: str(count)})
+                store.set(prospect(count), json.dumps([rank]))
                 store.set(announcement(count), json.dumps([rank]))
         assert time.monotonic() < deadline, ranks.outputs()
         ranks.processes[0].join(0.01)
@@ -189,7 +191,7 @@ def test_who_stands_still_is_replaced_once_the_others_have_waited(when: Any) -> 
     assert_as_undisturbed(run, expected)
 
 
-def made(options: dict[str, Any] = SHAPES[2], **others: Any) -> Pipeline:
+def made(options: dict[str, Any] = SHAPES[2], timeout_s: float = 20, **others: Any) -> Pipeline:
     """Two stages on the ranks of a test, as a script that is started anew makes them."""
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     torch.manual_seed(0)
@@ -198,7 +200,7 @@ def made(options: dict[str, Any] = SHAPES[2], **others: Any) -> Pipeline:
         Plan(**options),
         loss_fn=nn.MSELoss(),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        timeout_s=20,
+        timeout_s=timeout_s,
         copies_every_s=0.01,
         **others,
     )
@@ -213,6 +215,27 @@ def dies(rank: int) -> None:
     """Kill this process, where it is the first one that is this rank."""
     if (os.environ[GENERATION], int(os.environ["RANK"])) == ("0", rank):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_save(stops: bool) -> Any:
+    """Losses and weights; whom rank 1 keeps waiting in a save calls no roll that could end before the test."""
+    world.ROLL_CALL_S = 2.0 * _LIMIT_S
+    with made(timeout_s=3) as p:
+        losses = {result.batch: result.loss for result in p.train(given()[p.batches :])}
+        if stops and (os.environ[GENERATION], os.environ["RANK"]) == ("0", "1"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        p.save(Path(os.environ["TEST_FOLDER"], "c"))
+        return losses, p.state_dict()
+
+
+@pytest.mark.slow
+def test_who_stands_still_is_replaced_though_the_others_do_not_know_who_it_is() -> None:
+    (expected, _), _ = replaced(2, function=train_and_save, stops=False)
+    run, count = replaced(2, function=train_and_save, stops=True)
+    assert count == 1
+    for losses, weights in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch in losses}
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
 
 
 def train_and_load(how: str, dies_after: int | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import suppress
 from dataclasses import astuple
 from typing import Any
 
@@ -11,9 +12,19 @@ from torch.utils._pytree import tree_map_only
 
 from avgpipe.checkpoint.content import readable
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
+from avgpipe.errors import CheckpointError
 from avgpipe.runtime.turn_feed import Counts
 from avgpipe.runtime.weights import stage_state, told_average
 from avgpipe.runtime.worker import Worker
+
+
+def check_state(worker: Worker, number: int) -> None:
+    """Refuse, before a run begins, what no pipeline that comes later could read; CheckpointError names it."""
+    (pipeline,) = worker.placement.pipelines
+    trained = worker.trained[number, pipeline]
+    for made in (trained.optimizer, trained.lr_scheduler):
+        if made is not None:
+            readable(made.state_dict())
 
 
 def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
@@ -43,8 +54,10 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
         state["optimizer"] = {**of_all, "state": taken_apart(of_all["state"])}
     if ema is not None:
         state["ema"] = {"flats": list(ema.flats), "updates": ema.updates}
+    with suppress(CheckpointError):  # else who comes cannot read it, and it, not this one, is to end for that
+        state = readable(state)
     buffer = io.BytesIO()
-    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, readable(state)), buffer)
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), buffer)
     return buffer.getvalue()
 
 

@@ -242,8 +242,8 @@ class IsolationOptions(Options):
         min_pipelines: With --isolate, the run ends once fewer pipelines are left.
         max_pipelines: With --isolate, how many pipelines the run has at most, with those of avgpipe join. Default: as
             many as it begins with.
-        restarts: With --isolate, how many times in a row a pipeline is started again that is lost before it has made a
-            step.
+        restarts: With --isolate, how many times in a row a pipeline is started again that is lost before it has made
+            three steps.
         spare_pipelines: With --isolate, pipelines whose processes wait, with all imported and read, to take the place
             of one that is lost.
         listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; the secret that both know is

@@ -175,16 +175,15 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
 
     What it starts is to be found here as there: by the same words, from the folder in which this process is.
     """
-    try:
-        trunk = Trunk.connect(parse_address(address), token.encode())
-    except ConnectionRefusedError:
-        raise ValueError(f"{address}: no run with --listen goes on there") from None
-    except AuthenticationError as error:
-        raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
-    except (OSError, EOFError) as error:
-        raise NoPlace(f"{address}: its launcher cannot be reached: {reason(error)}") from None
     with folder_for_a_socket() as folder:
-        relay = Relay(trunk, Path(folder))
+        try:
+            relay = Relay(Trunk.connect(parse_address(address), token.encode()), Path(folder))
+        except ConnectionRefusedError:
+            raise ValueError(f"{address}: no run with --listen goes on there") from None
+        except AuthenticationError as error:
+            raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
+        except (OSError, EOFError) as error:
+            raise NoPlace(f"{address}: its launcher cannot be reached: {reason(error)}") from None
         try:
             welcome = _ask(relay.command, {"host": socket.gethostname()}, address)
             place = relay.listen(welcome["place"])
@@ -198,11 +197,13 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
 
 def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, Any]:
     """Ask to start one more pipeline; ValueError where the run lets nobody in."""
-    connection.send_bytes(encoded([JOIN, VERSION, about]))
     try:
+        connection.send_bytes(encoded([JOIN, VERSION, about]))
         _, welcome = received(connection)
-    except (OSError, EOFError, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{run}: its launcher has not answered: {reason(error)}") from None
+    except (OSError, EOFError) as error:
+        raise NoPlace(f"{run}: its launcher has not answered: {reason(error)}") from None
     if "why" in welcome:
         raise NoPlace(f"{run}: {welcome['why']}")
     return dict(welcome)

@@ -85,27 +85,28 @@ class Board:
         """Return how often this was called with ``name``, now included."""
         return self._ask(lambda: int(self.store.add(name, 1)), limit_s)
 
-    def missing(self, place: str, deadline: float, meanwhile: Callable[[], None] = _nothing) -> set[int]:
+    def missing(self, place: str, deadline: float, meanwhile: Callable[[], object] = _nothing) -> set[int]:
         """Say that this rank is at ``place``, and wait for all until ``deadline``; return those that did not say so.
 
-        A store that answers late, as on a busy host, is asked again. ``meanwhile`` is called between the questions.
+        A store that answers late, as on a busy host, is asked again. ``meanwhile`` is called between the questions, and
+        ends the wait by True.
         """
-        missing, is_here = set(range(self._size)), False
+        missing, is_here, is_over = set(range(self._size)), False, False
         while True:
             try:
                 if not is_here:
                     self.put(f"{place}/{self._rank}", "here")
                     is_here = True
-                meanwhile()
+                is_over = meanwhile() is True
                 missing = {rank for rank in missing if self.get(f"{place}/{rank}") is None}
             except Silence:
                 if time.monotonic() > deadline:
                     raise
-            if not missing or time.monotonic() > deadline:
+            if not missing or is_over or time.monotonic() > deadline:
                 return missing
             time.sleep(_POLL_S)
 
-    def meet(self, place: str, deadline: float, meanwhile: Callable[[], None] = _nothing) -> None:
+    def meet(self, place: str, deadline: float, meanwhile: Callable[[], object] = _nothing) -> None:
         """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
         begin = time.monotonic()
         try:

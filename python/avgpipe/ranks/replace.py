@@ -51,6 +51,7 @@ from avgpipe.ranks.process import STORE_FILE, has_missed
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
+_STORE_S = 10.0  # in which the store must answer
 _START_S = 300.0  # of a new process, until it has come to its Pipeline
 
 
@@ -148,9 +149,7 @@ class Replacing:
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
         is_over = self._standstill.lasts(bool(stopped) and len(stopped) == len(self._ranks))
         if stopped and (is_over or self._others_wait()):
-            self._stood_still.update(stopped)
-            for rank in stopped:
-                self._ranks[rank].kill()
+            self._kill(stopped)
         for rank, one in list(self._ranks.items()):
             end = one.poll()
             if end is None:
@@ -165,6 +164,26 @@ class Replacing:
                 self._lose(rank, end)
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
             self._lose(*self._missed[0])
+
+    def _kill(self, stopped: Sequence[int]) -> None:
+        self._stood_still.update(stopped)
+        for rank in stopped:
+            self._ranks[rank].kill()
+
+    def _put(self, name: str, text: str) -> None:
+        """Tell the ranks something; one that is stopped while it is at the store gives it free by its end."""
+        from avgpipe.ranks.rendezvous import Silence
+
+        deadline = time.monotonic() + _STORE_S
+        while True:
+            try:
+                self._board.put(name, text)
+                return
+            except Silence:
+                if time.monotonic() > deadline:
+                    raise
+                self._kill([rank for rank, one in self._ranks.items() if one.stopped()])
+                time.sleep(_POLL_S)
 
     def _others_wait(self) -> bool:
         """Whether ranks have said that another one does not answer.
@@ -197,13 +216,13 @@ class Replacing:
         if code >= 0 or self._generation >= _MOST or not self._ranks:
             raise failure
         self._failed = failure
-        self._board.put(prospect(self._generation + 1), json.dumps([rank]))
+        self._put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
         how = "a spare process"
         self._spares = [one for one in self._spares if one.process.poll() is None]
         if (spare := next((one for one in self._spares if one.is_there), None)) is not None:
             self._spares.remove(spare)
-            self._coming[rank] = spare
+            self._coming[rank] = spare._replace(deadline=float("inf"))  # it is there
         else:  # those that have not come so far stay spares
             how = "a new process"
             try:
@@ -229,7 +248,7 @@ class Replacing:
         for rank, one in self._coming.items():
             tell_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
             self._ranks[rank] = one.process
-        self._board.put(announcement(self._generation), json.dumps(list(self._coming)))
+        self._put(announcement(self._generation), json.dumps(list(self._coming)))
         self._coming = {}
 
     def _look_for_spares(self) -> None:
@@ -242,7 +261,12 @@ class Replacing:
                 self._say(f"no spare process can be started any more: {reason(error)}")
 
     def _is_restored(self) -> bool:
-        return self._board.get(restored(self._generation)) is not None
+        from avgpipe.ranks.rendezvous import Silence
+
+        try:
+            return self._board.get(restored(self._generation)) is not None
+        except Silence:  # it is asked again
+            return False
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)

@@ -39,7 +39,8 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
-_SPARES_AGAIN_S = 60.0  # after which spares are started again that could not be
+_AGAIN_S = 60.0  # after which what could not be started is tried once more
+_FEW_TURNS = 2  # as many one may tell that goes through another loader, until it finds that and ends
 _ADDRESS = "coordinator"
 _OVER = "the run is over"  # why a pipeline is ended that comes too late
 
@@ -135,6 +136,7 @@ class Supervisor:
         self._groups: dict[int, _Group] = {}
         self._spares: list[_Spare] = []
         self._no_spares_until = 0.0  # of the monotonic clock
+        self._later: dict[int, float] = {}  # when pipelines are started again that could not be
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
@@ -199,6 +201,7 @@ class Supervisor:
                 while self._groups:
                     self._coordinator.serve(_POLL_S)
                     self._look()
+                    self._start_late()
                     self._keep_spares()
                     if preempted is not None:
                         preempted.look()
@@ -231,6 +234,24 @@ class Supervisor:
         self._starts[pipeline] += 1
         self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
 
+    def _start_late(self) -> None:
+        """Start what could not be started before, as long as the run goes on."""
+        for pipeline, at in list(self._later.items()):
+            if time.monotonic() < at or self._finished or self._missing:
+                continue
+            del self._later[pipeline]
+            if pipeline not in {group.pipeline for group in self._groups.values()}:  # else one has joined
+                self._say(f"pipeline {pipeline}: {self._start_again(pipeline)}")
+
+    def _start_again(self, pipeline: int) -> str:
+        """Start it, now or later; return that in words."""
+        try:
+            self._start(pipeline)
+            return "it is started again"
+        except OSError as error:  # no room, or no more processes: the others need neither
+            self._later[pipeline] = time.monotonic() + _AGAIN_S
+            return f"it cannot be started again, which is tried once more in {_AGAIN_S:g} s: {reason(error)}"
+
     def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Group:
         with ExitStack() as stack:
             return _Group(pipeline, self._job.start(stack, place), stack.pop_all())
@@ -255,7 +276,7 @@ class Supervisor:
         try:
             self._start_spares()
         except OSError as error:
-            self._no_spares_until = time.monotonic() + _SPARES_AGAIN_S
+            self._no_spares_until = time.monotonic() + _AGAIN_S
             self._say(f"no spare pipeline can be started: {reason(error)}")
 
     def _start_spares(self) -> None:
@@ -319,7 +340,7 @@ class Supervisor:
                 continue
             del self._groups[number]
             group.resources.close()
-            if known is not None and known.turns_told():
+            if known is not None and known.turns_told() > _FEW_TURNS:
                 self._left[group.pipeline] = self._isolation.restarts
             is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
             loss = None if is_done or group.why == _OVER else _loss_of(group, known, end)
@@ -385,16 +406,13 @@ class Supervisor:
         then = ""
         if is_restarted:
             self._left[pipeline] -= 1
-            try:
-                self._start(pipeline)
-            except OSError as error:  # no room, or no more processes: the others need neither
-                is_restarted, then = False, f"; it cannot be started again: {reason(error)}"
-            else:
-                then = "; it is started again"
+            then = f"; {self._start_again(pipeline)}"
         if goes_on:
             then += ", and the others go on" if is_restarted else "; the others go on without it"
         self._say(f"pipeline {pipeline} is lost: {loss.why}{then}")
-        if not is_restarted and not has_begun and pipeline in self._left:  # the others wait for it
+        if (
+            (not is_restarted or pipeline in self._later) and not has_begun and pipeline in self._left
+        ):  # the others wait for it
             self._missing = [loss]
             self._end()
 

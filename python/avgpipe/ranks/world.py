@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from avgpipe import faults
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.ranks.generation import generation, is_replaceable, prospect, waited_for
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
 T = TypeVar("T")
@@ -242,8 +243,15 @@ class World:
         what = transport_reason(error)
         if (loss := self.reported()) is not None:
             return loss
+        launcher = private_store() if waited_s >= self.timeout_s and is_replaceable() else None
+        if launcher is not None:
+            launcher.set(waited_for(generation()), "")  # it then ends who stands still, at once
+
+        def is_replaced() -> bool:
+            return launcher is not None and bool(launcher.check([prospect(generation() + 1)]))
+
         try:
-            missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S)
+            missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S, is_replaced)
         except RuntimeError as silence:
             return PeerLost(
                 f"rank {self.rank} is cut off from the others, or rank 0 or the launcher died, whoever holds the "
@@ -251,6 +259,10 @@ class World:
             )
         if (loss := self.reported()) is not None:
             return loss
+        if is_replaced():
+            return PipelineTimeout(
+                f"rank {self.rank} waited {self.timeout_s:g} s for one that is to be replaced: {what}"
+            )
         if not missing:
             others = ", ".join(self.name(rank) for rank in range(self.size) if rank != self.rank)
             return PipelineError(
