@@ -44,7 +44,8 @@ def seen(way="isolate", fault_at_s=20.05, lost=0, **changes):
         batches = [batch for batch in range(BATCHES) if not is_lost or batch < fault_at_s]
         rows = [("result", batch, {"batch": batch, "samples": BATCH_SIZE, "loss": 1.0}) for batch in batches]
         if not is_lost:
-            rows += [("evaluation", BATCHES, {"batch": BATCHES, "loss": 1.0}), ("end", BATCHES, {})]
+            evaluated = {"batch": BATCHES, "loss": 1.0, "reference": "the same"}
+            rows += [("evaluation", BATCHES, evaluated), ("end", BATCHES, {})]
         made.events += [{"event": kind, "at_s": float(at), **who, **about} for kind, at, about in rows]
     killed = {"process": 1, "pipeline": 0, "rank": 1, "life": 0, "text": "kill at training: rank 1, batch 20"}
     made.events.append({"event": "fault", "at_s": fault_at_s, **killed})
@@ -112,6 +113,63 @@ def test_a_sample_that_is_lost_or_trained_on_twice_is_wrong():
     twice = seen()
     twice.events += [dict(e) for e in twice.events if e["event"] == "result" and e["batch"] == 50]
     assert list(judge(twice, SHAPE, LOSSES).wrong) == ["samples"]
+
+
+def handed_on():
+    """As above, but those that were there at the beginning are all lost later, and others have come before."""
+    run = seen()
+    for process in (2, 3):
+        last = {e["event"]: e for e in run.events if e["process"] == process}
+        run.events = [e for e in run.events if e["process"] != process or e["at_s"] < 100]
+        who = {"process": process + 10, "pipeline": 0, "rank": process % 2, "life": 1}
+        came = [(batch, {"batch": batch, "samples": BATCH_SIZE, "loss": 1.0}) for batch in range(50, BATCHES)]
+        run.events += [{"event": "result", "at_s": float(at), **who, **about} for at, about in came]
+        run.events += [{**last[kind], **who} for kind in ("evaluation", "end")]
+    return run
+
+
+def test_samples_are_counted_though_nobody_was_there_from_the_beginning_to_the_end():
+    assert not judge(handed_on(), SHAPE, LOSSES).wrong
+    lost = handed_on()
+    lost.events = [e for e in lost.events if not (e["event"] == "result" and e["batch"] in (10, 120))]
+    (text,) = judge(lost, SHAPE, LOSSES).wrong["samples"]
+    assert text == f"samples by batch that all were told of, of {BATCH_SIZE}: {{10: 0, 120: 0}}"
+
+
+def test_processes_that_are_told_other_results_than_the_others_are_wrong():
+    run = handed_on()
+    next(e for e in run.events if (e["process"], e.get("batch")) == (12, 60))["loss"] = 0.9
+    assert judge(run, SHAPE, LOSSES).wrong == {
+        "samples": ["process 12 was told other results than the others"]
+    }
+
+
+def test_references_that_differ_in_a_bit_are_wrong():
+    run = seen()
+    next(e for e in run.events if e["event"] == "evaluation")["reference"] = "another"
+    assert judge(run, SHAPE, LOSSES).wrong == {
+        "losses": [f"references of pipelines differ after batches [{BATCHES}]"]
+    }
+
+
+@pytest.mark.parametrize(("pipeline", "wrong"), [(0, []), (1, ["wrong blame"])])
+def test_whose_part_others_have_waited_for_is_blamed(pipeline, wrong):
+    said = [
+        (25.1, f"pipeline {pipeline} is lost: pipeline {1 - pipeline} has waited 5 s for its part of step 7")
+    ]
+    assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == wrong
+
+
+def test_what_ended_nothing_or_was_made_good_excuses_no_end():
+    run = handed_on()
+    run.failure = RanksFailed([0, -9], 1)
+    slow = next(e for e in run.events if e["event"] == "fault")
+    run.events.append({**slow, "text": "slow at start: rank 1", "pipeline": 1, "at_s": 1.0})
+    assert "ended" in judge(run, SHAPE, LOSSES).wrong
+    run.events.append({**slow, "text": "kill at training: rank 1", "pipeline": 1, "at_s": 100.0})
+    assert "ended" in judge(run, SHAPE, LOSSES).wrong  # pipeline 0 had come again
+    run.events.append({**slow, "text": "kill at training: rank 1", "life": 1, "at_s": 159.0})
+    assert "ended" not in judge(run, SHAPE, LOSSES).wrong
 
 
 def test_a_run_that_ends_where_another_pipeline_is_left_is_wrong():

@@ -34,10 +34,13 @@ _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
 _COPY_S = 1.5  # after a call, by which all have a copy for certain
 _LOST = re.compile(
-    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said)"
+    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said|stands still)"
 )
+_AWAITED = re.compile(r"pipeline (\d+) is lost: pipeline \d+ has waited")  # no rank is named
+_UNSURE = 2  # last results of a process that was lost, which others may not have counted
 
-Who = tuple[int, int]  # pipeline and rank
+Who = tuple[int, int | None]  # pipeline and rank
+Row = tuple[int, int, float]  # batch, samples and loss of a result
 
 
 @dataclass
@@ -77,7 +80,9 @@ def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> V
     _judge_end(verdict, seen, shape)
     _judge_blame(verdict, seen)
     _judge_samples(verdict, seen)
-    if scenario.way != "isolate":
+    if scenario.way == "isolate":
+        _judge_references(verdict, seen)
+    else:
         _judge_losses(verdict, seen, undisturbed)
     return verdict
 
@@ -154,21 +159,25 @@ def _may_end(verdict: Verdict, seen: SeenRun) -> bool:
     """Whether the guide leaves it open that the run goes on."""
     if seen.scenario.way == "plain":
         return any(fault["kind"] not in HARMLESS for fault in verdict.faults)
-    if all(fault["kind"] in HARMLESS for fault in verdict.faults):
+    faults = [fault for fault in verdict.faults if fault["kind"] not in HARMLESS]
+    if not faults:
         return False
-    starts = any(fault["phase"] in ("start", "shutdown") for fault in verdict.faults)
+    starts = any(fault["phase"] in ("start", "shutdown") for fault in faults)
     if seen.scenario.way == "spares":
         # Those that are not killed, two at once, and who dies between a call and the copy after the next batch.
-        calls = any(fault["phase"] in ("save", "evaluation") for fault in verdict.faults)
-        calls |= any(_follows_a_call(fault, seen) for fault in verdict.faults)
-        return (
-            starts
-            or calls
-            or len(verdict.faults) > 1
-            or any(f["kind"] not in _KILLED for f in verdict.faults)
-        )
-    lost = {fault["pipeline"] for fault in verdict.faults}  # one that nobody is left of has no state to give
-    return starts or len(lost) == len({event["pipeline"] for event in seen.events})
+        calls = any(fault["phase"] in ("save", "evaluation") for fault in faults)
+        calls |= any(_follows_a_call(fault, seen) for fault in faults)
+        return starts or calls or len(faults) > 1 or any(f["kind"] not in _KILLED for f in faults)
+    gone = {
+        fault["pipeline"] for fault in faults if not _came_again(fault, seen)
+    }  # nobody is left with a state
+    return starts or len(gone) == len({event["pipeline"] for event in seen.events})
+
+
+def _came_again(fault: Mapping[str, Any], seen: SeenRun) -> bool:
+    """Whether another life of its pipeline has come to a result since."""
+    results = (e for e in seen.of("result") if e["pipeline"] == fault["pipeline"])
+    return any(e["at_s"] > fault["at_s"] and e["life"] > fault["life"] for e in results)
 
 
 def _follows_a_call(fault: Mapping[str, Any], seen: SeenRun) -> bool:
@@ -190,17 +199,20 @@ def _judge_blame(verdict: Verdict, seen: SeenRun) -> None:
             list(one) for one, _ in blamed if one in ({who} if fault["kind"] in _ITSELF else others)
         ]
     for who, text in blamed:
-        if who not in allowed:
-            verdict.wrong["wrong blame"].append(f"pipeline {who[0]}, rank {who[1]} was blamed: {text}")
+        is_allowed = who in allowed if who[1] is not None else who[0] in {pipeline for pipeline, _ in allowed}
+        if not is_allowed:
+            name = f"pipeline {who[0]}" + (f", rank {who[1]}" if who[1] is not None else "")
+            verdict.wrong["wrong blame"].append(f"{name} was blamed: {text}")
 
 
 def _blamed(seen: SeenRun) -> list[tuple[Who, str]]:
     """Whom the launcher has blamed, in its own words."""
-    found = []
+    found: list[tuple[Who, str]] = []
     for _, line in seen.said:
-        match = _LOST.match(line)
-        if match:
+        if match := _LOST.match(line):
             found.append(((int(match[1] or 0), int(match[2])), line))
+        elif match := _AWAITED.match(line):
+            found.append(((int(match[1]), None), line))
     if isinstance(seen.failure, RanksFailed):
         found.append(((0, seen.failure.rank), str(seen.failure)))
     return found
@@ -211,44 +223,69 @@ def _size(seen: SeenRun) -> int:
 
 
 def _judge_samples(verdict: Verdict, seen: SeenRun) -> None:
-    """Every sample is trained on once, as a process tells that was there from the first result to the end."""
+    """Every sample is trained on once."""
+    if seen.scenario.way == "isolate":
+        _judge_samples_of_all(verdict, seen)
+        return
     results: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in seen.of("result"):
         results[event["process"]].append(event)
     ended = {event["process"] for event in seen.of("end")}
     for process, rows in results.items():
         batches = [row["batch"] for row in rows]
-        if seen.scenario.way == "isolate":
-            samples: Counter[int] = Counter()
-            for row in rows:
-                samples[row["batch"]] += row["samples"]
-            if process in ended and min(batches) == 0:
-                _tell_samples(verdict, process, rows, samples)
-                again = [row["samples"] for n, row in enumerate(rows) if row["batch"] in batches[:n]]
-                verdict.repeated = max(verdict.repeated, sum(again))
-        else:
-            last = BATCHES if process in ended else max(batches) + 1
-            samples = Counter({row["batch"]: 0 for row in rows})
-            for row in rows:
-                samples[row["batch"]] += row["samples"]
-            _tell_samples(verdict, process, rows, samples, range(min(batches), last))
-    if not verdict.ended and seen.scenario.way != "isolate":
+        last = BATCHES if process in ended else max(batches) + 1
+        who = f"pipeline {rows[0]['pipeline']}, rank {rows[0]['rank']} was"
+        of_all = [(row["batch"], row["samples"], row["loss"]) for row in rows]
+        _tell_samples(verdict, who, of_all, range(min(batches), last))
+    if not verdict.ended:
         told = {row["batch"] for rows in results.values() for row in rows}
         if told != set(range(BATCHES)):
             verdict.wrong["samples"].append(f"nobody told of batches {sorted(set(range(BATCHES)) - told)}")
 
 
-def _tell_samples(
-    verdict: Verdict,
-    process: int,
-    rows: Sequence[dict[str, Any]],
-    samples: Mapping[int, int],
-    batches: Sequence[int] = range(BATCHES),
-) -> None:
-    wrong = {batch: samples.get(batch, 0) for batch in batches if samples.get(batch, 0) != BATCH_SIZE}
+def _judge_samples_of_all(verdict: Verdict, seen: SeenRun) -> None:
+    """All processes of isolated pipelines are told the same results, each those of its time; together they are all."""
+    told: dict[int, list[Row]] = defaultdict(list)
+    for event in seen.of("result"):
+        told[event["process"]].append((event["batch"], event["samples"], event["loss"]))
+    ended = {event["process"] for event in seen.of("end")}
+    parts = {process: rows if process in ended else rows[:-_UNSURE] for process, rows in told.items()}
+    whole: list[Row] = max(
+        (rows for rows in parts.values() if rows[:1] and rows[0][0] == 0), key=len, default=[]
+    )
+    left = {process: rows for process, rows in parts.items() if rows}
+    while fitting := {process: rows for process, rows in left.items() if rows[0] in whole}:
+        for process, rows in fitting.items():
+            del left[process]
+            begin = whole.index(rows[0])
+            common = min(len(rows), len(whole) - begin)
+            if rows[:common] != whole[begin : begin + common]:
+                verdict.wrong["samples"].append(f"process {process} was told other results than the others")
+                return
+            whole = whole + rows[common:]
+    batches = [batch for batch, _, _ in whole]
+    verdict.repeated = sum(samples for n, (batch, samples, _) in enumerate(whole) if batch in batches[:n])
+    if not verdict.ended and ended - left.keys():
+        _tell_samples(verdict, "all were", whole, range(BATCHES))
+
+
+def _tell_samples(verdict: Verdict, who: str, rows: Sequence[Row], batches: Sequence[int]) -> None:
+    found: Counter[int] = Counter()
+    for batch, samples, _ in rows:
+        found[batch] += samples
+    wrong = {batch: found[batch] for batch in batches if found[batch] != BATCH_SIZE}
     if wrong:
-        who = f"pipeline {rows[0]['pipeline']}, rank {rows[0]['rank']}"
-        verdict.wrong["samples"].append(f"samples by batch that {who} was told of, of {BATCH_SIZE}: {wrong}")
+        verdict.wrong["samples"].append(f"samples by batch that {who} told of, of {BATCH_SIZE}: {wrong}")
+
+
+def _judge_references(verdict: Verdict, seen: SeenRun) -> None:
+    """All processes of isolated pipelines have the same reference, in every bit."""
+    found: dict[int, set[str]] = defaultdict(set)
+    for event in seen.of("evaluation"):
+        found[event["batch"]].add(event["reference"])
+    differ = [batch for batch, digests in sorted(found.items()) if len(digests) > 1]
+    if differ:
+        verdict.wrong["losses"].append(f"references of pipelines differ after batches {differ}")
 
 
 def _judge_losses(verdict: Verdict, seen: SeenRun, undisturbed: Mapping[int, float]) -> None:
