@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import random
+import re
 import signal
 import time
 from pathlib import Path
@@ -31,6 +33,7 @@ def train(
     waits_at: int | None = None,
     timeout_s: float = 20,
     late_seed: int = 0,
+    **others: Any,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
 
@@ -39,6 +42,7 @@ def train(
             "another comes": in the first one in which it knows of another that comes with a later turn.
         waits_at: the batch at whose result all wait until a pipeline that died is back.
         late_seed: of the batches of who was not there at the beginning.
+        others: options of the Pipeline.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
     model, calls, made = language_model(), 0, list[Pipeline]()
@@ -62,7 +66,8 @@ def train(
         layer.register_forward_pre_hook(count)
     plan = Plan(stages=K, isolate=True, **options)
     data = token_batches(BATCHES, 12, last=7, seed=late_seed if group >= options["pipelines"] else 0)
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS[optimizer], timeout_s=timeout_s) as p:
+    make = OPTIMIZERS[optimizer]
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=make, timeout_s=timeout_s, **others) as p:
         made.append(p)
         membership = p._worker.exchange.membership
         results = []
@@ -80,7 +85,17 @@ def fail() -> None:
     raise ValueError("a layer that fails")
 
 
-ENDS = {"killed": die, "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP), "raised": fail}
+def hang() -> None:
+    while True:
+        time.sleep(1)
+
+
+ENDS = {
+    "killed": die,
+    "stopped": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "raised": fail,
+    "hung": hang,
+}
 
 
 def parts_of(samples: int, M: int) -> list[slice]:
@@ -294,6 +309,16 @@ def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str
         assert "rank 1 (stage 1) has said nothing for 6 s" in run.why[0]
     else:
         assert "a layer that fails" in run.failures[0, 1][1]
+
+
+@pytest.mark.parametrize(("staleness", "clip_grad_norm"), [(1, None), (1, math.inf), (0, None)])
+def test_a_layer_that_hangs_costs_its_pipeline_alone(staleness: int, clip_grad_norm: float | None) -> None:
+    K, options = 2, {"pipelines": 3, "micro_batches": 6, "staleness": staleness}
+    arguments = {"K": K, "options": options, "optimizer": "adamw", "clip_grad_norm": clip_grad_norm}
+    run = Isolated(3, K, train, deaths=[(0, 0, 0, 15, "hung")], restarts=0, timeout_s=4, **arguments)
+    assert {pipeline for pipeline, _ in run.results} == {1, 2}, run.why
+    assert_as_emulated(run, options, "adamw")
+    assert re.match("pipeline [12] has waited 4 s for pipeline 0's part of step", run.why[0])
 
 
 @pytest.mark.parametrize("far", [(), (1,), (0, 1, 2)], ids="far {}".format)

@@ -217,15 +217,18 @@ class TurnExchange:
         """Return what was told in the last turn that has ended; empty before there is one. No turn may be under way."""
         return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
 
-    def complains(self, keys: Sequence[Key]) -> bool:
-        """Tell the coordinator, once, of others that have not told a turn in time; whether that is what is awaited."""
-        late = [
-            key.batch for key in keys[:1] if key.kind is Message.REFERENCE_UPDATE and key.source == key.target
-        ]
-        if not late or late[0] <= self._complained:
+    def complains(self) -> bool:
+        """Tell the coordinator, once, of others that have not told a turn in time; whether that may be what is awaited.
+
+        Where all of this pipeline have told a turn that has not ended, whatever one of its stages waits for, such as
+        the next turn's norm, may come from another one that waits for the end of this turn.
+        """
+        turn = self._next
+        own = self.membership.known.roster.counting(turn).get(self.membership.pipeline)
+        if turn <= self._complained or own is None or own.first + self._of(own).turns_told() <= turn:
             return False
-        self._complained = late[0]
-        self.membership.complain(late[0])
+        self._complained = turn
+        self.membership.complain(turn)
         return True
 
     def once(self, what: str, find: Callable[[], Any]) -> Any:

@@ -62,9 +62,9 @@ class Scheduler:
         self._running: tuple[Lane, Step] | None = None
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
-        # Where messages have not come in time: whether somebody else is told, who sees to it that they need not come.
         self.background: Callable[[], bool] = lambda: False  # as ``idle``, of every run
-        self.complains: Callable[[Sequence[Key]], bool] = lambda keys: False
+        # Where messages have not come in time: whether somebody else is told, who sees to it that they need not come.
+        self.complains: Callable[[], bool] = lambda: False
 
     def forget(self) -> None:
         """Let go of the lanes; nothing runs any more."""
@@ -262,7 +262,7 @@ class Scheduler:
         self._rest(f"waiting for {self._awaited(keys)}")
         try:
             while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
-                if not self.complains(keys):
+                if not self.complains():
                     raise PipelineTimeout(self._describe(keys))
             return
         except PeerLost as loss:
