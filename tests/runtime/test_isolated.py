@@ -33,6 +33,7 @@ def train(
     waits_at: int | None = None,
     timeout_s: float = 20,
     late_seed: int = 0,
+    each: int = BATCHES,
     **others: Any,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
@@ -42,6 +43,7 @@ def train(
             "another comes": in the first one in which it knows of another that comes with a later turn.
         waits_at: the batch at whose result all wait until a pipeline that died is back.
         late_seed: of the batches of who was not there at the beginning.
+        each: batches of a loader, after which comes the next one.
         others: options of the Pipeline.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
@@ -71,13 +73,16 @@ def train(
         made.append(p)
         membership = p._worker.exchange.membership
         results = []
-        for result in p.train(data[p.batches :]):
-            results.append((result.batch, result.pipeline, result.samples, result.loss))
-            if result.batch == waits_at:
-                with membership._lock:
-                    assert membership._lock.wait_for(
-                        lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
-                    )
+        if each < BATCHES:
+            p.enter()
+        while p.batches < BATCHES:
+            for result in p.train(data[p.batches : each * (p.batches // each + 1)]):
+                results.append((result.batch, result.pipeline, result.samples, result.loss))
+                if result.batch == waits_at:
+                    with membership._lock:
+                        assert membership._lock.wait_for(
+                            lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
+                        )
         return results, p.state_dict(), p.state_dict(weights=pipeline)
 
 
@@ -108,7 +113,11 @@ def parts_of(samples: int, M: int) -> list[slice]:
 class Emulation:
     """N replicas and their reference, turn by turn: who counts is told by the run's history."""
 
-    def __init__(self, run: Isolated, options: dict[str, Any], optimizer: str) -> None:
+    def __init__(
+        self, run: Isolated, options: dict[str, Any], optimizer: str, each: int = BATCHES, decay: float = 1
+    ) -> None:
+        """``each``: batches of a loader. ``decay``: of the learning rate, with each turn."""
+        self.decay, self.place = decay, 0  # in a period
         self.run, self.options, self.make = run, options, OPTIMIZERS[optimizer]
         self.is_shared = options.get("batch") != "per-pipeline"
         self.rule = options.get("rule", "mean-gradient" if self.is_shared else "avgpipe")
@@ -119,15 +128,17 @@ class Emulation:
         self.results: list[Any] = []
         data = token_batches(BATCHES, 12, last=7)
         line = [(j, x, y, parts_of(len(x), options["micro_batches"])) for j, (x, y) in enumerate(data)]
+        loaders = [line[first : first + each] for first in range(0, BATCHES, each)]
         lost: list[Any] = []
         given: dict[int, dict[int, Any]] = {}
         turn = 0
         while True:
             self._enter(turn)
             lost += self._lost(given, turn)
-            source = lost or line
-            if not source:
+            loaders = [loader for loader in loaders if loader]
+            if not (lost or loaders):
                 break
+            source = lost or loaders[0]
             assert run.members(turn), (run.said, run.why, run.failures)
             given[turn] = self._share_out(source, run.members(turn))
             self._step(given[turn], run.counting(turn))
@@ -185,11 +196,14 @@ class Emulation:
         else:
             self.results += [(shares[i][0], i, sizes[i], losses[i]) for i in counting]
         if self.rule == "mean-gradient":
-            self._by_one_optimizer(gradients)
+            self._by_one_optimizer(gradients, present)
         elif gradients:
             self._by_force(gradients, present)
+        for one in (self.outer, *self.optimizers.values()) if shares else ():
+            for group in one.param_groups:
+                group["lr"] *= self.decay
 
-    def _by_one_optimizer(self, gradients: dict[int, Any]) -> None:
+    def _by_one_optimizer(self, gradients: dict[int, Any], present: list[int]) -> None:
         trials = {}
         for i, grads in gradients.items():
             trial = copy.deepcopy(self.reference)
@@ -202,29 +216,37 @@ class Emulation:
         for p, *gs in zip(self.reference.parameters(), *gradients.values()):
             p.grad = sum(gs) / len(gs)
         self.outer.step()
-        waits = self.options.get("staleness", 1) == 0
-        self.replicas |= {i: copy.deepcopy(self.reference) if waits else trial for i, trial in trials.items()}
+        if self.options.get("staleness", 1) == 0:  # who has nothing of this turn has them, too
+            trials = {i: copy.deepcopy(self.reference) for i in present}
+        self.replicas |= trials
 
     @torch.no_grad()
     def _by_force(self, gradients: dict[int, Any], present: list[int]) -> None:
         alpha = self.options.get("alpha", 1 / self.options["pipelines"])
-        begin = {i: [p.clone() for p in self.replicas[i].parameters()] for i in gradients}
+        if self.place == 0:
+            self.begin = {i: [p.clone() for p in self.replicas[i].parameters()] for i in present}
+            self.stepped = set[int]()
         for i, grads in gradients.items():
             for p, g in zip(self.replicas[i].parameters(), grads):
                 p.grad = g.clone()
             self.optimizers[i].step()
+        self.stepped |= set(gradients)
+        self.place = (self.place + 1) % self.options.get("period", 1)
+        if self.place:
+            return
+        stepped = sorted(self.stepped & set(present))
         for n, z in enumerate(self.reference.parameters()):
             old = z.clone()
-            xs = {i: list(self.replicas[i].parameters())[n] for i in gradients}
-            z += sum(xs[i] - begin[i][n] for i in gradients) / len(gradients)
+            xs = {i: list(self.replicas[i].parameters())[n] for i in stepped}
+            z += sum(xs[i] - self.begin[i][n] for i in stepped) / len(stepped)
             if self.options.get("staleness", 1) == 0:  # who has nothing of this turn is pulled, too
                 xs = {i: list(self.replicas[i].parameters())[n] for i in present}
             for i, x in xs.items():
-                x += alpha * ((z - x) if self.options.get("staleness", 1) == 0 else (old - begin[i][n]))
+                x += alpha * ((z - x) if self.options.get("staleness", 1) == 0 else (old - self.begin[i][n]))
 
 
-def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str) -> None:
-    emulated = Emulation(run, options, optimizer)
+def assert_as_emulated(run: Isolated, options: dict[str, Any], optimizer: str, **others: Any) -> None:
+    emulated = Emulation(run, options, optimizer, **others)
     last = len(emulated.results)
     assert run.results, run.said
     for (pipeline, _), (results, reference, own) in run.results.items():
@@ -252,6 +274,30 @@ def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, An
     assert not run.failures
     assert_as_emulated(run, options, optimizer)
     assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
+
+
+def decaying(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+@pytest.mark.parametrize("staleness", [1, 0])
+@pytest.mark.parametrize(
+    ("K", "more", "optimizer"),
+    [
+        (1, {"rule": "mean-gradient"}, "adamw"),
+        (2, {"rule": "mean-gradient"}, "momentum"),
+        (1, {}, "momentum"),
+    ],
+    ids=str,
+)
+def test_who_has_no_batch_in_a_turn_keeps_step_with_the_others(
+    K: int, more: dict[str, Any], optimizer: str, staleness: int
+) -> None:
+    options = {"pipelines": 2, "micro_batches": 2, "batch": "per-pipeline", "staleness": staleness, **more}
+    arguments = {"K": K, "options": options, "optimizer": optimizer, "each": 3, "lr_scheduler": decaying}
+    run = Isolated(2, K, train, **arguments)
+    assert not run.failures
+    assert_as_emulated(run, options, optimizer, each=3, decay=0.9)
 
 
 @pytest.mark.parametrize("far", [(), (1,), (0, 1)], ids="far {}".format)

@@ -192,6 +192,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         finally:
             self._done = None
 
+    def idle(self) -> None:
+        """Let a step pass that other replicas make: this one has no gradients for it, and adds nothing to its round."""
+        self._opt_called = True  # for torch's warning of schedules that go first
+        if self._trial is not None:
+            self._trial.tell_settings()
+
     def complete(self) -> None:
         """Do now what a :meth:`step_in_round` has left for later, if anything."""
         self.reference._complete(self.replica)

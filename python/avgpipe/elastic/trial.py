@@ -82,9 +82,10 @@ class TrialSteps:
         known = self._inner.state
         # Another object, by which the other replicas see that it is another state.
         self._outer.state = defaultdict(dict, {z: known[p] for p, z, _ in self._pairs if p in known})
-        self._tell_settings()
+        self.tell_settings()
 
-    def _tell_settings(self) -> None:
+    def tell_settings(self) -> None:
+        """Make the inner optimizer's settings the reference's, for its next step."""
         for mine, theirs in zip(self._outer.param_groups, self._inner.param_groups):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
@@ -93,7 +94,7 @@ class TrialSteps:
         """Tell the gradient and make the step; returns counts of what is not finite."""
         self._replica.load()
         self.share()
-        self._tell_settings()
+        self.tell_settings()
         grads = [p.grad for p, _, _ in self._pairs]
         there = tuple(grad is not None for grad in grads)
         self._reference.told[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}

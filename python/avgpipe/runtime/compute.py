@@ -57,6 +57,7 @@ class Work:
         collector: takes an evaluation's outputs, on the last stage.
         draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
         idles: whether the pipeline has nothing of this turn: isolated ones say so to each other.
+        is_step: whether this makes a step of the run, as it does where other pipelines have something of the turn.
         names: what isolated pipelines are told that it is.
         is_kept: whether stages keep what one of their micro-batches is given, to run it again.
     """
@@ -71,6 +72,7 @@ class Work:
     collector: Collector | None = None
     draws: Position | None = None
     idles: bool = False
+    is_step: bool = True
     names: Any = None
     is_kept: bool = False
 

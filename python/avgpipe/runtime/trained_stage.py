@@ -215,6 +215,13 @@ class TrainedStage:
         if self.elastic is None:
             arena.drop_grads()
 
+    def idle(self) -> None:
+        """Let a step pass for which other pipelines alone have a batch, so that all keep step with each other."""
+        if self.elastic is not None:
+            self.elastic.idle()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers that are saved, by their names in the stage."""
         state = self.stage.layers.state_dict(keep_vars=True)

@@ -244,7 +244,7 @@ class TurnFeed:
     def _start(self, turn: int, parts: dict[int, Part], members: Sequence[int]) -> None:
         part = parts.get(self._pipeline)
         if part is None:
-            work = Work(turn, 0, [], [], idles=True)
+            work = Work(turn, 0, [], [], idles=True, is_step=bool(parts))
         else:
             loss_fn = self._options.loss_fn
             if isinstance(loss_fn, nn.Module):

@@ -204,6 +204,8 @@ class Update:
             if not self._route.last:
                 self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
         if self._turns is not None and state.work.idles:
+            if state.work.is_step:
+                self._trained.idle()
             state.updated = True
             self._turns.tell(state)
             return
