@@ -287,6 +287,8 @@ def decaying(optimizer: torch.optim.Optimizer) -> Any:
         (1, {"rule": "mean-gradient"}, "adamw"),
         (2, {"rule": "mean-gradient"}, "momentum"),
         (1, {}, "momentum"),
+        (2, {"period": 2}, "adamw"),
+        (1, {"period": 3}, "momentum"),
     ],
     ids=str,
 )

@@ -83,6 +83,8 @@ class ElasticAveraging(torch.optim.Optimizer):
             )
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
+        self._idle_steps = 0  # of these
+        self._has_told = False  # with the last step
         self._done: Callable[[], None] | None = None  # of a step_in_round
         # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
         known = set(inner_optimizer.defaults)
@@ -129,9 +131,7 @@ class ElasticAveraging(torch.optim.Optimizer):
 
         None if that step was not the last of a period. It stays until the next one that is.
         """
-        if self._position or not self._local_steps:
-            return None
-        return self.reference._updates[self.replica].flats
+        return self.reference._updates[self.replica].flats if self._has_told else None
 
     @property
     def ready(self) -> bool:
@@ -193,10 +193,17 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._done = None
 
     def idle(self) -> None:
-        """Let a step pass that other replicas make: this one has no gradients for it, and adds nothing to its round."""
+        """Let a step pass that other replicas make, and for which this one has no gradients.
+
+        It counts in the period. Who makes no step in a whole one has no part in its round.
+        """
         self._opt_called = True  # for torch's warning of schedules that go first
         if self._trial is not None:
             self._trial.tell_settings()
+        elif self._position == 0 and self._replica.remembers:
+            self._replica.begin()
+        self._idle_steps += 1
+        self._end_step()
 
     def complete(self) -> None:
         """Do now what a :meth:`step_in_round` has left for later, if anything."""
@@ -220,11 +227,15 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._replica.begin()
 
     def _end_step(self, update: FusedUpdate | None = None) -> None:
+        period = self.reference.elasticity.period
         self._local_steps += 1
         self._position += 1
-        if self._position < self.reference.elasticity.period:
+        self._has_told = self._position == period and self._idle_steps < period
+        if self._position < period:
             return
-        self._position = 0
+        self._position = self._idle_steps = 0
+        if not self._has_told:
+            return
         reference, done = self.reference, self._done
         # hooks see the weights after every step
         is_watched = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
@@ -250,6 +261,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         elif scale is not None:
             _unscale(self.inner, scale)
         self._local_steps += 1
+        self._has_told = True
         self.reference._contribute(self.replica, trial)
         return loss
 
@@ -369,6 +381,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         self.inner.load_state_dict(state)
         self.restored()
         self._local_steps, self._position = extra["local_steps"], extra["position"]
+        self._idle_steps, self._has_told = 0, False
         if extra["start"] is not None:
             for mine, value in zip(self._replica.begin().tensors(), extra["start"]):
                 mine.copy_(value)

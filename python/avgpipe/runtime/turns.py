@@ -68,7 +68,7 @@ class Turns:
             values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
         tensors: list[torch.Tensor] = []
         if reference is not None:
-            update = None if work.idles else self._trained.reference_update
+            update = self._trained.reference_update if work.is_step else None
             values["has_update"] = update is not None
             tensors = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
