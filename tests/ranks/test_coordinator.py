@@ -107,6 +107,17 @@ def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tm
         assert one.lost == {1: "rank 0 has ended"}
 
 
+def test_who_comes_begins_no_later_than_the_last_of_those_that_train(tmp_path: Path) -> None:
+    with served(tmp_path, wanted=3) as one:
+        members = [one.connect(i, i) for i in range(3)]
+        for connection in members:
+            assert enter(connection) == {}
+        for connection, batches in zip(members, (7, 5)):  # the third has not said anything yet
+            connection.send_bytes(encoded(["alive", "its work", batches]))
+            heard(connection, "heard")
+        assert heard(one.connect(3, 3), "welcome")[0]["batches"] == 5
+
+
 def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         with pytest.raises((AuthenticationError, EOFError, OSError)):

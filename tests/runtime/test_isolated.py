@@ -508,3 +508,28 @@ def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
     assert set(run.results) == {(0, 0), (1, 0)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
+
+
+def come(ahead: int) -> int:
+    """Train; who comes later gives a loader that begins so many batches after the one that the run has come to."""
+    is_late = int(os.environ["AVGPIPE_GROUP"]) == 2
+    plan = Plan(pipelines=2, micro_batches=2, isolate=True)
+    batch = torch.ones(4, 2).double(), torch.zeros(4).long()
+    with Pipeline(
+        nn.Linear(2, 2).double(), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"], timeout_s=20
+    ) as p:
+        if is_late:
+            p._feed.next_batch += ahead
+        membership = p._worker.exchange.membership
+        for result in p.train([batch] * 50):
+            if result.batch == 5 and not is_late:
+                with membership._lock:
+                    assert membership._lock.wait_for(lambda: len(membership.known.roster.stays) > 2, 20)
+        return p.batches
+
+
+def test_who_comes_with_a_loader_that_begins_too_late_ends_alone_and_says_why() -> None:
+    run = Isolated(2, 1, come, restarts=0, joins=[2], ahead=40)
+    assert set(run.results) == {(0, 0), (1, 0)}
+    assert "begins with batch 4" in run.failures[2, 0][1]
+    assert "call enter() before" in run.failures[2, 0][1]

@@ -73,7 +73,7 @@ class Process:
         pid: its process id, as the kernel says.
         heard_at: when it last said something, of the monotonic clock.
         doing: what it was at then.
-        batches: of the loader, that it has begun.
+        batches: of the loader, that it has begun; None until it has said so.
         begun: turns, as the answer to the newest freeze.
         wants: "enter", or "leave" once it is done.
     """
@@ -83,7 +83,7 @@ class Process:
     pid: int
     heard_at: float
     doing: str = "its start"
-    batches: int = 0
+    batches: int | None = None
     begun: int | None = None
     wants: str = ""
 
@@ -303,7 +303,9 @@ class Coordinator:
         group.processes[rank] = Process(connection, str(about["name"]), peer_of(connection), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
-        batches = max((p.batches for g in self._living() for p in g.processes.values()), default=0)
+        # Who is ahead may be gone before this one enters, and what it had is begun by the others only then.
+        begun = (p.batches for g in self._living() for p in g.processes.values() if p.batches is not None)
+        batches = min(begun, default=0)
         welcome = {"has_begun": self.has_begun, "batches": batches, "told": place_of(group.told)}
         self._send(connection, "welcome", welcome)
 

@@ -69,7 +69,7 @@ class Membership:
         pipeline: the number of this process's.
         group: the number of its processes that were started together.
         has_begun: whether others trained already when this process came.
-        batches: those of the loader that they had begun then.
+        batches: those of the loader that each of them had begun then.
         told: the memory in which this pipeline counts what it tells.
         known: what is settled; replaced as a whole.
         begun: how many turns this process has begun; the next has this number.
@@ -82,7 +82,7 @@ class Membership:
         self._timeout_s = timeout_s
         self.known = Known(Roster(), {})
         self.begun = 0
-        self.told_batches: Callable[[], int] = lambda: 0
+        self.told_batches: Callable[[], int] = lambda: self.batches
         self.doing: Callable[[], str] = lambda: "its start"
         self.changed: Callable[[], None] = lambda: None  # called by the thread
         self._is_frozen = False

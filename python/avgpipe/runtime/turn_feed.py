@@ -163,7 +163,7 @@ class TurnFeed:
         start = time.perf_counter()
         there = self.next_batch
         if self.enter():
-            self._behind = self.next_batch - there
+            self._behind = self._batches_behind(there)
         while self._behind:
             if self._loader.next() is None:
                 return False
@@ -189,6 +189,16 @@ class TurnFeed:
             self.next_batch, self.ended = counts.batches, counts.results
         self._is_member = True
         return True
+
+    def _batches_behind(self, first: int) -> int:
+        """Return how many batches of a loader, which begins with batch ``first``, the others have trained on."""
+        with self._worker.running():
+            if first > self.next_batch:
+                raise PipelineError(
+                    f"the loader begins with batch {first}, and the run has only come to batch {self.next_batch}: "
+                    "call enter() before the loader is made, and have it begin with batch number pipeline.batches"
+                )
+        return self.next_batch - first
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         counts = [sample_count(inputs, targets) for inputs, targets in given]
