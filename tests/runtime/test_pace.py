@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.ranks import world
 from avgpipe.runtime import pace
+from tests.isolated import Isolated
 from tests.runner import run
 from tests.runtime.cases import momentum
 
@@ -39,7 +40,7 @@ class Spins(nn.Module):
         return self.lin(x)
 
 
-def slow() -> list[str]:
+def slow(isolate: bool = False) -> list[str]:
     """Train until something is said on the first rank, with readings that are made ten times as often as usual."""
     pace._WINDOW_S, world._TICK_S = 0.25, 0.05
     said: list[str] = []
@@ -50,19 +51,12 @@ def slow() -> list[str]:
     deadline = time.monotonic() + _LIMIT_S
     batch = torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)
 
-    def batches() -> Iterator[Any]:
-        while time.monotonic() < deadline:
-            yield batch
-
-    with Pipeline(
-        nn.Sequential(*layers),
-        Plan(stages=2, micro_batches=2),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=momentum,
-    ) as p:
-        for result in p.train(batches()):
-            # Every rank must end at the same batch.
-            if result.batch % 50 == 49 and p.world.gather(bool(said) or time.monotonic() > deadline)[0]:
+    several: Any = {"pipelines": 2, "micro_batches": 4, "isolate": True} if isolate else {"micro_batches": 2}
+    plan = Plan(stages=2, **several)
+    with Pipeline(nn.Sequential(*layers), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
+        for result in p.train(repeat(batch)):
+            # Every rank must end after the same batch.
+            if result.batch % 50 == 49 and p.once("end", lambda: bool(said) or time.monotonic() > deadline):
                 break
     return [*said, os.environ["RANK"]]
 
@@ -74,3 +68,11 @@ def test_a_stage_that_becomes_slow_is_named_by_the_first_rank() -> None:
     assert first[0].startswith("rank 1 (stage 1) takes ")
     assert " times as long for a micro-batch as it did at first (" in first[0]
     assert first[1:] == ["0"]
+
+
+@pytest.mark.slow
+def test_a_stage_of_an_isolated_pipeline_is_named_too() -> None:
+    run = Isolated(2, 2, slow, isolate=True, restarts=0)
+    said = [text for (_, rank), texts in run.results.items() for text in texts[:-1] if rank == 0]
+    assert said, (run.results, [text for _, text in run.failures.values()])
+    assert all(text.startswith("rank 1 (stage 1) takes ") for text in said)

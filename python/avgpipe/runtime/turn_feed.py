@@ -324,6 +324,8 @@ class TurnFeed:
             self._note(self._exchange.turns.pop(turn))
         self._in_flight.popleft()
         del self._before[turn]
+        if worker.pace is not None:
+            worker.pace.note()
 
     def _note(self, turn: Turn) -> None:
         """Note how a turn has ended; what was lost stays known until it is in line."""
