@@ -117,7 +117,7 @@ def _recovering(call: _Call) -> _Call:
             except _LOST as loss:
                 if any(isinstance(given, Iterator) for given in (*args, *options.values())):
                     raise  # a part of it is used up
-                self._recover(loss)
+                self._recover(loss, in_call=True)
             else:
                 self._note_call()
                 return found
@@ -332,11 +332,8 @@ class Pipeline:
         self._timeout_s, self._members, self._compiling = timeout_s, members, compiling
         self._layers, self._seed, self._initial = layers, seed, initial
         self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
-        self._told = 0  # batches whose results the caller has
-        self._repeated = 0  # those of them that are trained on once more
         self._called = 0  # batches before the last call that is not made again
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
-        self._again: deque[Any] = deque()  # batches that had begun, and begin once more
         self._connect()
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
@@ -346,7 +343,7 @@ class Pipeline:
         atexit.register(_close, weakref.ref(self))
         if self._copies is not None and generation():
             with self._worker.running():
-                self._go_back(self._copies)
+                self._go_back(self._copies, math.inf)
 
     def _copy_ahead(self, batches: Sequence[tuple[Any, Any]]) -> ReadyOnEvent | None:
         return self._worker.copy_ahead(batches)
@@ -443,25 +440,19 @@ class Pipeline:
             try:
                 ended = self._train_on()
             except _LOST as loss:
-                # As many batches are in flight at each result then as on a rank that is new.
-                self._recover(loss, finishes=False)
+                self._recover(loss)
                 continue
             if ended:
                 return
             if self._feed.results:  # else what was trained on is lost, and is trained on again
                 result, _ = self._feed.results.popleft()
-                if result.batch >= self._repeated:
-                    self._told = result.batch + 1
-                    yield result
+                yield result
 
     def _train_on(self) -> bool:
         """Train until there are results; whether there is nothing more to train on."""
         feed = self._feed
         self._choose_advance()
         while not self._is_due and feed.takes_more() and not feed.results:
-            if self._again:
-                self._begin_again()
-                continue
             if self._copies is None or self._loader.has_more:
                 self._copy_if_due()
             if not feed.fetch():
@@ -493,10 +484,8 @@ class Pipeline:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
-        self._until_done(self._copy_if_due)
-        for share in zip(split(inputs, n), split(targets, n)):
-            self._feed.begin([share], self._worker.copy_ahead([share]))
-        self.drain()
+        self._loader.give([[share] for share in zip(split(inputs, n), split(targets, n))])
+        self._until_done(self._train_on_given)
         counted = [(result.loss, weight) for result, weight in self._feed.results if weight]
         self._forget_results()
         if self._is_due:
@@ -504,22 +493,27 @@ class Pipeline:
         weight = sum(weight for _, weight in counted)
         return sum(loss * weight for loss, weight in counted) / weight if counted else math.nan
 
+    def _train_on_given(self) -> None:
+        self._copy_if_due()
+        while (batch := self._loader.next()) is not None:
+            self._feed.begin(*batch)
+        self._feed.drain()
+
     def _forget_results(self) -> None:
         self._feed.results.clear()
-        self._told = self._feed.next_batch
 
     def drain(self) -> None:
         """Finish the batches that are in flight."""
-        self._until_done(lambda: self._feed.drain())
+        self._until_done(lambda: self._feed.drain(), in_call=True)
 
-    def _until_done(self, act: Callable[[], None]) -> None:
-        """Do it, once more after each rank that was replaced meanwhile."""
+    def _until_done(self, act: Callable[[], None], in_call: bool = False) -> None:
+        """Do it, once more after each rank that was replaced meanwhile. ``in_call``: as of :meth:`_recover`."""
         while True:
             try:
                 act()
                 return
             except _LOST as loss:
-                self._recover(loss)
+                self._recover(loss, in_call)
 
     def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
         """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
@@ -592,15 +586,20 @@ class Pipeline:
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
 
-    def _recover(self, loss: PeerLost | PipelineTimeout, finishes: bool = True) -> None:
-        """Go back, with the rank that replaces a lost one, to where all have a copy of the state, and on from there.
+    def _recover(self, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
+        """Come to the result that the caller has last once more, from a copy of the state that all have.
 
-        One that stands still is lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's
-        memory. ``finishes``: what had begun since the copy.
+        The rank that replaces a lost one comes there by itself, with as many batches begun. One that stands still is
+        lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's memory.
+
+        Args:
+            in_call: whether the caller has called something after that result, which a new rank is to call, too.
         """
-        copies = self._copies
+        copies, feed = self._copies, self._feed
         if copies is None or not is_replaceable() or not self.world.made_group:
             raise loss
+        assert isinstance(feed, Feed)
+        told = feed.told
         while True:
             notice_s = _LOST_NOTICE_S
             if isinstance(loss, PipelineTimeout):
@@ -627,15 +626,14 @@ class Pipeline:
                 if before.is_known:
                     self._worker.preemption.notice()
                 with self._worker.running():
-                    self._go_back(copies)
-                if finishes:
-                    self._train_again()
+                    self._go_back(copies, told - in_call)
+                self._train_again(told)
                 return
             except _LOST as another:  # one more
                 loss = another
 
-    def _go_back(self, copies: StateCopies) -> None:
-        """Restore a copy, and begin there."""
+    def _go_back(self, copies: StateCopies, latest: float) -> None:
+        """Restore a copy of before ``latest`` batches or fewer, and begin there."""
         before = self._feed
         assert isinstance(before, Feed)
         assert before.kept is not None
@@ -643,15 +641,12 @@ class Pipeline:
         self._set_flags = max(self.world.gather(self._set_flags), key=len)
         for names, flag in self._set_flags:
             set_requires_grad(self._worker, find_parameters(self._model, names), flag)
-        batches = copies.go_back(self.world, self._model, self._worker, self._called)
-        self._repeated = self._told
+        batches = copies.go_back(self.world, self._model, self._worker, self._called, latest)
         private_store().set(restored(generation()), "")
-        begun = [*before.kept, *self._again]
-        count = before.next_batch + len(self._again) - batches  # below 0 where this rank is new
-        self._again = deque(begun[len(begun) - count :] if count > 0 else [])
+        count = max(0, before.next_batch - batches)  # none where this rank is new
+        self._loader.give_back(before.kept[len(before.kept) - count :])
         feed = self._feed = Feed(self._worker, self._running_plan, self._loader, self._options)
         feed.next_batch = batches
-        feed.results.extend(row for row in before.results if row[0].batch < batches)
         self._resume()
 
     def _note_call(self) -> None:
@@ -660,21 +655,13 @@ class Pipeline:
             self._called = self._feed.next_batch
             self._copies.ask_for_one()
 
-    def _train_again(self) -> None:
-        """Train once more on what was begun since the copy; the caller gets what results there were none of yet."""
-        feed = self._feed
-        while self._again or not feed.is_empty:
-            while self._again and feed.takes_more():
-                self._begin_again()
-            feed.finish_oldest()
-        feed.results = deque(row for row in feed.results if row[0].batch >= self._told)
-
-    def _begin_again(self) -> None:
-        """Begin the next of the batches that had begun before a rank was lost."""
+    def _train_again(self, told: int) -> None:
+        """Train as :meth:`train` does, and so as a rank that is new, until the caller has the results that it had."""
         assert isinstance(self._feed, Feed)
-        self._copy_if_due()
-        given = self._again.popleft()
-        self._feed.begin(given, self._copy_ahead(given))
+        while self._feed.told < told:
+            self._train_on()
+            if self._feed.results:
+                self._feed.results.popleft()
 
     # ---- pipelines that come and go ----------------------------------------------------------------------------------
 
@@ -946,11 +933,10 @@ class Pipeline:
     def _go_on_with_others(self) -> None:
         """Go on with weights that were loaded; nobody is to go back to what there was before."""
         self._resume()
-        self._repeated = 0
         if self._copies is not None and isinstance(feed := self._feed, Feed) and feed.kept is not None:
             self._copies.forget()
             feed.kept.clear()
-            self._told, self._called = min(self._told, feed.next_batch), feed.next_batch
+            self._called = feed.next_batch
 
     def _resume(self) -> None:
         if self._verification is not None:

@@ -101,6 +101,34 @@ def test_an_iterator_given_again_after_another_loses_nothing() -> None:
     assert found == [0, 10, 1, 11, 2, 12]
 
 
+def test_what_is_given_back_comes_once_more_and_stays_with_its_loader() -> None:
+    prefetch, one = made(), pairs(4)
+    prefetch.open(one)
+    taken = [prefetch.next() for _ in range(2)]
+    fetch(prefetch)
+    prefetch.give_back([batch for batch, _ in filter(None, taken)])
+    assert first(prefetch.next()) == 0
+    prefetch.open(pairs(1, 10))
+    assert rest(prefetch) == [10]
+    prefetch.open(one)
+    assert rest(prefetch) == [1, 2, 3]
+
+
+def test_what_a_caller_gives_comes_alone_and_costs_the_loader_nothing() -> None:
+    prefetch, loader = made(), pairs(3)
+    prefetch.open(loader)
+    assert first(prefetch.next()) == 0
+    fetch(prefetch)
+    for _ in range(2):
+        prefetch.give([[(10, -10)], [(11, -11)]])
+        assert first(prefetch.next()) == 10
+    prefetch.give_back([[(10, -10)]])
+    assert not fetch(prefetch)
+    assert rest(prefetch) == [10, 11]
+    prefetch.open(loader)
+    assert rest(prefetch) == [1, 2]
+
+
 def test_a_list_given_again_begins_again() -> None:
     prefetch, loader = made(), list(pairs(3))
     for _ in range(2):

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,12 @@ def replaced(size: int, most: int = 3, function: Any = None, **arguments: Any) -
     return ranks.results(), count
 
 
+def set_interval(batches: int) -> None:
+    """Have so many batches between copies, which no batch waits for, but for the first two."""
+    Intervals.after = lambda *_: batches  # type: ignore[method-assign]
+    StateCopies._agrees = property(lambda copies: copies._count < 2)  # type: ignore[method-assign]
+
+
 def train(
     options: dict[str, Any],
     deaths: Any = (),
@@ -82,8 +89,7 @@ def train(
         end: the signal by which a rank dies, or stands still.
     """
     if interval is not None:
-        Intervals.after = lambda *_: interval  # type: ignore[method-assign]
-        StateCopies._agrees = property(lambda copies: copies._count < 2)  # type: ignore[method-assign]
+        set_interval(interval)
     os.environ[STORE_FILE] = str(Path(os.environ["TEST_FOLDER"], "store"))
     rank, torch_seed = int(os.environ["RANK"]), 0
     torch.manual_seed(torch_seed)
@@ -311,22 +317,48 @@ def test_a_process_that_is_alone_keeps_no_batches(tmp_path: Path, monkeypatch: p
         assert not p._feed.kept
 
 
-def train_and_evaluate(options: dict[str, Any], every: int, dies_after: int | None = None) -> Any:
-    """Losses by batch, evaluations amid the loop, and batches begun at each result."""
+def train_and_evaluate(
+    options: dict[str, Any],
+    every: int,
+    dies_after: int | None = None,
+    dies_in: int | None = None,
+    interval: int | None = None,
+) -> Any:
+    """Losses by batch, evaluations amid the loop, and batches begun at each result.
+
+    Args:
+        dies_in: at which result a rank dies that evaluates there, when all copies so far have come.
+        interval: as of :func:`train`.
+    """
     losses, seen, begun = dict[int, float](), dict[int, float](), dict[int, int]()
+    if interval is not None:
+        set_interval(interval)
     with made(options) as p:
         for result in p.train(given(2 * BATCHES)[p.batches :]):
             losses[result.batch], begun[result.batch] = result.loss, p.batches
             if result.batch == dies_after:
                 dies(1)
             if result.batch % every == every - 1:
-                seen[result.batch] = p.evaluate(given()[:2]).loss
+                metric = None
+                if result.batch == dies_in and os.environ[GENERATION] == "0":
+                    p.drain()
+                    assert p._copies is not None
+                    p._copies.settle()
+                    p._copies._send_all()
+                    p.world.barrier()
+                    time.sleep(0.2)  # for what is on its way
+                    metric = lambda *_: dies(1)  # noqa: E731
+                seen[result.batch] = p.evaluate(given()[:2], metric).loss
     return losses, seen, begun
+
+
+SHARED = {"stages": 2, "pipelines": 2, "micro_batches": 4}
+BY_TURNS = {"stages": 2, "pipelines": 3, "micro_batches": 2, "rule": "avgpipe", "batch": "per-pipeline"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dies_after", [9, 10])
-@pytest.mark.parametrize("options", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("options", [*SHAPES[1:], BY_TURNS], ids=str)
 def test_calls_amid_a_loop_find_as_many_batches_begun_on_all_ranks(
     options: dict[str, Any], dies_after: int
 ) -> None:
@@ -336,6 +368,54 @@ def test_calls_amid_a_loop_find_as_many_batches_begun_on_all_ranks(
     for found in run:
         first = min(found[0])
         assert found == tuple({batch: n for batch, n in of.items() if batch >= first} for of in expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "dies_in"), [(SHARED, 12), (BY_TURNS, 11)], ids=str)
+def test_who_is_killed_in_a_call_is_replaced_by_one_that_makes_it(
+    options: dict[str, Any], dies_in: int
+) -> None:
+    arguments = {"function": train_and_evaluate, "options": options, "every": dies_in + 1, "interval": 6}
+    (expected, _), _ = replaced(2, **arguments)
+    run, count = replaced(2, **arguments, dies_in=dies_in)
+    assert count == 1
+    for losses, seen, _ in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
+        assert seen.keys() == expected[1].keys()
+        assert seen == run[0][1]
+
+
+def train_on_another_loader(dies_after: int | None = None) -> Any:
+    """Losses by batch of a loop that is left after the twelfth, and of another one with other batches."""
+    losses, data, folder = dict[int, float](), given(), Path(os.environ["TEST_FOLDER"])
+
+    def batches_from(first: int) -> Iterator[Any]:
+        for number in range(first, 20):
+            if number == 14 and not int(os.environ["RANK"]):
+                (folder / "the batch before has begun").touch()
+            yield data[number % BATCHES]
+
+    set_interval(6)
+    with made(BY_TURNS) as p:
+        if p.batches < BATCHES:
+            for result in p.train(batches_from(p.batches)):
+                losses[result.batch] = result.loss
+                if result.batch == dies_after and os.environ["RANK"] == "1":
+                    while not (folder / "the batch before has begun").exists():
+                        time.sleep(0.01)
+                    dies(1)
+                if result.batch == BATCHES - 1:
+                    break
+        for result in p.train(given(40)[20 + p.batches :]):
+            losses[result.batch] = result.loss
+    return losses
+
+
+@pytest.mark.slow
+def test_a_loop_that_is_left_after_a_replacement_leaves_no_batches_to_the_next_one() -> None:
+    (first, second), count = replaced(2, function=train_on_another_loader, dies_after=BATCHES - 2)
+    assert count == 1
+    assert second == {batch: loss for batch, loss in first.items() if batch >= min(second)}
 
 
 def train_with_settings(dies_after: int | None = None) -> Any:

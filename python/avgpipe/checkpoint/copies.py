@@ -228,18 +228,23 @@ class StateCopies:
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
-    def go_back(self, world: World, model: Model, worker: Worker, no_further: int) -> int:
+    def go_back(self, world: World, model: Model, worker: Worker, earliest: int, latest: float) -> int:
         """Restore the newest state that all have, or can have; return the batches before it. Every rank calls this.
 
-        PipelineError where there is none. ``no_further``: batches before the last call that cannot be made again.
+        PipelineError where there is none.
+
+        Args:
+            earliest: batches before the last call that cannot be made again.
+            latest: batches from which on a new rank would miss what this one is at; infinity on a new one.
         """
         theirs = [of.batches for of in self._theirs.values() if of.is_whole and of.batches is not None]
-        said = world.gather([self._batches, theirs, no_further])
+        said = world.gather([self._batches, theirs, earliest, latest])
         lacking = [rank for rank, (own, *_) in enumerate(said) if not own]
         common = [own for own, *_ in said if own]
         common += [said[(rank + 1) % world.size][1] for rank in lacking]
         usable = set.intersection(*map(set, common)) if common else set()
-        usable = {batches for batches in usable if batches >= max(row[2] for row in said)}
+        _, _, begins, ends = zip(*said)
+        usable = {batches for batches in usable if max(begins) <= batches <= min(ends)}
         if not usable:
             raise PipelineError(
                 f"no memory has a copy of what rank {', '.join(map(str, lacking))} held: go on from a checkpoint"

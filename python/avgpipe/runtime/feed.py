@@ -119,6 +119,11 @@ class Feed:
     def is_empty(self) -> bool:
         return not self._in_flight
 
+    @property
+    def told(self) -> int:
+        """Batches before the next result that the caller gets."""
+        return self.next_batch - len(self._in_flight) - len(self.results)
+
     def takes_more(self) -> bool:
         """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
         return len(self._in_flight) < (1 if self.next_batch <= self._alone else self._most_in_flight)
@@ -293,6 +298,8 @@ class Prefetch:
     threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
     without. A batch is always ahead when a result is handed out, had there been time to fetch it or not: what the
     loader and the caller draw from one generator must not depend on timing.
+
+    What a caller gives, and what is given back, comes before what is fetched.
     """
 
     def __init__(self, copy: Callable[[Pairs], ReadyOnEvent | None], count: int = 1) -> None:
@@ -300,12 +307,15 @@ class Prefetch:
         self._source: Iterator[Any] = iter(())
         self._loader: Any = None
         self._state: Any = None  # of the loader, before the newest batch was fetched from it
-        self._ahead: list[Any] = []  # at most one: a batch, or what was raised instead
+        self._ahead: list[Any] = []  # a batch, or what was raised instead; before it what was given back
+        self._given: list[Pairs] = []
+        self._is_open = True  # whether what is given is of the loader
         self._left: deque[tuple[Iterator[Any], list[Any]]] = deque(maxlen=_LEFT)
         self._ended = False
 
     def open(self, loader: Iterable[Any]) -> None:
-        source = iter(loader)
+        self._put_ahead()
+        source, self._is_open = iter(loader), True
         self._loader, self._state = loader, None
         # An iterator that is given again goes on with the batch that was fetched from it already.
         if source is not self._source:
@@ -316,9 +326,24 @@ class Prefetch:
             self._source, self._ahead = source, ahead
         self._ended = False
 
+    def give(self, batches: list[Pairs]) -> None:
+        """Yield these next, and nothing more until a loader is opened."""
+        self._put_ahead()
+        self._given, self._is_open = batches, False
+
+    def give_back(self, batches: list[Pairs]) -> None:
+        """Yield once more, next, those that were yielded last."""
+        self._given = batches + self._given
+
+    def _put_ahead(self) -> None:
+        """Keep what was given back for the loader that it came from."""
+        if self._is_open:
+            self._ahead[:0] = [(pairs, None) for pairs in self._given]
+        self._given = []
+
     def fetch(self, outside: Callable[[], AbstractContextManager[None]]) -> bool:
         """Fetch a batch unless one is there, inside ``outside()``; whether there was something to do."""
-        if self._ahead or self._ended:
+        if self._ahead or self._ended or not self._is_open:
             return False
         with outside():
             self._fetch()
@@ -355,6 +380,8 @@ class Prefetch:
     @property
     def has_more(self) -> bool:
         """Whether there is another batch, or something was raised instead."""
+        if self._given or not self._is_open:
+            return bool(self._given)
         if not self._ahead and not self._ended:
             self._fetch()
         return bool(self._ahead)
@@ -363,8 +390,9 @@ class Prefetch:
         """Return the next batch, or None at the end."""
         if not self.has_more:
             return None
-        batch = self._ahead.pop()
+        batch = (self._given.pop(0), None) if self._given else self._ahead.pop(0)
         if isinstance(batch, BaseException):
             raise batch
         pairs, copied = batch
-        return pairs, copied
+        # What was not fetched has no copy on the device yet.
+        return pairs, self._copy(pairs) if copied is None else copied
