@@ -49,7 +49,6 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
             take(3)
         assert "the copy in memory before batch 3 is left out: no room" in caplog.text
         assert (copies._batches, copies.oldest) == ([], 3)
-        copies._sending = []
         take(5)
         assert (copies._batches, copies.oldest) == ([5], 5)
         assert copies._sending

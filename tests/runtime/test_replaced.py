@@ -18,6 +18,9 @@ from torch import nn
 
 from avgpipe import PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
+from avgpipe.links import group
+from avgpipe.links.group import GroupLink
+from avgpipe.links.message import Message
 from avgpipe.model.context import Carry
 from avgpipe.ranks import world
 from avgpipe.ranks.generation import GENERATION, announcement, prospect, waited_for
@@ -416,6 +419,38 @@ def test_a_loop_that_is_left_after_a_replacement_leaves_no_batches_to_the_next_o
     (first, second), count = replaced(2, function=train_on_another_loader, dies_after=BATCHES - 2)
     assert count == 1
     assert second == {batch: loss for batch, loss in first.items() if batch >= min(second)}
+
+
+def train_over_a_slow_line(dies_before: int) -> dict[int, float]:
+    """Losses by batch, where a rank whose copies leave slowly dies when the next one has begun."""
+    losses, post, begin = dict[int, float](), GroupLink._post, StateCopies.begin
+
+    def post_late(link: GroupLink, number: int, message: Any) -> None:
+        if message.words == Message.COPY.words:
+            time.sleep(0.1)
+        post(link, number, message)
+
+    def begin_and_die(copies: StateCopies, model: Any, worker: Any, batches: int, in_flight: int) -> None:
+        begin(copies, model, worker, batches, in_flight)
+        if batches == dies_before:
+            dies(1)
+
+    group._ENVELOPE_BYTES = group._RECORD_BYTES + 64  # what is longer waits in line, as larger states do
+    if (os.environ[GENERATION], os.environ["RANK"]) == ("0", "1"):
+        GroupLink._post = post_late  # type: ignore[method-assign]
+        StateCopies.begin = begin_and_die  # type: ignore[method-assign]
+    with made(link="gloo") as p:
+        for result in p.train(given()[p.batches :]):
+            losses[result.batch] = result.loss
+    return losses
+
+
+@pytest.mark.slow
+def test_no_copy_is_dropped_while_the_next_one_is_in_line_to_be_sent() -> None:
+    (first, second), count = replaced(2, function=train_over_a_slow_line, dies_before=5)
+    assert count == 1
+    assert min(second) == 4
+    assert second == {batch: loss for batch, loss in first.items() if batch >= 4}
 
 
 def train_with_settings(dies_after: int | None = None) -> Any:

@@ -40,15 +40,16 @@ class Received:
 
     Attributes:
         batches: before it; None once nobody may go back to it.
-        sizes: of the text and of each memory, in bytes; they come first.
+        sizes: of the text and of each memory, in bytes; they come first; none, where it was left out.
     """
 
     def __init__(self, batches: int | None = None) -> None:
-        self.batches, self.sizes = batches, list[int]()
+        self.batches = batches
+        self.sizes: list[int] | None = None
         self.pieces: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> None:
-        if self.sizes:
+        if self.sizes is not None:
             self.pieces.append(piece)
         else:
             self.sizes = piece.tolist()
@@ -56,11 +57,17 @@ class Received:
     @property
     def messages(self) -> int:
         """How many have come."""
-        return len(self.pieces) + bool(self.sizes)
+        return len(self.pieces) + (self.sizes is not None)
 
     @property
     def is_whole(self) -> bool:
-        return bool(self.sizes) and sum(map(len, self.pieces)) == sum(self.sizes)
+        sizes = self.sizes or []
+        return bool(sizes) and sum(map(len, self.pieces)) == sum(sizes)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether more of it comes."""
+        return self.batches is not None and self.sizes != [] and not self.is_whole
 
 
 class Intervals:
@@ -131,6 +138,15 @@ class StateCopies:
         while self.send_piece():
             pass
 
+    def _receive_all(self) -> None:
+        """Wait for what has not come of the newest copy of the process before; no batch is in flight."""
+        self.collect()
+        newest = self._theirs.get(self._count)
+        while self._worker is not None and newest is not None and newest.is_awaited:
+            key = copy_key(self._worker.placement, self._worker.world.rank, self._count)
+            self._worker.scheduler.wait_for([key._replace(micro_batch=newest.messages)])
+            self.collect()
+
     def ask_for_one(self) -> None:
         """Have one taken before the next batch."""
         self._due, self._agreed = 0, None
@@ -153,7 +169,7 @@ class StateCopies:
         return self._must_meet(in_flight) or self._own[-1].is_under_way
 
     def _must_meet(self, in_flight: int) -> bool:
-        """Whether no rank may take the one that is due before all have sent the one before.
+        """Whether no rank may take the one that is due before all have the one before.
 
         Two are kept, this one among them, so the one before must be whole everywhere. It has been sent after half of
         the batches between the two at the latest, and another rank is no more than those in flight behind this one.
@@ -170,6 +186,7 @@ class StateCopies:
         now = time.monotonic()
         elapsed = 0.0
         if self._must_meet(in_flight):
+            self._receive_all()  # what the process before has sent may still be in line there
             elapsed = max(worker.world.gather(0.0 if self._agreed is None else now - self._agreed[0]))
         if self._agrees:
             if self._agreed is not None:
@@ -195,7 +212,7 @@ class StateCopies:
                 raise
             except (MemoryError, RuntimeError) as error:
                 _log.warning("the copy in memory before batch %d is left out: %s", batches, reason(error))
-                return
+                parts = []
             pieces = [torch.tensor([len(part) for part in parts])]
             pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
             key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, number)
@@ -268,7 +285,7 @@ class StateCopies:
         giver = (rank + 1) % world.size
         whole_ones = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)
         received = next(whole_ones, Received())
-        sizes: list[int] = world.gather(received.sizes)[giver]
+        sizes: list[int] = world.gather(received.sizes or [])[giver]
         if world.rank not in (giver, rank):
             return None
         whole = (
