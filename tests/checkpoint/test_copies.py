@@ -51,5 +51,18 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
         assert (copies._batches, copies.oldest) == ([], 3)
         take(5)
         assert (copies._batches, copies.oldest) == ([5], 5)
-        assert copies._sending
+        assert len(copies._sending) > 1
+        with monkeypatch.context() as memory:
+            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            take(7)
+        copies.begin(p._model, p._worker, 9, 1)
+        assert copies._batches == [5]
+        copies.settle()
+        assert copies._batches == [5, 9]
+        with monkeypatch.context() as memory:
+            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            take(11)
+            take(13)
+            take(15)
+        assert (copies._batches, copies.oldest) == ([], 15)
         copies._sending = []

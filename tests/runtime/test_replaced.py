@@ -18,6 +18,7 @@ from torch import nn
 
 from avgpipe import PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
+from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Message
@@ -421,24 +422,49 @@ def test_a_loop_that_is_left_after_a_replacement_leaves_no_batches_to_the_next_o
     assert second == {batch: loss for batch, loss in first.items() if batch >= min(second)}
 
 
-def train_over_a_slow_line(dies_before: int) -> dict[int, float]:
-    """Losses by batch, where a rank whose copies leave slowly dies when the next one has begun."""
-    losses, post, begin = dict[int, float](), GroupLink._post, StateCopies.begin
+def die_once_copied(batches: int) -> None:
+    """Have this process die when it has begun to take the copy after so many batches."""
+    begin = StateCopies.begin
+
+    def begin_and_die(copies: StateCopies, model: Any, worker: Any, there: int, in_flight: int) -> None:
+        begin(copies, model, worker, there, in_flight)
+        if there == batches:
+            dies(1)
+
+    StateCopies.begin = begin_and_die  # type: ignore[method-assign]
+
+
+def lose_over_a_slow_line() -> None:
+    """Die after the copy before batch 5 is begun, as a rank whose copies leave slowly."""
+    post = GroupLink._post
 
     def post_late(link: GroupLink, number: int, message: Any) -> None:
         if message.words == Message.COPY.words:
             time.sleep(0.1)
         post(link, number, message)
 
-    def begin_and_die(copies: StateCopies, model: Any, worker: Any, batches: int, in_flight: int) -> None:
-        begin(copies, model, worker, batches, in_flight)
-        if batches == dies_before:
-            dies(1)
+    GroupLink._post = post_late  # type: ignore[method-assign]
+    die_once_copied(5)
 
+
+def lose_without_room() -> None:
+    """Die after the copy before batch 5 is begun, as a rank that had no room for the one before."""
+    begin = Snapshot.begin
+
+    def begin_without_room(snapshot: Snapshot, model: Any, worker: Any, batches: int, done: Any) -> None:
+        begin(snapshot, model, worker, batches, done)
+        snapshot._failure = MemoryError("no room") if batches == 4 else None
+
+    Snapshot.begin = begin_without_room  # type: ignore[method-assign]
+    die_once_copied(5)
+
+
+def train_and_lose(lose: Any) -> dict[int, float]:
+    """Losses by batch, where the second rank is prepared to die."""
+    losses = dict[int, float]()
     group._ENVELOPE_BYTES = group._RECORD_BYTES + 64  # what is longer waits in line, as larger states do
     if (os.environ[GENERATION], os.environ["RANK"]) == ("0", "1"):
-        GroupLink._post = post_late  # type: ignore[method-assign]
-        StateCopies.begin = begin_and_die  # type: ignore[method-assign]
+        lose()
     with made(link="gloo") as p:
         for result in p.train(given()[p.batches :]):
             losses[result.batch] = result.loss
@@ -446,11 +472,12 @@ def train_over_a_slow_line(dies_before: int) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_no_copy_is_dropped_while_the_next_one_is_in_line_to_be_sent() -> None:
-    (first, second), count = replaced(2, function=train_over_a_slow_line, dies_before=5)
+@pytest.mark.parametrize(("lose", "begins"), [(lose_over_a_slow_line, 4), (lose_without_room, 3)])
+def test_no_copy_is_dropped_before_the_next_one_is_there(lose: Any, begins: int) -> None:
+    (first, second), count = replaced(2, function=train_and_lose, lose=lose)
     assert count == 1
-    assert min(second) == 4
-    assert second == {batch: loss for batch, loss in first.items() if batch >= 4}
+    assert min(second) == begins
+    assert second == {batch: loss for batch, loss in first.items() if batch >= begins}
 
 
 def train_with_settings(dies_after: int | None = None) -> Any:

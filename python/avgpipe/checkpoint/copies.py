@@ -96,6 +96,11 @@ class Intervals:
         return max(1, round(self._every_s / batch_s))
 
 
+def _left_out(number: int) -> str:
+    """The name under which a rank notes that it had no room for a copy, to which nobody can go back then."""
+    return f"copies/{number}/left out"
+
+
 class StateCopies:
     """Those that one process holds.
 
@@ -182,23 +187,28 @@ class StateCopies:
 
     def begin(self, model: Model, worker: Worker, batches: int, in_flight: int) -> None:
         """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
+        world = worker.world
         self._send_all()
         now = time.monotonic()
         elapsed = 0.0
         if self._must_meet(in_flight):
             self._receive_all()  # what the process before has sent may still be in line there
-            elapsed = max(worker.world.gather(0.0 if self._agreed is None else now - self._agreed[0]))
+            elapsed = max(world.gather(0.0 if self._agreed is None else now - self._agreed[0]))
         if self._agrees:
             if self._agreed is not None:
                 found = self._intervals.after(batches - self._agreed[1], elapsed)
                 self._is_steady = 1 / _CHANGE <= found / self._interval <= _CHANGE
                 self._interval = found
             self._agreed = now, batches
+        if self._keeps_oldest(world):
+            snapshot = self._own.pop()
+            self._theirs.pop(self._count, None)
+        else:
+            snapshot = self._own.pop(0)
+        self._own.append(snapshot)
         number = self._count = self._count + 1
         self._due = batches + self._interval
         self._late = batches + self._interval // 2
-        snapshot = self._own.pop(0)
-        self._own.append(snapshot)
         self._theirs[number] = Received(batches)
         for old in sorted(self._theirs)[:-_KEPT]:
             del self._theirs[old]
@@ -212,13 +222,25 @@ class StateCopies:
                 raise
             except (MemoryError, RuntimeError) as error:
                 _log.warning("the copy in memory before batch %d is left out: %s", batches, reason(error))
+                world.note(_left_out(number), "")
                 parts = []
             pieces = [torch.tensor([len(part) for part in parts])]
             pieces += [piece for part in parts for piece in torch.split(part, _PIECE_BYTES)]
-            key = copy_key(worker.placement, (worker.world.rank + 1) % worker.world.size, number)
+            key = copy_key(worker.placement, (world.rank + 1) % world.size, number)
             self._sending = [(key._replace(micro_batch=m), piece) for m, piece in enumerate(pieces)]
 
         snapshot.begin(model, worker, batches, send)
+
+    def _keeps_oldest(self, world: World) -> bool:
+        """Whether the next copy takes the place of the newest, which a rank has left out.
+
+        All find the same: it was noted before any rank has come here. Not twice in a row, for batches are kept since
+        the oldest copy.
+        """
+        newest, before = (
+            world.noted(_left_out(number)) is not None for number in (self._count, self._count - 1)
+        )
+        return newest and not before
 
     def send_piece(self) -> bool:
         """Send one more piece, if there is one."""
