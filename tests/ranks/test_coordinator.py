@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
@@ -184,3 +185,57 @@ def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:
         with pytest.raises((EOFError, OSError)):
             heard(silent, "a word that never comes")
         assert one.lost[0].startswith("rank 0 has said nothing for 0.2 s")
+
+
+def late(connection: Connection, turn: int, waited_s: float) -> None:
+    connection.send_bytes(encoded(["late", turn, waited_s]))
+
+
+def answered(connection: Connection) -> None:
+    """Return once all that was said before has been heard."""
+    connection.send_bytes(encoded(["alive", "a wait", 0]))
+    heard(connection, "heard")
+
+
+def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        assert enter(first) == enter(second) == {}
+        for connection in (first, second):
+            heard(connection, "roster")
+        first.send_bytes(encoded(["once", 7, "evaluate"]))
+        assert heard(first, "reply") == [7, {}]
+        Bell(one.coordinator.groups[1].told, 0).ring()
+        late(second, 0, 0.2)
+        answered(second)
+        assert one.lost == {}
+        first.send_bytes(encoded(["done", "evaluate", 1.5]))
+        answered(first)
+        late(second, 0, 0.2)  # the first one has only just come back from it
+        answered(second)
+        assert one.lost == {}
+        deadline = time.monotonic() + 10
+        while not one.lost and time.monotonic() < deadline:
+            late(second, 0, 0.2)
+            answered(second)
+        assert one.lost[0].startswith("pipeline 1 has waited 0.2 s for pipeline 0's part of step 0")
+        assert list(one.lost) == [0]
+
+
+def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        assert enter(first) == enter(second) == {}
+        for connection in (first, second):
+            heard(connection, "roster")
+        for group in one.coordinator.groups.values():
+            Bell(group.told, 0).ring()
+        late(first, 0, 3)
+        answered(first)
+        assert one.lost == {}
+        late(first, 0, 3)
+        with pytest.raises((EOFError, OSError)):
+            heard(first, "a word that never comes")
+        assert one.lost == {
+            0: "pipeline 0 has waited 3 s for step 0, which all have told; rank 0 was at a wait"
+        }

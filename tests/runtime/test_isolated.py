@@ -462,6 +462,38 @@ def test_pipelines_save_into_one_folder_in_turn(tmp_path: Path) -> None:
     assert set(run.results.values()) == {2}, run.failures
 
 
+def look_long(timeout_s: float) -> int:
+    """Train 6 batches, evaluate for long, and train one more; the last pipeline comes for that one."""
+    plan, comes = Plan(pipelines=2, micro_batches=2, isolate=True), os.environ["AVGPIPE_PIPELINE"] == "2"
+    torch.manual_seed(0)
+    model, made, calls = nn.Linear(2, 2).double(), list[Pipeline](), 0
+
+    def wait_for_another(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 6 and not comes:  # in the sixth batch
+            membership = made[0]._worker.exchange.membership
+            with membership._lock:
+                assert membership._lock.wait_for(lambda: len(membership.known.roster.stays) == 3, 20)
+
+    model.register_forward_pre_hook(wait_for_another)
+    data = [(torch.randn(2, 2).double(), torch.zeros(2).long())]
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"], timeout_s=timeout_s) as p:
+        made.append(p)
+        if comes:
+            p.enter()
+        else:
+            list(p.train(6 * data))
+            p.evaluate(data, lambda output, _: time.sleep(3 * timeout_s) or output.mean())
+        list(p.train(data))
+        return p.batches
+
+
+def test_who_comes_waits_without_limit_while_one_evaluates_for_the_others() -> None:
+    run = Isolated(2, 1, look_long, joins=[2], restarts=0, timeout_s=2)
+    assert run.results == {(0, 0): 7, (1, 0): 7, (2, 0): 7}, (run.said, run.why, run.failures)
+
+
 def refuse(isolate: bool) -> str:
     plan = Plan(stages=1, pipelines=2, micro_batches=2, isolate=isolate)
     with pytest.raises(ValueError, match="isolate") as refusal:

@@ -76,6 +76,7 @@ class Process:
         batches: of the loader, that it has begun; None until it has said so.
         begun: turns, as the answer to the newest freeze.
         wants: "enter", or "leave" once it is done.
+        complained: of this turn, though all had told it.
     """
 
     connection: Connection
@@ -86,6 +87,7 @@ class Process:
     batches: int | None = None
     begun: int | None = None
     wants: str = ""
+    complained: int = -1
 
 
 @dataclass
@@ -178,6 +180,7 @@ class Coordinator:
         self._begun = 0  # turns, at the last change
         self._clean = 0  # the turn by which what was lost has been trained on
         self._once: dict[str, _Once] = {}
+        self._found_at = float("-inf")  # when the newest of them was answered, of the monotonic clock
         self._timeout_s = float("inf")
         self._is_to_stop = False
         self._stop: int | None = None  # the first turn that has no batches any more
@@ -325,7 +328,7 @@ class Coordinator:
         elif kind == "memory":
             self._give_memory(group, process, *values)
         elif kind == "late":
-            self._hear_of_late(group, int(values[0]), float(values[1]))
+            self._hear_of_late(group, process, int(values[0]), float(values[1]))
         elif kind == "once":
             request, name = values
             # What it does to files is to be found on this host, as long as there is one here.
@@ -337,6 +340,7 @@ class Coordinator:
                 del self._once[next(iter(self._once))]
         elif kind == "done":
             self._once[values[0]].done(values[1])
+            self._found_at = time.monotonic()
         elif kind == "hand over":
             number, name, value = values
             for receiver in self.groups[number].processes.values() if number in self.groups else ():
@@ -375,15 +379,27 @@ class Coordinator:
         else:
             self._reply(process, request, {"place": place_of(memory)})
 
-    def _hear_of_late(self, group: Group, turn: int, waited_s: float) -> None:
-        """A member has waited for the others of a turn for as long as it may."""
+    def _hear_of_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
+        """A process has waited for the others of a turn for as long as it may; it says so again after as long."""
         counting = self.roster.counting(turn)
-        for pipeline, stay in counting.items() if group.pipeline in counting else ():
-            other = self.groups[stay.number]
-            if stay.number in self.members and stay.first + other.turns_told() <= turn:
-                doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
-                waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for pipeline {pipeline}'s part"
-                self._lost(stay.number, None, f"{waited} of step {turn}; {doing}")
+        # What one does for all has no limit of time, and a pipeline that comes may wait for its turn meanwhile.
+        is_waited_for = any(once.is_under_way for once in self._once.values())
+        if is_waited_for or time.monotonic() < self._found_at + waited_s or group.pipeline not in counting:
+            return
+        late = {
+            pipeline: self.groups[stay.number]
+            for pipeline, stay in counting.items()
+            if stay.number in self.members and stay.first + self.groups[stay.number].turns_told() <= turn
+        }
+        waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
+        for pipeline, other in late.items():
+            doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
+            self._lost(other.number, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
+        if not late and process.complained == turn:
+            why = f"{waited} step {turn}, which all have told; {process.name} was at {process.doing}"
+            self._lost(group.number, None, why)
+        elif not late:
+            process.complained = turn  # the last of it may just be on its way
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -520,6 +536,11 @@ class _Once:
         self._doer: int | None = None  # the number of a group
         self._value: list[Any] = []
         self._waiting: list[tuple[int, int, Callable[[int, Any], None]]] = []
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether somebody is at it."""
+        return self._doer is not None and not self._value
 
     def ask(self, number: int, request: int, reply: Callable[[int, Any], None], waits: bool) -> None:
         """``waits``: it is to be done by another one, who will ask, too."""

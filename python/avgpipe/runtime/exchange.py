@@ -152,7 +152,6 @@ class TurnExchange:
         self._next = 0  # the first turn of which is not known who counts in it
         self._asked: dict[str, int] = {}  # how often something was asked for once, between two turns
         self._asked_before = 0  # the second of them
-        self._complained = -1  # of this turn
         self._last: list[Stay] = []  # those that counted in the turn before
         self.turns: dict[int, Turn] = {}
         self._given: set[tuple[int, int]] = set()  # stays that have got the state of a stage replica
@@ -218,16 +217,16 @@ class TurnExchange:
         return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
 
     def complains(self) -> bool:
-        """Tell the coordinator, once, of others that have not told a turn in time; whether that may be what is awaited.
+        """Tell the coordinator of others that have not told a turn in time; whether that may be what is awaited.
 
         Where all of this pipeline have told a turn that has not ended, whatever one of its stages waits for, such as
-        the next turn's norm, may come from another one that waits for the end of this turn.
+        the next turn's norm, may come from another one that waits for the end of this turn. The coordinator ends who is
+        late, or this pipeline; or has this process wait and complain again, while others find something for all.
         """
         turn = self._next
         own = self.membership.known.roster.counting(turn).get(self.membership.pipeline)
-        if turn <= self._complained or own is None or own.first + self._of(own).turns_told() <= turn:
+        if own is None or own.first + self._of(own).turns_told() <= turn:
             return False
-        self._complained = turn
         self.membership.complain(turn)
         return True
 
