@@ -239,3 +239,16 @@ def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path
         assert one.lost == {
             0: "pipeline 0 has waited 3 s for step 0, which all have told; rank 0 was at a wait"
         }
+
+
+def test_a_run_that_is_to_stop_before_it_has_begun_begins_and_stops_at_once(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        first.send_bytes(encoded(["stop"]))
+        answered(first)
+        for connection in (first, second):
+            assert enter(connection) == {}
+        for connection in (first, second):
+            stays, _, stop = heard(connection, "roster")
+            assert [stay[0] for stay in stays] == [0, 1]
+            assert stop == 0

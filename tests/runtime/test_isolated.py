@@ -494,6 +494,24 @@ def test_who_comes_waits_without_limit_while_one_evaluates_for_the_others() -> N
     assert run.results == {(0, 0): 7, (1, 0): 7, (2, 0): 7}, (run.said, run.why, run.failures)
 
 
+def preempt_first() -> tuple[list[Any], bool, int]:
+    """Be told to end before anything has begun."""
+    plan = Plan(pipelines=2, micro_batches=2, isolate=True)
+    torch.manual_seed(0)
+    data = [(torch.randn(4, 2).double(), torch.zeros(4).long())]
+    with Pipeline(nn.Linear(2, 2).double(), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"]) as p:
+        if os.environ["AVGPIPE_PIPELINE"] == "0":
+            p.preempt()
+        for what in ("an answer", "one more"):  # the launcher has heard of it before the second one
+            p.once(what, lambda: 0)
+        return list(p.train(3 * data)), p.preempted, p.batches
+
+
+def test_who_is_preempted_before_the_run_has_begun_ends_without_a_batch() -> None:
+    run = Isolated(2, 1, preempt_first, restarts=0)
+    assert run.results == {(0, 0): ([], True, 0), (1, 0): ([], True, 0)}, run.failures
+
+
 def refuse(isolate: bool) -> str:
     plan = Plan(stages=1, pipelines=2, micro_batches=2, isolate=isolate)
     with pytest.raises(ValueError, match="isolate") as refusal:

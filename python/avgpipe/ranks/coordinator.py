@@ -468,7 +468,7 @@ class Coordinator:
             self._stop = begun
         donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
         for group in sorted(coming, key=lambda group: group.pipeline):
-            if self._stop is not None or not (begins or donors):
+            if not begins and (self._stop is not None or not donors):
                 break  # nobody is left whose state it could have, or soon
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
