@@ -183,6 +183,21 @@ def simulate(interval_s, batch_s, batches, pipelines=2):
     return saves, agreements
 
 
+def test_who_joins_goes_by_its_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr("avgpipe.saving.time.monotonic", lambda: now_s)
+    with make(PLAN) as p:
+        there = Checkpoints(p, tmp_path, every_s=60)
+        now_s = 1030
+        standing = there.standing()
+        now_s = 5  # on another host
+        here = Checkpoints(p, tmp_path, every_s=60)
+        here.go_on(standing, 20)
+        assert not here.due(here.batches_to_agreement)
+        now_s = 16
+        assert here.due(here.batches_to_agreement)
+
+
 def test_checkpoints_come_at_about_the_interval():
     saves, _ = simulate(interval_s=600, batch_s=0.1, batches=40_000)
     gaps = [b - a for a, b in zip([0.0, *saves], saves)]

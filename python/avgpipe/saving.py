@@ -71,13 +71,14 @@ class Checkpoints:
         return self._pace.due(batches, float(elapsed_s))
 
     def standing(self) -> dict[str, Any]:
-        """Return what :meth:`due` goes by, as JSON carries it, for those that join on this host."""
-        return {"pace": asdict(self._pace), "batches": self._batches, "saved_at": self._saved_at}
+        """Return what :meth:`due` goes by, as JSON carries it, for those that join."""
+        elapsed_s = time.monotonic() - self._saved_at
+        return {"pace": asdict(self._pace), "batches": self._batches, "elapsed_s": elapsed_s}
 
-    def go_on(self, standing: dict[str, Any]) -> None:
-        """Have :meth:`due` say what it says on those that were at ``standing``."""
-        self._pace = Timetable(**standing["pace"])
-        self._batches, self._saved_at = standing["batches"], standing["saved_at"]
+    def go_on(self, standing: dict[str, Any], ago_s: float) -> None:
+        """Have :meth:`due` say what it says on those that were at ``standing`` so long ago."""
+        self._pace, self._batches = Timetable(**standing["pace"]), standing["batches"]
+        self._saved_at = time.monotonic() - standing["elapsed_s"] - ago_s
 
     def save(self, *, best: bool = False, wait: bool = True) -> None:
         """Save, as the pipeline's ``save`` does, and delete those that are not to stay.

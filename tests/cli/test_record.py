@@ -19,6 +19,23 @@ from tests.cli.command import rows, strict
 TOTALS = vars(Totals(lower_is_better=True, target=2.0))
 
 
+class Clock:
+    """What the launcher's clock says."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("avgpipe.cli.record.time", made)
+    return made
+
+
 @pytest.fixture
 def recorded(tmp_path: Path) -> Iterator[SharedRecord]:
     made = SharedRecord(TrainConfig(workload="awd-lstm", out=str(tmp_path / "run")), tmp_path)
@@ -55,56 +72,69 @@ def segment(first: int, count: int) -> dict[str, Any]:
     return {"epoch": 0, "start": first, "first": first, "count": count}
 
 
-def test_what_all_pipelines_tell_is_written_once(recorded: SharedRecord, tmp_path: Path) -> None:
+def test_what_all_pipelines_tell_is_written_once(
+    recorded: SharedRecord, clock: Clock, tmp_path: Path
+) -> None:
     for pipeline in range(2):
         recorded.hear("begin", dict(TOTALS), 8)
         recorded.hear("open", Plan(pipelines=2).to_json())
         recorded.hear("validation", validation(0, 4.0))
-        recorded.hear("segment", segment(0, 2), 100.0 + pipeline)
+        clock.now_s = 100.0 + 2.5 * pipeline
+        recorded.hear("segment", segment(0, 2))
         for batch in range(2):
-            recorded.hear("batch", batch, row(batch, 4 * batch + 4), 4, 101.0 + batch + pipeline / 2)
+            clock.now_s += 1
+            recorded.hear("batch", batch, row(batch, 4 * batch + 4), 4)
         recorded.hear("validation", validation(2, 2.5))
-    recorded.hear("segment", segment(2, 6), 103.5)
-    recorded.hear("batch", 2, row(2, 12), 4, 104.0)
+    recorded.hear("segment", segment(2, 6))
+    clock.now_s += 0.5
+    recorded.hear("batch", 2, row(2, 12), 4)
     written = [(r["kind"], r["batch"], r["seconds"]) for r in rows(tmp_path / "run")]
     before = [("valid", 0, 0.0), ("train", 0, 1.0), ("train", 1, 2.0), ("valid", 2, 2.0)]
     assert written == [*before, ("train", 2, 2.5)]  # without the pause between the segments
 
 
 def test_what_was_left_of_a_batch_is_marked(recorded: SharedRecord, tmp_path: Path) -> None:
-    recorded.hear("segment", segment(0, 4), 0.0)
+    recorded.hear("segment", segment(0, 4))
     for number, (batch, samples) in enumerate([(0, 4), (1, 6), (2, 10), (1, 12), (2, 14)]):
-        recorded.hear("batch", number, row(batch, samples), 2, float(number))
+        recorded.hear("batch", number, row(batch, samples), 2)
     marked = [(r["batch"], r["samples"]) for r in rows(tmp_path / "run") if r.get("taken_over")]
     assert marked == [(1, 12), (2, 14)]
 
 
 def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: SharedRecord) -> None:
     with pytest.raises(ValueError, match="result 1 after result -1"):
-        recorded.hear("batch", 1, row(1, 8), 4, 0.0)
+        recorded.hear("batch", 1, row(1, 8), 4)
     with pytest.raises(ValueError, match="unknown question"):
         recorded.answer(lambda _: None, "what")
 
 
-def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(recorded: SharedRecord) -> None:
+def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
+    recorded: SharedRecord, clock: Clock
+) -> None:
     heard: list[Any] = []
-    recorded.hear("segment", segment(0, 2), 0.0)
-    recorded.hear("batch", 0, row(0, 4), 4, 1.0)
+    recorded.hear("segment", segment(0, 2))
+    recorded.hear("batch", 0, row(0, 4), 4)
     recorded.answer(heard.append, "standing", 2, 3)
-    recorded.hear("batch", 1, row(1, 8), 4, 2.0)
+    recorded.hear("batch", 1, row(1, 8), 4)
     assert not heard  # it comes with batch 3, of the next segment
     recorded.hear("validation", validation(2, 2.5))
-    recorded.hear("segment", segment(2, 5), 3.0)
+    recorded.hear("segment", segment(2, 5))
     (standing,) = heard
     assert standing["segment"] == segment(2, 5)
     done = Totals(**standing["done"])
     assert (done.samples, done.epoch_samples, done.loss, done.best, done.target) == (8, 8, 2.5, 2.5, 2.0)
     assert not done.reached
+    clock.now_s += 60
+    recorded.answer(heard.append, "standing", 2, 3)
+    assert [standing["segment_s"] for standing in heard] == [0, 60]
 
 
-def test_the_first_summary_stays_and_tells_who_came_and_went(recorded: SharedRecord, tmp_path: Path) -> None:
-    recorded.hear("segment", segment(0, 1), 10.0)
-    recorded.hear("batch", 0, row(0, 4), 4, 12.0)
+def test_the_first_summary_stays_and_tells_who_came_and_went(
+    recorded: SharedRecord, clock: Clock, tmp_path: Path
+) -> None:
+    recorded.hear("segment", segment(0, 1))
+    clock.now_s += 2
+    recorded.hear("batch", 0, row(0, 4), 4)
     answers: list[Any] = []
     summary = {
         "system": "avgpipe",

@@ -145,7 +145,7 @@ class RemoteRecord:
         launcher.tell("begin", asdict(done), total)
 
     def standing(self, results: int, batches: int) -> Any:
-        """Return what a run has come to that others have begun: the totals, and the segment that they are at."""
+        """Return what a run has come to that others have begun: the totals, their segment, and its age."""
         self._results = results
         return self._launcher.ask("standing", results, batches)
 
@@ -156,10 +156,10 @@ class RemoteRecord:
         self._launcher.tell("open", plan.to_json())
 
     def segment(self, values: dict[str, Any]) -> None:
-        self._launcher.tell("segment", values, time.monotonic())
+        self._launcher.tell("segment", values)
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
-        self._launcher.tell("batch", self._results, dict(row), samples, time.monotonic())
+        self._launcher.tell("batch", self._results, dict(row), samples)
         self._results += 1
 
     def validating(self, batches: Any, most: int | None) -> Iterator[Any]:
@@ -178,6 +178,8 @@ class RemoteRecord:
 class SharedRecord:
     """Keeps the record of a run of isolated pipelines, in the launcher, as they tell it.
 
+    Times are those at which it hears of something: clocks of several hosts have nothing in common.
+
     Args:
         meeting: the folder that tells avgpipe join where this run is.
     """
@@ -190,6 +192,7 @@ class SharedRecord:
         self._told = 0  # results of batches
         self._notes: set[tuple[int, str]] = set()
         self._segment: dict[str, Any] = {}
+        self._segment_at = 0.0  # when it began, of the monotonic clock
         self._ended_at = 0.0  # the last result, or the pause after it
         self._waiting: list[tuple[int, int, Callable[[Any], None]]] = []
         self._ending: tuple[dict[str, Any], str] | None = None
@@ -225,7 +228,8 @@ class SharedRecord:
         elif kind == "validation":
             self._take_validation(self._written, *values)
         elif kind == "segment" and values[0]["first"] > self._segment.get("first", -1):
-            self._segment, self._ended_at = values
+            self._segment = values[0]
+            self._segment_at = self._ended_at = time.monotonic()
         self._answer_waiting()
 
     def _begin(self, done: dict[str, Any], total: int) -> None:
@@ -248,14 +252,13 @@ class SharedRecord:
                     self._link.unlink(missing_ok=True)
                     self._link.symlink_to(self._meeting)
 
-    def _take_batch(
-        self, written: WrittenRecord, place: int, row: dict[str, Any], samples: int, ended_at: float
-    ) -> None:
+    def _take_batch(self, written: WrittenRecord, place: int, row: dict[str, Any], samples: int) -> None:
         if place > self._told:
             raise ValueError(f"result {place} after result {self._told - 1}")
         if place == self._told:
             self._told += 1
-            seconds, self._ended_at = max(0.0, ended_at - self._ended_at), max(ended_at, self._ended_at)
+            now = time.monotonic()
+            seconds, self._ended_at = now - self._ended_at, now
             row["seconds"] = round(self._done.seconds + seconds, 6)
             self._done.take({"kind": "train", **row})
             written.batch(row, samples, seconds)
@@ -286,5 +289,6 @@ class SharedRecord:
         for waiting in list(self._waiting):
             results, batches, reply = waiting
             if results <= self._told and first <= batches <= first + count:
-                reply({"done": asdict(self._done), "segment": self._segment})
+                segment_s = time.monotonic() - self._segment_at
+                reply({"done": asdict(self._done), "segment": self._segment, "segment_s": segment_s})
                 self._waiting.remove(waiting)

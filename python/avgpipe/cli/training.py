@@ -208,7 +208,7 @@ class TrainingRun:
         standing = self._world.gather(told)[0]
         segment = TrainingSegment(**standing["segment"])
         self.done = replace(Totals(**standing["done"]), batches=batches)
-        self._checkpoints.go_on(segment.checkpoints)
+        self._checkpoints.go_on(segment.checkpoints, standing["segment_s"])
         self._validated_at = replace(self.done), self._steps()
         return segment
 
