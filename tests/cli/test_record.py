@@ -105,7 +105,7 @@ def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: Shared
     with pytest.raises(ValueError, match="result 1 after result -1"):
         recorded.hear("batch", 1, row(1, 8), 4)
     with pytest.raises(ValueError, match="unknown question"):
-        recorded.answer(lambda _: None, "what")
+        recorded.answer(lambda _: None, True, "what")
 
 
 def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
@@ -114,7 +114,7 @@ def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
     heard: list[Any] = []
     recorded.hear("segment", segment(0, 2))
     recorded.hear("batch", 0, row(0, 4), 4)
-    recorded.answer(heard.append, "standing", 2, 3)
+    recorded.answer(heard.append, True, "standing", 2, 3)
     recorded.hear("batch", 1, row(1, 8), 4)
     assert not heard  # it comes with batch 3, of the next segment
     recorded.hear("validation", validation(2, 2.5))
@@ -125,7 +125,7 @@ def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
     assert (done.samples, done.epoch_samples, done.loss, done.best, done.target) == (8, 8, 2.5, 2.5, 2.0)
     assert not done.reached
     clock.now_s += 60
-    recorded.answer(heard.append, "standing", 2, 3)
+    recorded.answer(heard.append, True, "standing", 2, 3)
     assert [standing["segment_s"] for standing in heard] == [0, 60]
 
 
@@ -143,9 +143,9 @@ def test_the_first_summary_stays_and_tells_who_came_and_went(
         "target": None,
         "train_seconds": 9,
     }
-    recorded.answer(answers.append, "finish", {**summary, "batches": 1}, "a run")
-    recorded.answer(answers.append, "finish", {**summary, "batches": 2}, "a run")
-    assert answers == [True, False]
+    for batches, writes in enumerate([False, True, True], 1):  # the first one is on another host
+        recorded.answer(answers.append, writes, "finish", {**summary, "batches": batches}, "a run")
+    assert answers == [False, True, False]
     link = tmp_path / "run" / "join.json"
     assert link.is_symlink()
     recorded.close({"lost": [], "joined": [{"pipeline": 1, "step": 7}]})
@@ -158,5 +158,5 @@ def test_the_first_summary_stays_and_tells_who_came_and_went(
 
 def test_what_no_pipeline_could_go_on_with_ends_the_command(recorded: SharedRecord) -> None:
     with pytest.raises(CommandFailed, match="infinities") as failure:
-        recorded.answer(lambda _: None, "fail", "weights with infinities")
+        recorded.answer(lambda _: None, True, "fail", "weights with infinities")
     assert failure.value.exit_code == 1

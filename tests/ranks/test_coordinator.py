@@ -20,6 +20,16 @@ from avgpipe_ext.ring import Bell, Memory
 _TOKEN = b"a token"
 
 
+class Asked:
+    """Records who asks, and whether it may write."""
+
+    def hear(self, kind: str, *values: Any) -> None:
+        pass
+
+    def answer(self, reply: Any, writes: bool, kind: str, *values: Any) -> None:
+        reply([kind, *values, writes])
+
+
 class Served:
     """A coordinator that serves in a thread."""
 
@@ -27,7 +37,7 @@ class Served:
         self.lost: dict[int, str] = {}
         self.said: list[str] = []
         self.coordinator = Coordinator(
-            str(folder / "coordinator"), _TOKEN, wanted, self._lose, self.said.append
+            str(folder / "coordinator"), _TOKEN, wanted, self._lose, self.said.append, Asked()
         )
         self._ended = False
         self._thread = threading.Thread(target=self._serve)
@@ -252,3 +262,16 @@ def test_a_run_that_is_to_stop_before_it_has_begun_begins_and_stops_at_once(tmp_
             stays, _, stop = heard(connection, "roster")
             assert [stay[0] for stay in stays] == [0, 1]
             assert stop == 0
+
+
+def test_files_are_written_on_another_host_only_when_no_pipeline_is_left_here(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
+        assert enter(near) == enter(far) == {}
+        for connection, writes in ((far, False), (near, True)):
+            connection.send_bytes(encoded(["ask", 7, "finish"]))
+            assert heard(connection, "reply") == [7, ["finish", writes]]
+        near.close()
+        heard(far, "freeze")
+        far.send_bytes(encoded(["ask", 8, "finish"]))
+        assert heard(far, "reply") == [8, ["finish", True]]

@@ -196,6 +196,7 @@ class SharedRecord:
         self._ended_at = 0.0  # the last result, or the pause after it
         self._waiting: list[tuple[int, int, Callable[[Any], None]]] = []
         self._ending: tuple[dict[str, Any], str] | None = None
+        self._has_timeline = False  # somebody adds it
 
     def say(self, text: str) -> None:
         """Say what happens to pipelines."""
@@ -271,9 +272,10 @@ class SharedRecord:
 
     # ---- what a pipeline asks ----------------------------------------------------------------------------------------
 
-    def answer(self, reply: Callable[[Any], None], kind: str, *values: Any) -> None:
+    def answer(self, reply: Callable[[Any], None], writes: bool, kind: str, *values: Any) -> None:
         if kind == "finish":
-            reply(self._ending is None)
+            reply(writes and not self._has_timeline)
+            self._has_timeline |= writes
             self._ending = self._ending or (values[0], values[1])
         elif kind == "standing":
             self._waiting.append((values[0], values[1], reply))

@@ -60,8 +60,8 @@ class Recorder(Protocol):
     def hear(self, kind: str, *values: Any) -> None:
         """Take in what one process tells; others may tell the same. ValueError for what makes no sense."""
 
-    def answer(self, reply: Callable[[Any], None], kind: str, *values: Any) -> None:
-        """Answer a question, now or when something else has been heard."""
+    def answer(self, reply: Callable[[Any], None], writes: bool, kind: str, *values: Any) -> None:
+        """Answer a question, now or when something else has been heard; ``writes``: who asks may write files."""
 
 
 @dataclass
@@ -331,8 +331,7 @@ class Coordinator:
             self._hear_of_late(group, process, int(values[0]), float(values[1]))
         elif kind == "once":
             request, name = values
-            # What it does to files is to be found on this host, as long as there is one here.
-            waits = group.is_far and not all(other.is_far for other in self._living())
+            waits = not self._writes(group)
             self._once.setdefault(name, _Once()).ask(
                 group.number, request, partial(self._reply, process), waits
             )
@@ -348,9 +347,14 @@ class Coordinator:
         elif kind == "tell" and self._recorder is not None:
             self._recorder.hear(*values)
         elif kind == "ask" and self._recorder is not None:
-            self._recorder.answer(partial(self._reply, process, values[0]), *values[1:])
+            reply = partial(self._reply, process, values[0])
+            self._recorder.answer(reply, self._writes(group), *values[1:])
         else:
             raise ValueError(f"unknown message {kind!r}")
+
+    def _writes(self, group: Group) -> bool:
+        """Whether it may do something to files: they are to be found on this host, as long as there is one here."""
+        return not group.is_far or all(other.is_far for other in self._living())
 
     def _reply(self, process: Process, request: int, value: Any) -> None:
         self._send(process.connection, "reply", request, value)
