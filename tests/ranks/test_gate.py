@@ -35,12 +35,12 @@ class Joining:
         wait_for(lambda: 0 in gates)
         gates[0].group = 1
 
-    def connect(self, group: int = 1) -> Connection:
+    def connect(self, group: int = 1, **changes: Any) -> Connection:
         connection = Client(self._place["AVGPIPE_RUN"], authkey=b"a token")
         about = {"rank": 0, "size": 1, "name": "rank 0", "places": 1, "period": 1, "timeout_s": 9}
         bell = Memory.create(Bell.BYTES)
         about |= {"pipeline": 1, "group": group, "bell": [bell.path, bell.bytes, 0]}
-        connection.send_bytes(encoded(["hello", VERSION, about]))
+        connection.send_bytes(encoded(["hello", VERSION, about | changes]))
         return connection
 
 
@@ -107,6 +107,57 @@ def test_who_is_told_something_there_finds_it_in_memory_here(tmp_path: Path) -> 
         heard(near, "freeze")
 
 
+def hand_over(connection: Connection, number: int, name: str, state: bytes) -> None:
+    memory = ask_for_memory(connection, name, len(state))
+    memoryview(memory)[: len(state)] = state
+    connection.send_bytes(encoded(["hand over", number, name, [memory.path, memory.bytes, len(state)]]))
+
+
+def handed(connection: Connection) -> tuple[str, bytes]:
+    name, (path, size, length) = heard(connection, "handed over")
+    return name, bytes(memoryview(Memory.open(path, size))[:length])
+
+
+def test_what_one_begins_with_comes_over_the_line_once_and_is_kept_no_longer_than_it_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    send = Trunk.send
+
+    def count(trunk: Trunk, *message: Any, **options: Any) -> None:
+        sent.extend([message[0]] * (message[0] == "contents"))
+        send(trunk, *message, **options)
+
+    monkeypatch.setattr(Trunk, "send", count)
+    with joining(tmp_path) as (one, other):
+        near, *far = one.connect(0, 0), *(other.connect(rank=n, size=2, places=2) for n in range(2))
+        told = Memory.open(*[heard(connection, "welcome")[0]["told"] for connection in (near, *far)][1])
+        for place in range(2):
+            ask_for_memory(far[0], told_by(place), 1024)
+        for connection in (near, *far):
+            assert enter(connection) == {}
+        states = {("state 0", b"first"), ("state 1", b"second")}
+        for name, state in sorted(states):
+            hand_over(near, 1, name, state)
+        hand_over(near, 1, "state 0", b"of one that stands in for who is lost")
+        for connection in far:
+            assert {handed(connection) for _ in states} == states
+        assert len(sent) == len(states)
+        near.send_bytes(encoded(["alive", "the first turn", 0]))
+        heard(near, "heard")
+        giver, receiver = one.coordinator.groups[0], one.coordinator.groups[1]
+        assert (list(giver.memory), sorted(receiver.given)) == ([], ["state 0", "state 1"])
+        for place in range(2):
+            Bell(told, place * Bell.BYTES).ring()
+        far[0].send_bytes(encoded(["alive", "the first turn", 0]))
+        heard(far[0], "heard")
+        assert receiver.given == {}
+        assert other.relay.given == {}
+        hand_over(far[0], 0, "state 0", b"back")
+        assert handed(near) == ("state 0", b"back")
+        assert set(other.relay.memory) == {told_by(place) for place in range(2)}
+
+
 def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
     with joining(tmp_path) as (one, other):
         stranger = other.connect(group=7)
@@ -118,7 +169,7 @@ def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [["nonsense"], ["told", 1, 2, 3], ["say", 99, []], ["open"], ["contents", 1, "state 0", 2**40]]
+    "message", [["nonsense"], ["told", 1, 2, 3], ["say", 99, []], ["open"], ["contents", "state 0", 2**40]]
 )
 def test_what_makes_no_sense_ends_a_host_alone(tmp_path: Path, message: list[Any]) -> None:
     with listening(tmp_path) as (one, gates):

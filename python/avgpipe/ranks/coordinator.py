@@ -102,6 +102,7 @@ class Group:
         bells: by rank, what others ring for it.
         digests: by rank, of what all pipelines must have alike, and of the initial weights.
         memory: by name, what its processes have asked for.
+        given: by name, what others have handed over to it, until it has begun with that.
         is_far: whether its processes are on another host.
         ready_at: when its processes wanted to enter, of the monotonic clock.
         is_done: whether it has left the run as it should.
@@ -118,6 +119,7 @@ class Group:
     digests: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
     memory: dict[str, Memory] = field(default_factory=dict)
+    given: dict[str, Memory | None] = field(default_factory=dict)
     is_far: bool = False
     ready_at: float = float("inf")
     is_done: bool = False
@@ -316,6 +318,8 @@ class Coordinator:
         process = group.processes[rank]
         if kind == "alive":
             process.doing, process.batches = str(values[0]), int(values[1])
+            if group.given and group.turns_told():
+                group.given.clear()
             self._send(process.connection, "heard")
         elif kind == "begun":
             process.begun, process.batches = int(values[0]), int(values[1])
@@ -341,9 +345,7 @@ class Coordinator:
             self._once[values[0]].done(values[1])
             self._found_at = time.monotonic()
         elif kind == "hand over":
-            number, name, value = values
-            for receiver in self.groups[number].processes.values() if number in self.groups else ():
-                self._send(receiver.connection, "handed over", name, value)
+            self._hand_over(group, *values)
         elif kind == "tell" and self._recorder is not None:
             self._recorder.hear(*values)
         elif kind == "ask" and self._recorder is not None:
@@ -382,6 +384,15 @@ class Coordinator:
             self._reply(process, request, {"why": str(error) or "there is not as much"})
         else:
             self._reply(process, request, {"place": place_of(memory)})
+
+    def _hand_over(self, giver: Group, number: int, name: str, value: Any) -> None:
+        """Pass on what a pipeline begins with, once: who stands in for a giver that is lost gives all of it again."""
+        memory, receiver = giver.memory.pop(name, None), self.groups.get(number)
+        if receiver is None or name in receiver.given or receiver.turns_told():
+            return
+        receiver.given[name] = memory
+        for process in receiver.processes.values():
+            self._send(process.connection, "handed over", name, value)
 
     def _hear_of_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
         """A process has waited for the others of a turn for as long as it may; it says so again after as long."""

@@ -12,7 +12,7 @@ from multiprocessing.connection import Client
 from typing import Any
 from weakref import WeakValueDictionary
 
-from avgpipe.ranks.coordinator import JOIN
+from avgpipe.ranks.coordinator import JOIN, place_of
 from avgpipe.ranks.membership import GROUP
 from avgpipe.ranks.mirror import bells_at, told_by
 from avgpipe.ranks.passage import Passage, told_memory
@@ -36,6 +36,8 @@ class Gate(Passage):
         super().__init__(trunk)
         self._number, self._address, self._token = number, address, token
         self._places: dict[int, int] = {}  # by connection: how many stage replicas its pipeline has
+        self._handing = threading.Lock()
+        self._handed: set[str] = set()  # what was sent that the pipeline begins with
 
     def is_near(self, number: int) -> bool:
         return number != self.group
@@ -64,7 +66,9 @@ class Gate(Passage):
             self.asked[key, request] = name, size
         elif kind == "hand over":
             number, name, length = values
-            return [number, name, self.place_of_contents(key, name, length)]
+            memory = self.given.pop(name)
+            self.memory.pop(name, None)  # who asks for it again gets another one
+            return [number, name, [*place_of(memory), length]]
         return values
 
     def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
@@ -83,8 +87,16 @@ class Gate(Passage):
         elif kind == "roster":
             return self._roster_out(*values)
         elif kind == "handed over":
-            return self.send_contents(key, *values)
+            return self._hand_over(*values)
         return values
+
+    def _hand_over(self, name: str, place: list[Any]) -> list[Any]:
+        """Send what each process of the pipeline is told of, once, ahead of all that they are told."""
+        with self._handing:
+            if name not in self._handed:
+                self._handed.add(name)
+                self.send_contents(name, place)
+        return [name, place[-1]]
 
     def _know_memory(self, key: int, name: str, memory: Memory) -> None:
         assert self.group is not None

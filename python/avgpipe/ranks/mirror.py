@@ -71,6 +71,10 @@ class ToldMemory:
             raise ValueError(f"no stage replica {place}")
         return Bell(self.counts, place * Bell.BYTES)
 
+    def turns_told(self) -> int:
+        """Return how many turns all of it have told."""
+        return min(self.count(place).count() for place in range(self.places))
+
     def slot(self, place: int, number: int) -> memoryview:
         memory = self.memory[place]
         size = memory.bytes // SLOTS

@@ -39,6 +39,7 @@ class Passage(ABC):
         group: the number of those processes on the joining host, once it is known.
         asked: requests for memory, by connection and their number: its name and size.
         memory: of the group, by name.
+        given: by name, what has come that one process hands over to another, as long as it is needed here.
         is_over: whether nothing comes from it any more.
     """
 
@@ -49,7 +50,7 @@ class Passage(ABC):
         self._connections: dict[int, Connection] = {}
         self.asked: dict[tuple[int, int], tuple[str, int]] = {}
         self.memory: dict[str, Memory] = {}
-        self._handed: dict[tuple[int, str], Memory] = {}
+        self.given: dict[str, Memory] = {}
         self._lock = threading.Lock()
         self.is_over = False
         self._threads = [
@@ -79,20 +80,15 @@ class Passage(ABC):
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def send_contents(self, key: int, name: str, place: list[Any]) -> list[Any]:
-        """Send what lies in memory ahead of the message about it; return what the message has."""
+    def send_contents(self, name: str, place: list[Any]) -> None:
+        """Send what lies in memory ahead of the messages about it."""
         path, size, length = place
-        self._trunk.send(CONTENTS, key, name, length, parts=[memoryview(Memory.open(path, size))[:length]])
-        return [name, length]
+        self._trunk.send(CONTENTS, name, length, parts=[memoryview(Memory.open(path, size))[:length]])
 
-    def _take_contents(self, key: int, name: str, length: int) -> None:
+    def _take_contents(self, name: str, length: int) -> None:
         memory = self.memory_for(name, length)
         self._trunk.receive_into(memoryview(memory)[:length])
-        self._handed[key, name] = memory
-
-    def place_of_contents(self, key: int, name: str, length: int) -> list[Any]:
-        memory = self._handed[key, name]
-        return [memory.path, memory.bytes, length]
+        self.given[name] = memory
 
     @abstractmethod
     def memory_for(self, name: str, length: int) -> Memory:

@@ -101,7 +101,11 @@ class Relay(Passage):
             self.asked[key, request] = name, size
         elif kind == "hand over":
             number, name, place = values
-            return [number, *self.send_contents(key, name, place)]
+            self.send_contents(name, place)
+            self.memory.pop(name, None)  # who asks for it again gets another one
+            return [number, name, place[-1]]
+        elif kind == "alive" and self.given and self._has_begun():
+            self.given.clear()
         return values
 
     def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
@@ -115,8 +119,12 @@ class Relay(Passage):
             return self._roster_in(*values)
         if kind == "handed over":
             name, length = values
-            return [name, self.place_of_contents(key, name, length)]
+            memory = self.given.get(name)  # or all have begun, and this one needed another part
+            return [name, None if memory is None else [*place_of(memory), length]]
         return values
+
+    def _has_begun(self) -> bool:
+        return self.group is not None and self.mirror.of(self.group, self._places).turns_told() > 0
 
     def _own_memory(self, name: str, size: int) -> dict[str, Any]:
         assert self.group is not None
