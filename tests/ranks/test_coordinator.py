@@ -275,3 +275,21 @@ def test_files_are_written_on_another_host_only_when_no_pipeline_is_left_here(tm
         heard(far, "freeze")
         far.send_bytes(encoded(["ask", 8, "finish"]))
         assert heard(far, "reply") == [8, ["finish", True]]
+
+
+def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_there(tmp_path: Path) -> None:
+    with served(tmp_path, wanted=1) as one:
+        first = one.connect(0, 0)
+        assert enter(first) == {}
+        heard(first, "roster")
+        second = one.connect(1, 1)
+        assert enter(second) == {}
+        heard(first, "freeze")
+        first.send_bytes(encoded(["begun", 3, 3]))
+        assert [stay[2:4] for stay in heard(second, "roster")[0]] == [[0, None], [3, 0]]
+        first.close()
+        heard(second, "freeze")
+        second.send_bytes(encoded(["begun", 3, 3]))
+        with pytest.raises((EOFError, OSError)):
+            heard(second, "a word that never comes")
+        assert one.lost[1] == "pipeline 0, whose state it was to have, is gone"
