@@ -76,6 +76,7 @@ class Process:
         batches: of the loader, that it has begun; None until it has said so.
         begun: turns, as the answer to the newest freeze.
         wants: "enter", or "leave" once it is done.
+        late: the turn for which it has waited for as long as it may, and how long, until that is seen to.
         complained: of this turn, though all had told it.
     """
 
@@ -87,6 +88,7 @@ class Process:
     batches: int | None = None
     begun: int | None = None
     wants: str = ""
+    late: tuple[int, float] | None = None
     complained: int = -1
 
 
@@ -228,6 +230,7 @@ class Coordinator:
             elif isinstance(one, Connection) and not one.closed:
                 self._hear(one)
         self._find_silent()
+        self._find_late()
         self._change()
 
     def _accept(self) -> None:
@@ -332,7 +335,7 @@ class Coordinator:
         elif kind == "memory":
             self._give_memory(group, process, *values)
         elif kind == "late":
-            self._hear_of_late(group, process, int(values[0]), float(values[1]))
+            process.late = int(values[0]), float(values[1])
         elif kind == "once":
             request, name = values
             waits = not self._writes(group)
@@ -394,12 +397,24 @@ class Coordinator:
         for process in receiver.processes.values():
             self._send(process.connection, "handed over", name, value)
 
-    def _hear_of_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
-        """A process has waited for the others of a turn for as long as it may; it says so again after as long."""
+    def _find_late(self) -> None:
+        """See to processes that have waited for others for as long as they may.
+
+        What one does for all has no limit of time, and a pipeline that comes may wait for its turn meanwhile: then the
+        time of the others begins with the end of that.
+        """
+        if any(once.is_under_way for once in self._once.values()):
+            return
+        for group, rank in list(self._by_connection.values()):
+            process = group.processes[rank]
+            if process.late is not None and time.monotonic() >= self._found_at + process.late[1]:
+                (turn, waited_s), process.late = process.late, None
+                self._end_late(group, process, turn, waited_s)
+
+    def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
+        """End whom a process has waited for in a turn."""
         counting = self.roster.counting(turn)
-        # What one does for all has no limit of time, and a pipeline that comes may wait for its turn meanwhile.
-        is_waited_for = any(once.is_under_way for once in self._once.values())
-        if is_waited_for or time.monotonic() < self._found_at + waited_s or group.pipeline not in counting:
+        if group.pipeline not in counting:
             return
         late = {
             pipeline: self.groups[stay.number]
