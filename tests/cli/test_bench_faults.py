@@ -91,6 +91,13 @@ def test_a_long_pause_is_a_hang():
     assert "hangs" in judge(late, SHAPE, LOSSES).wrong
 
 
+def test_the_pause_of_who_is_lost_itself_is_no_wait_for_another():
+    run = handed_on()
+    fault = next(e for e in run.events if e["event"] == "fault")
+    run.events.append({**fault, "text": "slow at training: rank 0", "pipeline": 1, "at_s": 19.5})
+    assert not judge(run, SHAPE, LOSSES).wrong
+
+
 def test_the_start_of_a_process_that_replaces_a_rank_is_no_wait():
     late = seen(
         "spares", said=[(20.1, "rank 1 was killed by SIGKILL (by hand); a new process takes its place")]

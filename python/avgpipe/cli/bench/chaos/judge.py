@@ -110,12 +110,14 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
     """The times between results of the others that began while the fault could be felt."""
     own = seen.scenario.way == "isolate"
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
-    if own:
-        others = [event for event in others if event["pipeline"] != fault["pipeline"]]
+    felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
+    if own:  # and who is lost meanwhile, and comes again, has a pause of its own
+        meanwhile = [e for e in seen.of("fault") if fault["at_s"] < e["at_s"] < felt_s]
+        lost = {e["pipeline"] for e in meanwhile if e["text"].partition(" at ")[0] not in HARMLESS}
+        others = [event for event in others if event["pipeline"] not in {fault["pipeline"], *lost}]
     times = sorted(event["at_s"] for event in others)
     if not times or times[0] > fault["at_s"]:
         return []
-    felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
     return [
         (begin, end)
         for begin, end in pairwise([fault["at_s"], *(t for t in times if t > fault["at_s"])])
