@@ -692,8 +692,40 @@ class Pipeline:
             return self.world.gather(find())[0]
 
         with self._worker.running():
-            exchange = self._worker.exchange
-            return find_here() if exchange is None else exchange.once(what, find_here)
+            return self._once(what, find_here)
+
+    def _once(self, what: str, find: Callable[[], Any]) -> Any:
+        """Return what ``find()`` returns, or in another pipeline, where several processes' are isolated.
+
+        What the others found before their first turn, one that comes later is told before its own.
+        """
+        exchange = self._worker.exchange
+        if exchange is None:
+            return find()
+        if self._is_new:
+            found = exchange.found_at_the_beginning(what)
+            if found:
+                return found[0]
+            self.enter()
+        return exchange.once(what, find)
+
+    @property
+    def _is_new(self) -> bool:
+        """Whether this pipeline has come to isolated ones that train, and has begun no turn yet."""
+        return isinstance(self._feed, TurnFeed) and self._feed.is_new
+
+    def _come_in(self) -> None:
+        """Have the run's state, before it is used, where others train already."""
+        if self._is_new:
+            self.enter()
+
+    def _refuse_new(self, method: str) -> None:
+        """Refuse to change what a pipeline that is new has from the others, who have begun long ago."""
+        if isinstance(self._feed, TurnFeed) and self._feed.is_new and self._feed.is_member:
+            raise ValueError(
+                f"{method}() in a pipeline that has come into a run which others train in: it would no longer have "
+                "what they have. Call it only where pipeline.batches is 0"
+            )
 
     def _enter(self) -> Counts | None:
         """Become a member of a run of isolated pipelines; return what it has come to, if it goes on already."""
@@ -752,11 +784,12 @@ class Pipeline:
             parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
             return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
 
-        with self._settling():
-            exchange = self._worker.exchange
-            if exchange is None or isinstance(which, int):
+        if isinstance(which, int):
+            self._come_in()
+            with self._settling():
                 return EvaluationResult(**evaluate())
-            found = exchange.once(f"evaluation of {which}", evaluate)
+        with self._settling():
+            found = self._once(f"evaluation of {which}", evaluate)
             deque(batches, maxlen=0)  # what has drawn from it goes on alike in all pipelines
         return EvaluationResult(**found)
 
@@ -769,6 +802,7 @@ class Pipeline:
         """
         which, inputs = self._which(weights), plain(inputs)
         sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
+        self._come_in()
         with self._idle():
             (output,) = run_evaluation(
                 self._worker, self.plan.micro_batches, which, [(inputs, None)], OutputCollector
@@ -782,6 +816,7 @@ class Pipeline:
         ``weights``: as in :meth:`evaluate`. Buffers are not averaged over time: with "ema" they are the reference's.
         """
         which = self._which(weights)
+        self._come_in()
         with self._idle():
             return gather_state(self._model, self._worker, which)
 
@@ -803,6 +838,7 @@ class Pipeline:
             ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
                 optimizers that keep weights in their state.
         """
+        self._refuse_new("load_state_dict")
         with self._idle(ValueError):
             found = load_state(self._model, self._worker, state_dict, strict)
         self._go_on_with_others()
@@ -815,6 +851,7 @@ class Pipeline:
         It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
         """
         self._refuse_sharded("distances", "they have one replica, whose distances are 0")
+        self._come_in()
         with self._idle():
             return gather_distances(self._model, self._worker)
 
@@ -848,8 +885,7 @@ class Pipeline:
                 self._writer.save(folders[0], self.plan, self._feed.next_batch, folders[1:])
                 return
             alone = replace(self.plan, pipelines=1, isolate=False, rule=None, alpha=None)
-            name = f"checkpoint {directory}"
-            found = self._worker.exchange.once(name, partial(self._try_to_save, folders, alone))
+            found = self._once(f"checkpoint {directory}", partial(self._try_to_save, folders, alone))
             if found is not None:
                 raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
 
@@ -892,6 +928,7 @@ class Pipeline:
             "load",
             "have torch.distributed.checkpoint.load fill sharded_state_dict(); load_sharded_state_dict() takes it",
         )
+        self._refuse_new("load")
         place = self._worker.place
         with self._idle(CheckpointError):
             faults.at("load", action="begin", **place)
@@ -942,7 +979,7 @@ class Pipeline:
         if self._verification is not None:
             self._verification.resume(self._feed.next_batch)
         for row in self._worker.rows:
-            row.resume(self._feed.next_batch)
+            row.resume(self._feed.next_turn)
 
     def _refuse_several(self, method: str) -> None:
         if self.plan.pipelines > 1:

@@ -180,13 +180,16 @@ def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tm
     with served(tmp_path, wanted=3) as one:
         first, second, third = (one.connect(i, i) for i in range(3))
         for connection in (first, second, third):
-            connection.send_bytes(encoded(["once", 7, "loss"]))
+            connection.send_bytes(encoded(["once", 7, "loss", False]))
             if connection is first:
                 assert heard(first, "reply") == [7, {}]
         first.close()
         assert heard(second, "reply") == [7, {}]
         second.send_bytes(encoded(["done", "loss", 1.5]))
         assert heard(third, "reply") == [7, {"value": 1.5}]
+        for name, reply in (("loss", {"value": 1.5}), ("what nobody asked", {})):
+            third.send_bytes(encoded(["once", 8, name, True]))
+            assert heard(third, "reply") == [8, reply]
 
 
 def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:
@@ -213,7 +216,7 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
         assert enter(first) == enter(second) == {}
         for connection in (first, second):
             heard(connection, "roster")
-        first.send_bytes(encoded(["once", 7, "evaluate"]))
+        first.send_bytes(encoded(["once", 7, "evaluate", False]))
         assert heard(first, "reply") == [7, {}]
         Bell(one.coordinator.groups[1].told, 0).ring()
         late(second, 0, 0.2)

@@ -432,6 +432,32 @@ def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(
         assert p.batches == 6
 
 
+def go_back(folder: str) -> Any:
+    """Train, save, train and load; return what is evaluated after both, and losses of the same batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, isolate=True, batch="per-pipeline")
+    data = [(torch.randn(12, 6).double(), torch.randint(0, 3, (12,))) for _ in range(8)]
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"], timeout_s=20) as p:
+        list(p.train(data[:4]))
+        p.save(folder)
+        seen, losses = [p.evaluate(data).loss], [[r.loss for r in p.train(data[4:])]]
+        p.load(folder)
+        seen.append(p.evaluate(data).loss)
+        losses.append([r.loss for r in p.train(data[p.batches :])])
+        return seen, losses
+
+
+def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
+    run = Isolated(2, 2, go_back, restarts=0, folder=str(tmp_path / "saved"))
+    assert not run.failures, run.failures
+    for seen, losses in run.results.values():
+        assert seen[1] == pytest.approx(seen[0], abs=1e-12)
+        # They begin again with the reference, and each with the optimizer of one.
+        assert losses[1][:2] != losses[0][:2]
+        assert all(torch.isfinite(torch.tensor(losses[1])))
+
+
 def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
     whole = Isolated(2, 2, use, folder=str(tmp_path / "whole"))
     run = Isolated(2, 2, use, restarts=0, folder=str(tmp_path / "saved"), dies=(0, 0))

@@ -337,7 +337,11 @@ class Coordinator:
         elif kind == "late":
             process.late = int(values[0]), float(values[1])
         elif kind == "once":
-            request, name = values
+            request, name, is_past = values
+            if is_past:
+                found = self._once.get(name, _Once()).value
+                self._reply(process, request, {"value": found[0]} if found else {})
+                return
             waits = not self._writes(group)
             self._once.setdefault(name, _Once()).ask(
                 group.number, request, partial(self._reply, process), waits
@@ -560,22 +564,26 @@ def place_of(memory: Memory) -> list[Any]:
 
 
 class _Once:
-    """Something that one pipeline does, and all want to know."""
+    """Something that one pipeline does, and all want to know.
+
+    Attributes:
+        value: of it in a list, once it is done.
+    """
 
     def __init__(self) -> None:
         self._doer: int | None = None  # the number of a group
-        self._value: list[Any] = []
+        self.value: list[Any] = []
         self._waiting: list[tuple[int, int, Callable[[int, Any], None]]] = []
 
     @property
     def is_under_way(self) -> bool:
         """Whether somebody is at it."""
-        return self._doer is not None and not self._value
+        return self._doer is not None and not self.value
 
     def ask(self, number: int, request: int, reply: Callable[[int, Any], None], waits: bool) -> None:
         """``waits``: it is to be done by another one, who will ask, too."""
-        if self._value:
-            reply(request, {"value": self._value[0]})
+        if self.value:
+            reply(request, {"value": self.value[0]})
         elif self._doer == number or (self._doer is None and not waits):
             self._doer = number
             reply(request, {})
@@ -583,7 +591,7 @@ class _Once:
             self._waiting.append((number, request, reply))
 
     def done(self, value: Any) -> None:
-        self._value = [value]
+        self.value = [value]
         for _, request, reply in self._waiting:
             reply(request, {"value": value})
         self._waiting = []
@@ -591,9 +599,9 @@ class _Once:
     def gone(self, number: int, waits: Collection[int]) -> None:
         """Have another one do it, if who was at it, or was to be, is gone; ``waits``: who still may not."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
-        if self._doer == number and not self._value:
+        if self._doer == number and not self.value:
             self._doer = None
-        if self._doer is None and not self._value:
+        if self._doer is None and not self.value:
             waiting, self._waiting = self._waiting, []
             may = (asked for asked in waiting if asked[0] not in waits)
             self._doer = next((other for other, *_ in may), None)

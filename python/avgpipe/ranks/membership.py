@@ -186,9 +186,12 @@ class Membership:
         """Say that this process has waited for the others of a turn for as long as it may."""
         self._send_if_alive("late", turn, self._timeout_s)
 
-    def once(self, name: str) -> list[Any]:
-        """Return what another pipeline has found, in a list; empty where this one is to find and tell it by done."""
-        reply = self._request("once", name, limit_s=None)
+    def once(self, name: str, is_past: bool = False) -> list[Any]:
+        """Return what another pipeline has found, in a list; empty where this one is to find and tell it by done.
+
+        ``is_past``: nobody finds it any more.
+        """
+        reply = self._request("once", name, is_past, limit_s=None)
         return [reply["value"]] if "value" in reply else []
 
     def done(self, name: str, value: Any) -> None:

@@ -213,8 +213,12 @@ class TurnExchange:
             self._others = {number: other for number, other in self._others.items() if number in known}
 
     def last_told(self, place: int) -> list[list[torch.Tensor]]:
-        """Return what was told in the last turn that has ended; empty before there is one. No turn may be under way."""
+        """Return what was told in the last turn that has ended; empty if none has. No turn may be under way."""
         return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
+
+    def forget_told(self) -> None:
+        """Forget what was told in the last turn, as the state is another one now."""
+        self._last = []
 
     def complains(self) -> bool:
         """Tell the coordinator of others that have not told a turn in time; whether that may be what is awaited.
@@ -235,11 +239,7 @@ class TurnExchange:
 
         Another one does it if that one is lost. Every process calls this at the same turn, for each thing as often.
         """
-        turn = self.membership.begun
-        if turn != self._asked_before:
-            self._asked, self._asked_before = {}, turn
-        count = self._asked[what] = self._asked.get(what, 0) + 1
-        name = f"{what}, number {count} before turn {turn}"
+        name = self._numbered(what, self.membership.begun)
         known = self.membership.once(name)
         if known:
             return known[0]
@@ -247,10 +247,26 @@ class TurnExchange:
         self.membership.done(name, value)
         return value
 
+    def found_at_the_beginning(self, what: str) -> list[Any]:
+        """Return in a list what was found before the first turn of all; empty for what nobody had found."""
+        return self.membership.once(self._numbered(what, 0), is_past=True)
+
+    def _numbered(self, what: str, turn: int) -> str:
+        """Name what is asked for before a turn, by how often it was."""
+        if turn != self._asked_before:
+            self._asked, self._asked_before = {}, turn
+        count = self._asked[what] = self._asked.get(what, 0) + 1
+        return f"{what}, number {count} before turn {turn}"
+
     # ---- those that come ---------------------------------------------------------------------------------------------
 
     def hand_over(self, place: int, turn: int) -> None:
-        """Give the state of a stage replica before ``turn`` to those that come with it and are to have it from here."""
+        """Give the state of a stage replica before ``turn`` to those that come with it and are to have it from here.
+
+        The turn must have begun: until then the caller may change the state, as by a load.
+        """
+        if turn >= self.membership.begun:
+            return
         for stay in self.membership.known.roster.joining(turn):
             if stay.donor == self.membership.pipeline and (stay.number, place) not in self._given:
                 self._given.add((stay.number, place))

@@ -116,6 +116,10 @@ class Feed:
         self._in_flight: deque[InFlight] = deque()  # oldest first
 
     @property
+    def next_turn(self) -> int:
+        return self.next_batch
+
+    @property
     def is_empty(self) -> bool:
         return not self._in_flight
 

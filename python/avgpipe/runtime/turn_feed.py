@@ -103,6 +103,7 @@ class TurnFeed:
     Attributes:
         next_batch: the number of the next batch of the loader, over the life of the run.
         ended: results so far, over the life of the run.
+        is_member: of the run.
     """
 
     def __init__(
@@ -131,8 +132,17 @@ class TurnFeed:
         self._seen_to: set[int] = set()  # stays that have ended, of which what was lost is in line
         self._lost: deque[Part] = deque()  # in line
         self._before: dict[int, int] = {}  # batches before turns in flight
-        self._is_member = False
+        self.is_member = False
         self._behind = 0  # batches of the loader that others have trained on while this pipeline was coming
+
+    @property
+    def is_new(self) -> bool:
+        """Whether others trained already when this pipeline came, and it has begun no turn yet."""
+        return self._membership.has_begun and self.begun == 0
+
+    @property
+    def next_turn(self) -> int:
+        return self._membership.begun
 
     @property
     def is_empty(self) -> bool:
@@ -182,12 +192,12 @@ class TurnFeed:
 
     def enter(self) -> bool:
         """Become a member of the run; False if it is one already."""
-        if self._is_member:
+        if self.is_member:
             return False
         counts = self._enter()
         if counts is not None:
             self.next_batch, self.ended = counts.batches, counts.results
-        self._is_member = True
+        self.is_member = True
         return True
 
     def _batches_behind(self, first: int) -> int:

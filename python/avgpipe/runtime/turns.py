@@ -56,7 +56,8 @@ class Turns:
         return [*([] if reference is None else reference.z.flats), *_averaged(trained).values()]
 
     def resume(self, turn: int) -> None:
-        """Go on with a turn; those before have ended."""
+        """Go on with a turn, and a state that none before, which have ended, has come to."""
+        self._exchange.forget_told()
         self._next, self._told = self._next._replace(batch=turn), turn
 
     def tell(self, state: BatchState) -> None:

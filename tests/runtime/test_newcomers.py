@@ -1,0 +1,147 @@
+"""Isolated pipelines that come when others train: what they do before their first turn, and what the others do then."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import Pipeline, Plan
+from tests.isolated import Isolated
+from tests.runtime.cases import assert_same_state, language_model, token_batches
+from tests.runtime.test_shared_batch import OPTIMIZERS
+
+LOSS = nn.CrossEntropyLoss()
+DATA = token_batches(12, 12)
+
+
+def pipeline_of(K: int, **options: Any) -> Pipeline:
+    plan = Plan(stages=K, pipelines=2, micro_batches=4, isolate=True)
+    options = {"optimizer": OPTIMIZERS["adamw"], "timeout_s": 20, **options}
+    return Pipeline(language_model(), plan, loss_fn=LOSS, **options)
+
+
+def wait_for_another(p: Pipeline) -> None:
+    """Wait until another pipeline is to come."""
+    membership = p._worker.exchange.membership
+    with membership._lock:
+        assert membership._lock.wait_for(
+            lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
+        )
+
+
+def use_at_once(K: int, what: str, folder: str) -> Any:
+    """Train batch by batch; the last pipeline only uses the model. Returns states after each, and what it got."""
+    comes = os.environ["AVGPIPE_PIPELINE"] == "2"
+    with pipeline_of(K) as p:
+        if what == "evaluation that all begin with":
+            begin = p.evaluate(DATA[:2]).loss
+        if comes:
+            if what == "state":
+                return p.state_dict()
+            if what == "own state":
+                return p.state_dict(weights=2)
+            if what == "output":
+                return p.predict(DATA[0][0])
+            if what == "distances":
+                return p.distances().to_reference
+            if what == "evaluation":
+                return p.evaluate(DATA[:2]).loss
+            if what == "checkpoint":
+                p.save(folder)
+                return p.batches
+            Path(folder).touch()
+            return begin
+        states = [p.state_dict()]
+        for j, batch in enumerate(DATA):
+            list(p.train([batch]))
+            states.append(p.state_dict())
+            if j == 5 and what != "evaluation that all begin with":
+                wait_for_another(p)
+            while j == 5 and what == "evaluation that all begin with" and not Path(folder).exists():
+                p.drain()
+        return states
+
+
+@pytest.mark.parametrize("what", ["state", "own state", "output", "distances", "evaluation", "checkpoint"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
+    what: str, K: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    run = Isolated(2, K, use_at_once, restarts=0, joins=[2], K=K, what=what, folder=folder)
+    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    (stay,) = (stay for stay in run.stays if stay.donor is not None)
+    expected, found = run.results[0, 0][stay.first], run.results[2, K - 1]
+    model = language_model()
+    model.load_state_dict(expected)
+    assert stay.first > 5
+    if "state" in what:
+        assert_same_state(found, expected)
+    elif what == "output":
+        torch.testing.assert_close(found, model(DATA[0][0]), rtol=1e-10, atol=1e-10)
+    elif what == "distances":
+        assert max(found) < 1e-10
+    elif what == "evaluation":
+        with torch.no_grad():
+            losses = [float(LOSS(model(x), y)) * len(x) for x, y in DATA[:2]]
+        assert abs(found - sum(losses) / sum(len(x) for x, _ in DATA[:2])) < 1e-10
+    else:
+        assert found == stay.first
+        with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
+            p.load(folder)
+            assert p.batches == stay.first
+            assert_same_state(p.state_dict(), expected)
+
+
+def test_what_all_found_before_the_first_turn_is_told_who_comes_later(tmp_path: Path) -> None:
+    what = "evaluation that all begin with"
+    run = Isolated(2, 1, use_at_once, restarts=0, joins=[2], K=1, what=what, folder=str(tmp_path / "done"))
+    model = language_model()
+    with torch.no_grad():
+        losses = [float(LOSS(model(x), y)) for x, y in DATA[:2]]
+    assert abs(run.results[2, 0] - sum(losses) / 2) < 1e-10
+    assert all(stay.donor is None for stay in run.stays)
+
+
+def change(K: int, how: str, folder: str) -> Any:
+    """Train, change what is trained when another pipeline is about to come, and train on."""
+    comes = os.environ["AVGPIPE_PIPELINE"] == "2"
+    with pipeline_of(K, verify_every=1) as p:
+        if comes:
+            p.enter()
+            losses = [r.loss for r in p.train(DATA[p.batches :])]
+        else:
+            losses = [r.loss for r in p.train(DATA[:6])]
+            p.save(folder)
+            losses += [r.loss for r in p.train(DATA[6:9])]
+            wait_for_another(p)
+            p.evaluate(DATA[:1])  # runs what is due, as what one that comes is given
+            if how == "load":
+                p.load(folder)
+            elif how == "load_state_dict":
+                p.load_state_dict({name: value / 2 for name, value in p.state_dict().items()})
+            else:
+                for optimizer in p.optimizers:
+                    optimizer.param_groups[0]["lr"] *= 3
+            losses += [r.loss for r in p.train(DATA[p.batches :])]
+        return losses, p.state_dict()
+
+
+@pytest.mark.parametrize("how", ["load", "load_state_dict", "rate"])
+@pytest.mark.parametrize("K", [1, 2])
+def test_who_comes_with_the_next_turn_has_what_the_others_changed_before_it(
+    how: str, K: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved")
+    run = Isolated(2, K, change, restarts=0, joins=[2], K=K, how=how, folder=folder)
+    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    losses, state = run.results[0, 0]
+    assert len(losses) == (9 + 6 if how == "load" else 12)
+    for other, its_state in run.results.values():
+        assert other == losses[-len(other) :]
+        assert all(torch.equal(its_state[name], value) for name, value in state.items())
