@@ -280,6 +280,31 @@ def test_files_are_written_on_another_host_only_when_no_pipeline_is_left_here(tm
         assert heard(far, "reply") == [8, ["finish", True]]
 
 
+def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_comes_here(
+    tmp_path: Path,
+) -> None:
+    with served(tmp_path) as one:
+        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
+        assert enter(near) == enter(far) == {}
+        near.close()
+        heard(far, "freeze")
+        far.send_bytes(encoded(["begun", 3, 3]))
+        comes = one.connect(0, 2)
+        told = heard(comes, "welcome")[0]["told"]
+        assert enter(comes) == {}
+        heard(far, "freeze")
+        far.send_bytes(encoded(["begun", 6, 6]))
+        assert heard(comes, "roster")[0][-1][1] == 2
+        far.send_bytes(encoded(["once", 7, "before turn 6", False]))
+        assert heard(far, "reply") == [7, {}]
+        Bell(Memory.open(*told), 0).ring()
+        far.send_bytes(encoded(["once", 8, "before turn 7", False]))
+        comes.send_bytes(encoded(["once", 8, "before turn 7", False]))
+        assert heard(comes, "reply") == [8, {}]
+        comes.send_bytes(encoded(["done", "before turn 7", 1.5]))
+        assert heard(far, "reply") == [8, {"value": 1.5}]
+
+
 def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_there(tmp_path: Path) -> None:
     with served(tmp_path, wanted=1) as one:
         first = one.connect(0, 0)

@@ -108,6 +108,34 @@ def test_what_all_found_before_the_first_turn_is_told_who_comes_later(tmp_path: 
     assert all(stay.donor is None for stay in run.stays)
 
 
+def step_by_step(enters: bool) -> int:
+    """Train by step(); return how many batches this pipeline has had a part in."""
+    comes = os.environ["AVGPIPE_PIPELINE"] == "2"
+    with pipeline_of(1) as p:
+        if comes and enters:
+            p.enter()
+        elif comes:
+            p._feed.next_batch = 4  # the others have gone on meanwhile
+        first = p.batches
+        for j in range(first, len(DATA)):
+            p.step(*DATA[j])
+            if j == 5 and not comes:
+                wait_for_another(p)
+        return len(DATA) - first
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
+    run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], enters=enters)
+    if enters:
+        assert run.results[2, 0] == len(DATA) - run.stays[2].first
+    else:
+        assert (
+            "step() was given batch 4, and the run has come to batch 6: call enter()" in run.failures[2, 0][1]
+        )
+    assert run.results[0, 0] == run.results[1, 0] == len(DATA)
+
+
 def change(K: int, how: str, folder: str) -> Any:
     """Train, change what is trained when another pipeline is about to come, and train on."""
     comes = os.environ["AVGPIPE_PIPELINE"] == "2"

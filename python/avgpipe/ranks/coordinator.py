@@ -362,8 +362,14 @@ class Coordinator:
             raise ValueError(f"unknown message {kind!r}")
 
     def _writes(self, group: Group) -> bool:
-        """Whether it may do something to files: they are to be found on this host, as long as there is one here."""
-        return not group.is_far or all(other.is_far for other in self._living())
+        """Whether it may do something to files: they are to be found on this host, as long as one here trains."""
+        return not (group.is_far and self._trains_here)
+
+    @property
+    def _trains_here(self) -> bool:
+        """Whether a pipeline on this host trains; one that has only just come asks nothing that is before its turn."""
+        near = (group for group in self._living() if not group.is_far)
+        return any(self._stay_of(group).donor is None or group.turns_told() > 0 for group in near)
 
     def _reply(self, process: Process, request: int, value: Any) -> None:
         self._send(process.connection, "reply", request, value)
@@ -448,9 +454,9 @@ class Coordinator:
             self._by_connection.pop(process.connection, None)
             process.connection.close()
         self._remove(group)
-        far = {other.number for other in self._living() if other.is_far}
+        waits = {other.number for other in self._living() if other.is_far} if self._trains_here else ()
         for once in self._once.values():
-            once.gone(number, waits=far if len(far) < len(self.members) else ())
+            once.gone(number, waits)
         self._change()
 
     def _remove(self, group: Group) -> None:

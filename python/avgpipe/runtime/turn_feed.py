@@ -187,7 +187,13 @@ class TurnFeed:
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
-        self.enter()
+        there = self.next_batch
+        if self.enter() and self.next_batch != there:
+            with self._worker.running():
+                raise PipelineError(
+                    f"step() was given batch {there}, and the run has come to batch {self.next_batch}: call enter() "
+                    "before the first step, and begin with batch number pipeline.batches"
+                )
         self._begin_turn((given, copied))
 
     def enter(self) -> bool:
