@@ -28,8 +28,8 @@ _LIMIT_S = 100
 class Isolated:
     """Runs ``function(**arguments)`` as ``size`` processes of each of several pipelines, until all have ended.
 
-    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are more
-    pipelines, which come once the others train. Those in ``far`` are as on other hosts, each on its own.
+    A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are
+    more, which come once all have told ``joins_after`` turns. Those in ``far`` are as on other hosts, each on its own.
 
     Attributes:
         said: what the coordinator has said.
@@ -45,11 +45,12 @@ class Isolated:
         function: Callable[..., Any],
         restarts: int = 1,
         joins: Sequence[int] = (),
+        joins_after: int = 0,
         far: Collection[int] = (),
         **arguments: Any,
     ) -> None:
         self._far, self._hosts = far, dict[int, FarHost]()
-        self._joins = list(joins)
+        self._joins, self._joins_after = list(joins), joins_after
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
         self.said: list[str] = []
         self.results: dict[tuple[int, int], Any] = {}
@@ -110,7 +111,8 @@ class Isolated:
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
-        while self._joins and self.coordinator.has_begun:
+        told = min((group.turns_told() for group in self.coordinator.groups.values()), default=0)
+        while self._joins and self.coordinator.has_begun and told >= self._joins_after:
             self._start(self._joins.pop())
         cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
         if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from avgpipe import CheckpointError, Checkpoints, Pipeline
+from avgpipe import CheckpointError, Checkpoints, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.saving import Timetable
 from tests.checkpoint.test_snapshot import PLANS, batches, make
 from tests.checkpoint.test_writer import slow_disk
+from tests.isolated import Isolated
 from tests.runner import run
 
 PLAN = PLANS[-2]
@@ -139,10 +140,27 @@ def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> N
 def test_a_clock_is_not_asked_where_processes_are_replaced(tmp_path: Path) -> None:
     with make(PLAN, copies_every_s=1) as p:
         checkpoints = Checkpoints(p, tmp_path)
-        with pytest.raises(ValueError, match=r"with copies_every_s save where the number of a batch says so"):
+        with pytest.raises(ValueError, match=r"isolate=True save where the number of a batch says so"):
             checkpoints.due()
         train_and_save(p, checkpoints, 2)
     assert saved(tmp_path) == {"last": 2}
+
+
+def _ask_a_clock(folder: str) -> int:
+    plan = Plan(micro_batches=2, pipelines=2, isolate=True)
+    with make(plan) as p:
+        checkpoints = Checkpoints(p, folder, every_s=60)
+        with pytest.raises(ValueError, match="save where the number of a batch says so"):
+            checkpoints.due()
+        checkpoints.go_on(checkpoints.standing(), 0)  # as who tells others does
+        assert not checkpoints.due()
+        list(p.train(batches(2)))
+        return p.batches
+
+
+def test_a_clock_is_not_asked_where_pipelines_come_later(tmp_path: Path) -> None:
+    run = Isolated(2, 1, _ask_a_clock, restarts=0, folder=str(tmp_path))
+    assert list(run.results.values()) == [2, 2], run.failures
 
 
 def _save_when_it_is_due(folder: str) -> list[int]:

@@ -677,6 +677,7 @@ class Pipeline:
         if not isinstance(self._feed, TurnFeed):
             return 0
         self._feed.enter()
+        self._feed.resume()
         return self._feed.ended
 
     @_recovering
@@ -695,19 +696,19 @@ class Pipeline:
             return self._once(what, find_here)
 
     def _once(self, what: str, find: Callable[[], Any]) -> Any:
-        """Return what ``find()`` returns, or in another pipeline, where several processes' are isolated.
+        """Return what ``find()`` returns, here or in another one of isolated pipelines.
 
-        What the others found before their first turn, one that comes later is told before its own.
+        One that comes later, and so far does what the others have done long ago, is told what they have found then.
         """
-        exchange = self._worker.exchange
-        if exchange is None:
+        feed, exchange = self._feed, self._worker.exchange
+        if exchange is None or not isinstance(feed, TurnFeed):
             return find()
-        if self._is_new:
-            found = exchange.found_at_the_beginning(what)
+        if feed.is_behind:
+            found = exchange.found_before(what, feed.place)
             if found:
                 return found[0]
-            self.enter()
-        return exchange.once(what, find)
+            feed.enter()
+        return exchange.once(what, feed.next_batch, find)
 
     @property
     def _is_new(self) -> bool:
@@ -716,16 +717,8 @@ class Pipeline:
 
     def _come_in(self) -> None:
         """Have the run's state, before it is used, where others train already."""
-        if self._is_new:
-            self.enter()
-
-    def _refuse_new(self, method: str) -> None:
-        """Refuse to change what a pipeline that is new has from the others, who have begun long ago."""
-        if isinstance(self._feed, TurnFeed) and self._feed.is_new and self._feed.is_member:
-            raise ValueError(
-                f"{method}() in a pipeline that has come into a run which others train in: it would no longer have "
-                "what they have. Call it only where pipeline.batches is 0"
-            )
+        if isinstance(self._feed, TurnFeed) and self._feed.is_new:
+            self._feed.enter()
 
     def _enter(self) -> Counts | None:
         """Become a member of a run of isolated pipelines; return what it has come to, if it goes on already."""
@@ -740,6 +733,8 @@ class Pipeline:
                 faults.at("join", **worker.place)
                 for number in worker.held:
                     counts = take_state(exchange.received(number), worker, number)
+                if counts is not None and self._verification is not None:
+                    self._verification.resume(counts.batches)
             for row in worker.rows:
                 row.resume(turn)
         return counts
@@ -838,10 +833,11 @@ class Pipeline:
             ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
                 optimizers that keep weights in their state.
         """
-        self._refuse_new("load_state_dict")
+        self._come_in()
         with self._idle(ValueError):
-            found = load_state(self._model, self._worker, state_dict, strict)
-        self._go_on_with_others()
+            found = load_state(self._model, self._worker, state_dict, strict, sets=not self._is_new)
+        if not self._is_new:
+            self._go_on_with_others()
         return found
 
     @_recovering
@@ -921,6 +917,8 @@ class Pipeline:
     def load(self, directory: str | Path) -> None:
         """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
 
+        An isolated pipeline that comes when others train has what they have, and loads nothing before its first batch.
+
         CheckpointError, on every rank, for one that is missing, damaged or another model's: nothing has changed then.
         ValueError for sharded stages: see :meth:`sharded_state_dict`.
         """
@@ -928,7 +926,8 @@ class Pipeline:
             "load",
             "have torch.distributed.checkpoint.load fill sharded_state_dict(); load_sharded_state_dict() takes it",
         )
-        self._refuse_new("load")
+        if self._is_new:
+            return
         place = self._worker.place
         with self._idle(CheckpointError):
             faults.at("load", action="begin", **place)
@@ -980,6 +979,7 @@ class Pipeline:
             self._verification.resume(self._feed.next_batch)
         for row in self._worker.rows:
             row.resume(self._feed.next_turn)
+        self._feed.resume()
 
     def _refuse_several(self, method: str) -> None:
         if self.plan.pipelines > 1:
@@ -1046,7 +1046,7 @@ class Pipeline:
     @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
-        return self._feed.next_batch
+        return self._feed.tell_batches()
 
     def loader_state(self, loader: Any) -> Any:
         """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.

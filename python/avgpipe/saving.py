@@ -45,6 +45,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._source: str | None = None  # which was loaded in place of newer ones, until another is there
         self._has_saved = False  # since then
+        self._is_told = False  # to those that join, by who asks standing()
 
     @property
     def batches_to_agreement(self) -> int:
@@ -54,12 +55,12 @@ class Checkpoints:
     def due(self, batches: int = 1) -> bool:
         """Whether to save now, on all ranks alike, after so many more batches; they seldom agree on it.
 
-        ValueError with ``copies_every_s``: a process that replaces another does not know when they have.
+        ValueError with ``copies_every_s`` and ``isolate``: a process that comes later does not know when they have.
         """
-        if self._pipeline.has_copies:
+        if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._is_told):
             raise ValueError(
-                "due() asks a clock, which a process that replaces another does not have: with copies_every_s save "
-                "where the number of a batch says so, as if result.batch % 1000 == 999"
+                "due() asks a clock, and a process that comes later does not know since when: with copies_every_s or "
+                "isolate=True save where the number of a batch says so, as if result.batch % 1000 == 999"
             )
         self._batches += batches
         if self._batches < self._pace.batches():
@@ -72,11 +73,13 @@ class Checkpoints:
 
     def standing(self) -> dict[str, Any]:
         """Return what :meth:`due` goes by, as JSON carries it, for those that join."""
+        self._is_told = True
         elapsed_s = time.monotonic() - self._saved_at
         return {"pace": asdict(self._pace), "batches": self._batches, "elapsed_s": elapsed_s}
 
     def go_on(self, standing: dict[str, Any], ago_s: float) -> None:
         """Have :meth:`due` say what it says on those that were at ``standing`` so long ago."""
+        self._is_told = True
         self._pace, self._batches = Timetable(**standing["pace"]), standing["batches"]
         self._saved_at = time.monotonic() - standing["elapsed_s"] - ago_s
 

@@ -137,6 +137,35 @@ def test_loads_under_any_layout(before: Plan, K: int, N: int, tmp_path: Path) ->
         assert p.evaluate(token_batches(8, 6)).loss < before_loss + 1
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_load_amid_a_period_has_no_part_in_what_was_trained_before(staleness: int, tmp_path: Path) -> None:
+    """Nor has a state dict, of optimizers that keep no state."""
+    batches = token_batches(20, 6)
+
+    def made(plan: Plan) -> Pipeline:
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)  # noqa: E731
+        return Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=sgd)
+
+    with made(Plan(micro_batches=2)) as p:
+        list(p.train(batches[:4]))
+        p.save(tmp_path / "c")
+        saved = p.state_dict()
+    plan = Plan(
+        pipelines=2, micro_batches=2, staleness=staleness, period=3, rule="avgpipe", batch="per-pipeline"
+    )
+    found = []
+    for loads in (True, False):
+        with made(plan) as p:
+            list(p.train(batches[4:8]))
+            if loads:
+                p.load(tmp_path / "c")
+            else:
+                p.load_state_dict(saved)
+            found.append([[r.loss for r in p.train(batches[8:])], p.state_dict()])
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
 def test_one_stage_more_changes_nothing_in_the_training(tmp_path: Path) -> None:
     batches = token_batches(8, 6)
     with make(Plan(stages=2, micro_batches=2)) as p:

@@ -180,15 +180,15 @@ def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tm
     with served(tmp_path, wanted=3) as one:
         first, second, third = (one.connect(i, i) for i in range(3))
         for connection in (first, second, third):
-            connection.send_bytes(encoded(["once", 7, "loss", False]))
+            connection.send_bytes(encoded(["once", 7, "loss", 1, 5, 20]))
             if connection is first:
                 assert heard(first, "reply") == [7, {}]
         first.close()
         assert heard(second, "reply") == [7, {}]
-        second.send_bytes(encoded(["done", "loss", 1.5]))
+        second.send_bytes(encoded(["done", "loss", 1, 5, 1.5]))
         assert heard(third, "reply") == [7, {"value": 1.5}]
-        for name, reply in (("loss", {"value": 1.5}), ("what nobody asked", {})):
-            third.send_bytes(encoded(["once", 8, name, True]))
+        for name, reply in ((["loss", 1, 20], {"value": 1.5}), (["loss", 2, 20], {}), (["loss", 1, 21], {})):
+            third.send_bytes(encoded(["found", 8, *name]))
             assert heard(third, "reply") == [8, reply]
 
 
@@ -216,13 +216,13 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
         assert enter(first) == enter(second) == {}
         for connection in (first, second):
             heard(connection, "roster")
-        first.send_bytes(encoded(["once", 7, "evaluate", False]))
+        first.send_bytes(encoded(["once", 7, "evaluate", 1, 1, 1]))
         assert heard(first, "reply") == [7, {}]
         Bell(one.coordinator.groups[1].told, 0).ring()
         late(second, 0, 0.2)
         answered(second)
         assert one.lost == {}
-        first.send_bytes(encoded(["done", "evaluate", 1.5]))
+        first.send_bytes(encoded(["done", "evaluate", 1, 1, 1.5]))
         answered(first)
         late(second, 0, 0.2)  # the first one has only just come back from it
         answered(second)
@@ -295,14 +295,49 @@ def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_com
         heard(far, "freeze")
         far.send_bytes(encoded(["begun", 6, 6]))
         assert heard(comes, "roster")[0][-1][1] == 2
-        far.send_bytes(encoded(["once", 7, "before turn 6", False]))
+        far.send_bytes(encoded(["once", 7, "loss", 1, 6, 6]))
         assert heard(far, "reply") == [7, {}]
         Bell(Memory.open(*told), 0).ring()
-        far.send_bytes(encoded(["once", 8, "before turn 7", False]))
-        comes.send_bytes(encoded(["once", 8, "before turn 7", False]))
+        far.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
+        comes.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
         assert heard(comes, "reply") == [8, {}]
-        comes.send_bytes(encoded(["done", "before turn 7", 1.5]))
+        comes.send_bytes(encoded(["done", "loss", 1, 7, 1.5]))
         assert heard(far, "reply") == [8, {"value": 1.5}]
+
+
+def test_another_host_does_what_only_it_asks_for_once_those_here_are_past_it(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
+        told = heard(near, "welcome")[0]["told"]
+        assert enter(near) == enter(far) == {}
+        far.send_bytes(encoded(["once", 7, "loss", 1, 1, 1]))
+        for _ in range(2):  # of turn 0, and of turn 1
+            answered(far)
+            Bell(Memory.open(*told), 0).ring()
+        assert heard(far, "reply") == [7, {}]
+
+
+def test_who_has_its_state_goes_on_without_who_gave_it(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        told = heard(first, "welcome")[0]["told"]
+        assert enter(first) == enter(second) == {}
+        third = one.connect(2, 2)
+        assert enter(third) == {}
+        for connection in (first, second):
+            heard(connection, "freeze")
+            connection.send_bytes(encoded(["begun", 3, 3]))
+        assert [stay[2:4] for stay in heard(third, "roster")[0]][-1] == [3, 0]
+        first.send_bytes(encoded(["hand over", 2, "state 0", ["", 64, 64]]))
+        heard(third, "handed over")
+        for _ in range(4):
+            Bell(Memory.open(*told), 0).ring()
+        first.close()
+        for connection in (second, third):
+            heard(connection, "freeze")
+            connection.send_bytes(encoded(["begun", 4, 4]))
+        answered(third)
+        assert 2 not in one.lost
 
 
 def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_there(tmp_path: Path) -> None:

@@ -444,6 +444,9 @@ def go_back(folder: str) -> Any:
         seen, losses = [p.evaluate(data).loss], [[r.loss for r in p.train(data[4:])]]
         p.load(folder)
         seen.append(p.evaluate(data).loss)
+        before = p.state_dict()
+        p.load_state_dict({}, strict=False)
+        assert_same_state(p.state_dict(), before)
         losses.append([r.loss for r in p.train(data[p.batches :])])
         return seen, losses
 

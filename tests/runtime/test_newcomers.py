@@ -73,7 +73,7 @@ def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
     what: str, K: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved")
-    run = Isolated(2, K, use_at_once, restarts=0, joins=[2], K=K, what=what, folder=folder)
+    run = Isolated(2, K, use_at_once, restarts=0, joins=[2], joins_after=6, K=K, what=what, folder=folder)
     assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
     (stay,) = (stay for stay in run.stays if stay.donor is not None)
     expected, found = run.results[0, 0][stay.first], run.results[2, K - 1]
@@ -108,6 +108,61 @@ def test_what_all_found_before_the_first_turn_is_told_who_comes_later(tmp_path: 
     assert all(stay.donor is None for stay in run.stays)
 
 
+def train_behind(K: int) -> Any:
+    """Train two loaders; the last pipeline thinks that the first one is not at its end. What each has found and is."""
+    with pipeline_of(K, verify_every=1) as p:
+        if comes := os.environ["AVGPIPE_PIPELINE"] == "2":
+            p._feed.next_batch = 3  # the others have gone on meanwhile
+        found, first = [], p.batches
+        for end in (6, len(DATA)):
+            for result in p.train(DATA[first:end]):
+                if result.batch == 8 and not comes:
+                    wait_for_another(p)
+            found += [p.evaluate(DATA[:2]).loss, p.evaluate(DATA[2:4]).loss, p.once("end", lambda: end)]  # noqa: B023
+            first = end
+        return found, p.state_dict()
+
+
+@pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
+@pytest.mark.parametrize("K", [1, 2])
+def test_who_is_behind_is_told_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
+    run = Isolated(2, K, train_behind, restarts=0, joins=[2], joins_after=9, far=far, K=K)
+    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    assert run.stays[2].first > 8
+    found, state = run.results[0, 0]
+    assert found[2::3] == [6, len(DATA)]
+    for theirs, its_state in run.results.values():
+        assert theirs == found
+        assert all(torch.equal(its_state[name], value) for name, value in state.items())
+
+
+def use_then_train() -> Any:
+    """Train on all; the last pipeline makes its loader, then uses the model. The batches, and what it has seen."""
+    comes, seen = os.environ["AVGPIPE_PIPELINE"] == "2", []
+    with pipeline_of(1, verify_every=1) as p:
+        if comes:
+            p._feed.next_batch = 3  # the others have gone on meanwhile
+        first = p.batches
+        if comes:
+            seen = [p.evaluate(DATA[:2]).loss, p.evaluate(DATA[2:4]).loss]
+        batches = []
+        for result in p.train(DATA[first:]):
+            batches.append(result.batch)
+            if result.batch == 5 and not comes:
+                wait_for_another(p)
+        return batches, seen
+
+
+@pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
+def test_a_loader_goes_on_where_it_was_made_though_the_model_was_used_before(far: tuple[int, ...]) -> None:
+    run = Isolated(2, 1, use_then_train, restarts=0, joins=[2], joins_after=6, far=far)
+    assert set(run.results) == {(i, 0) for i in range(3)}, (run.why, run.failures)
+    batches, seen = run.results[2, 0]
+    assert batches == list(range(run.stays[2].first, len(DATA)))
+    assert seen[0] != seen[1]
+    assert run.results[0, 0][0] == run.results[1, 0][0] == list(range(len(DATA)))
+
+
 def step_by_step(enters: bool) -> int:
     """Train by step(); return how many batches this pipeline has had a part in."""
     comes = os.environ["AVGPIPE_PIPELINE"] == "2"
@@ -126,7 +181,7 @@ def step_by_step(enters: bool) -> int:
 
 @pytest.mark.parametrize("enters", [True, False])
 def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
-    run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], enters=enters)
+    run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], joins_after=6, enters=enters)
     if enters:
         assert run.results[2, 0] == len(DATA) - run.stays[2].first
     else:
@@ -166,7 +221,7 @@ def test_who_comes_with_the_next_turn_has_what_the_others_changed_before_it(
     how: str, K: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved")
-    run = Isolated(2, K, change, restarts=0, joins=[2], K=K, how=how, folder=folder)
+    run = Isolated(2, K, change, restarts=0, joins=[2], joins_after=9, K=K, how=how, folder=folder)
     assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
     losses, state = run.results[0, 0]
     assert len(losses) == (9 + 6 if how == "load" else 12)

@@ -320,6 +320,8 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     own = goes_on and len(placement.pipelines) > 1
     weights = saved.replica(source, "weights") if own else saved.reference()
     _copy(weights, names, layout.tensors(trained.arena.weights))
+    if trained.elastic is not None and not saved.exactly:
+        trained.elastic.replaced()
     if trained.versions is not None:
         older = saved.replicas(source)[0]["older"] if saved.exactly else {}
         buffers = {behind: layout.zeros().flats for behind in older}

@@ -183,7 +183,10 @@ class Coordinator:
         self._is_frozen = False
         self._begun = 0  # turns, at the last change
         self._clean = 0  # the turn by which what was lost has been trained on
-        self._once: dict[str, _Once] = {}
+        self._once: dict[tuple[str, int, int], _Once] = {}  # by what it is, its number, and the turn after it
+        self._found: dict[
+            tuple[str, int, int], Any
+        ] = {}  # the same by batches before it, for those that come later
         self._found_at = float("-inf")  # when the newest of them was answered, of the monotonic clock
         self._timeout_s = float("inf")
         self._is_to_stop = False
@@ -231,6 +234,7 @@ class Coordinator:
                 self._hear(one)
         self._find_silent()
         self._find_late()
+        self._choose_doers()
         self._change()
 
     def _accept(self) -> None:
@@ -337,20 +341,22 @@ class Coordinator:
         elif kind == "late":
             process.late = int(values[0]), float(values[1])
         elif kind == "once":
-            request, name, is_past = values
-            if is_past:
-                found = self._once.get(name, _Once()).value
-                self._reply(process, request, {"value": found[0]} if found else {})
-                return
-            waits = not self._writes(group)
-            self._once.setdefault(name, _Once()).ask(
-                group.number, request, partial(self._reply, process), waits
-            )
+            request, what, number, turn, batches = values
+            once = self._once.setdefault((what, number, turn), _Once(turn, batches))
+            once.ask(group.number, request, partial(self._reply, process))
+            self._choose_doers()
             while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
                 del self._once[next(iter(self._once))]
         elif kind == "done":
-            self._once[values[0]].done(values[1])
+            what, number, turn, value = values
+            once = self._once[what, number, turn]
+            once.done(value)
+            self._note_found((what, number, once.batches), value)
             self._found_at = time.monotonic()
+        elif kind == "found":
+            request, *name = values
+            known = {"value": self._found[tuple(name)]} if tuple(name) in self._found else {}
+            self._reply(process, request, known)
         elif kind == "hand over":
             self._hand_over(group, *values)
         elif kind == "tell" and self._recorder is not None:
@@ -367,9 +373,35 @@ class Coordinator:
 
     @property
     def _trains_here(self) -> bool:
-        """Whether a pipeline on this host trains; one that has only just come asks nothing that is before its turn."""
+        """Whether a pipeline on this host trains, and has not only just come."""
         near = (group for group in self._living() if not group.is_far)
         return any(self._stay_of(group).donor is None or group.turns_told() > 0 for group in near)
+
+    def _may_ask_here(self, turn: int) -> bool:
+        """Whether a pipeline on this host may still ask for something that is done before a turn.
+
+        One that comes with the turn does not, nor one that has told it, as it has asked for nothing before.
+        """
+        for group in self._living():
+            stay = self._stay_of(group)
+            was_there = stay.first < turn or stay.donor is None
+            if not group.is_far and was_there and stay.first + group.turns_told() <= turn:
+                return True
+        return False
+
+    def _choose_doers(self) -> None:
+        """Have somebody do what is asked for; on this host, if a pipeline here is to ask for it, too."""
+        far: Collection[int] = {group.number for group in self._living() if group.is_far}
+        for once in self._once.values():
+            if once.is_awaited:
+                once.choose(far if far and self._may_ask_here(once.turn) else ())
+
+    def _note_found(self, name: tuple[str, int, int], value: Any) -> None:
+        """Keep what was found for those that come later; what was before the first batch, always."""
+        self._found[name] = value
+        if len(self._found) > _KNOWN:
+            oldest = next((known for known in self._found if known[-1] > 0), name)
+            del self._found[oldest]
 
     def _reply(self, process: Process, request: int, value: Any) -> None:
         self._send(process.connection, "reply", request, value)
@@ -454,9 +486,9 @@ class Coordinator:
             self._by_connection.pop(process.connection, None)
             process.connection.close()
         self._remove(group)
-        waits = {other.number for other in self._living() if other.is_far} if self._trains_here else ()
         for once in self._once.values():
-            once.gone(number, waits)
+            once.gone(number)
+        self._choose_doers()
         self._change()
 
     def _remove(self, group: Group) -> None:
@@ -480,6 +512,8 @@ class Coordinator:
             for g in self.groups.values()
             if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
+        if self._stop is not None:
+            coming = []  # who comes now has nothing to train on
         stops = self._is_to_stop and self._stop is None
         is_due = bool(self._leaving or ((coming or stops) and self.members))
         if not self.has_begun:
@@ -508,7 +542,7 @@ class Coordinator:
             self._stop = begun
         donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
         for group in sorted(coming, key=lambda group: group.pipeline):
-            if not begins and (self._stop is not None or not donors):
+            if not begins and (self._stop is not None or not donors):  # it may just have been settled
                 break  # nobody is left whose state it could have, or soon
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
@@ -529,7 +563,9 @@ class Coordinator:
             steps = "step" if lost == 1 else f"{lost} steps"
             self._say(f"pipeline {group.pipeline}: the others train on what it had of its last {steps}")
         for other in self.roster.present:
-            if other.donor == group.pipeline and not self.groups[other.number].turns_told():
+            has_state = len(self.groups[other.number].given) == self.groups[other.number].places
+            has_begun = self.groups[other.number].turns_told() > 0
+            if other.donor == group.pipeline and not (has_state or has_begun):
                 self._lost(
                     other.number, None, f"pipeline {group.pipeline}, whose state it was to have, is gone"
                 )
@@ -572,44 +608,51 @@ def place_of(memory: Memory) -> list[Any]:
 class _Once:
     """Something that one pipeline does, and all want to know.
 
-    Attributes:
-        value: of it in a list, once it is done.
+    Args:
+        turn: the one after it.
+        batches: of the loader, before it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, turn: int, batches: int) -> None:
+        self.turn, self.batches = turn, batches
         self._doer: int | None = None  # the number of a group
-        self.value: list[Any] = []
+        self._value: list[Any] = []
         self._waiting: list[tuple[int, int, Callable[[int, Any], None]]] = []
 
     @property
     def is_under_way(self) -> bool:
         """Whether somebody is at it."""
-        return self._doer is not None and not self.value
+        return self._doer is not None and not self._value
 
-    def ask(self, number: int, request: int, reply: Callable[[int, Any], None], waits: bool) -> None:
-        """``waits``: it is to be done by another one, who will ask, too."""
-        if self.value:
-            reply(request, {"value": self.value[0]})
-        elif self._doer == number or (self._doer is None and not waits):
-            self._doer = number
+    @property
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for it, and nobody is at it."""
+        return bool(self._waiting) and self._doer is None
+
+    def ask(self, number: int, request: int, reply: Callable[[int, Any], None]) -> None:
+        """A process of a group asks: it is told, or to do it as others of its group, or waits."""
+        if self._value:
+            reply(request, {"value": self._value[0]})
+        elif self._doer == number:
             reply(request, {})
         else:
             self._waiting.append((number, request, reply))
 
+    def choose(self, others: Collection[int]) -> None:
+        """Have one that waits do it, but for the ``others``, which go on waiting."""
+        self._doer = next((number for number, *_ in self._waiting if number not in others), None)
+        waiting, self._waiting = self._waiting, []
+        for asked in waiting:
+            self.ask(*asked)
+
     def done(self, value: Any) -> None:
-        self.value = [value]
+        self._value = [value]
         for _, request, reply in self._waiting:
             reply(request, {"value": value})
         self._waiting = []
 
-    def gone(self, number: int, waits: Collection[int]) -> None:
-        """Have another one do it, if who was at it, or was to be, is gone; ``waits``: who still may not."""
+    def gone(self, number: int) -> None:
+        """Forget a group; another one has to do it, if that was at it."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
-        if self._doer == number and not self.value:
+        if self._doer == number and not self._value:
             self._doer = None
-        if self._doer is None and not self.value:
-            waiting, self._waiting = self._waiting, []
-            may = (asked for asked in waiting if asked[0] not in waits)
-            self._doer = next((other for other, *_ in may), None)
-            for asked in waiting:
-                self.ask(*asked, waits=asked[0] in waits)

@@ -186,16 +186,23 @@ class Membership:
         """Say that this process has waited for the others of a turn for as long as it may."""
         self._send_if_alive("late", turn, self._timeout_s)
 
-    def once(self, name: str, is_past: bool = False) -> list[Any]:
+    def once(self, what: str, number: int, turn: int, batches: int) -> list[Any]:
         """Return what another pipeline has found, in a list; empty where this one is to find and tell it by done.
 
-        ``is_past``: nobody finds it any more.
+        Args:
+            number: how often it was asked for before the turn.
+            batches: of the loader, before it.
         """
-        reply = self._request("once", name, is_past, limit_s=None)
+        reply = self._request("once", what, number, turn, batches, limit_s=None)
         return [reply["value"]] if "value" in reply else []
 
-    def done(self, name: str, value: Any) -> None:
-        self._send_if_alive("done", name, value)
+    def done(self, what: str, number: int, turn: int, value: Any) -> None:
+        self._send_if_alive("done", what, number, turn, value)
+
+    def found(self, what: str, number: int, batches: int) -> list[Any]:
+        """Return in a list what was found after so many batches; empty if it was not, or is forgotten."""
+        reply = self._request("found", what, number, batches)
+        return [reply["value"]] if "value" in reply else []
 
     def tell(self, kind: str, *values: Any) -> None:
         """Tell what records the run, in the launcher."""

@@ -14,6 +14,7 @@ reference. Two slots are enough: nobody tells turn t + 2 before all have told t 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -150,8 +151,9 @@ class TurnExchange:
             self._own[place] = [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
-        self._asked: dict[str, int] = {}  # how often something was asked for once, between two turns
+        self._asked = Counter[str]()  # how often something was asked for once, between two turns
         self._asked_before = 0  # the second of them
+        self._asked_again = Counter[tuple[str, int]]()  # that the others have found, before so many batches
         self._last: list[Stay] = []  # those that counted in the turn before
         self.turns: dict[int, Turn] = {}
         self._given: set[tuple[int, int]] = set()  # stays that have got the state of a stage replica
@@ -234,29 +236,30 @@ class TurnExchange:
         self.membership.complain(turn)
         return True
 
-    def once(self, what: str, find: Callable[[], Any]) -> Any:
+    def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
         """Return what one pipeline finds, as JSON has it, and all others learn, between two turns.
 
         Another one does it if that one is lost. Every process calls this at the same turn, for each thing as often.
+
+        Args:
+            batches: of the loader, before it: where one that comes later has got to when it asks :meth:`found_before`.
         """
-        name = self._numbered(what, self.membership.begun)
-        known = self.membership.once(name)
+        turn = self.membership.begun
+        if turn != self._asked_before:
+            self._asked, self._asked_before = Counter(), turn
+        self._asked[what] += 1
+        name = what, self._asked[what], turn
+        known = self.membership.once(*name, batches)
         if known:
             return known[0]
         value = find()
-        self.membership.done(name, value)
+        self.membership.done(*name, value)
         return value
 
-    def found_at_the_beginning(self, what: str) -> list[Any]:
-        """Return in a list what was found before the first turn of all; empty for what nobody had found."""
-        return self.membership.once(self._numbered(what, 0), is_past=True)
-
-    def _numbered(self, what: str, turn: int) -> str:
-        """Name what is asked for before a turn, by how often it was."""
-        if turn != self._asked_before:
-            self._asked, self._asked_before = {}, turn
-        count = self._asked[what] = self._asked.get(what, 0) + 1
-        return f"{what}, number {count} before turn {turn}"
+    def found_before(self, what: str, batches: int) -> list[Any]:
+        """Return in a list what the others have found before so many batches, long ago; empty if they have not."""
+        self._asked_again[what, batches] += 1
+        return self.membership.found(what, self._asked_again[what, batches], batches)
 
     # ---- those that come ---------------------------------------------------------------------------------------------
 

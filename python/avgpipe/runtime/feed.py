@@ -119,6 +119,13 @@ class Feed:
     def next_turn(self) -> int:
         return self.next_batch
 
+    def tell_batches(self) -> int:
+        """Return ``next_batch``, for the caller."""
+        return self.next_batch
+
+    def resume(self) -> None:
+        """Go on from another ``next_batch``."""
+
     @property
     def is_empty(self) -> bool:
         return not self._in_flight

@@ -133,12 +133,34 @@ class TurnFeed:
         self._lost: deque[Part] = deque()  # in line
         self._before: dict[int, int] = {}  # batches before turns in flight
         self.is_member = False
-        self._behind = 0  # batches of the loader that others have trained on while this pipeline was coming
+        # Where the caller's loader is; before ``next_batch`` where others have trained while this pipeline was coming.
+        self._at = self.next_batch
+        self._has_loader = False
 
     @property
     def is_new(self) -> bool:
         """Whether others trained already when this pipeline came, and it has begun no turn yet."""
         return self._membership.has_begun and self.begun == 0
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the caller does what the others have done long ago."""
+        return self.is_new and (not self.is_member or self._at < self.next_batch)
+
+    @property
+    def place(self) -> int:
+        """Batches before what the caller does, where it is behind: it goes through its script from the beginning."""
+        return self._at if self.is_member else 0
+
+    def tell_batches(self) -> int:
+        """Return ``next_batch`` for the caller, whose first loader begins there then."""
+        if not self._has_loader:
+            self._at = self.next_batch
+        return self.next_batch
+
+    def resume(self) -> None:
+        """Go on as the caller has been told: by :meth:`enter`, or by a load."""
+        self._at = self.next_batch
 
     @property
     def next_turn(self) -> int:
@@ -171,13 +193,18 @@ class TurnFeed:
     def fetch(self) -> bool:
         """Begin the next turn, with what was lost or else the loader's next batches; False if there is nothing."""
         start = time.perf_counter()
-        there = self.next_batch
-        if self.enter():
-            self._behind = self._batches_behind(there)
-        while self._behind:
+        self._has_loader = True
+        self.enter()
+        if self._at > self.next_batch:
+            with self._worker.running():
+                raise PipelineError(
+                    f"the loader begins with batch {self._at}, and the run has only come to batch {self.next_batch}: "
+                    "call enter() before the loader is made, and have it begin with batch number pipeline.batches"
+                )
+        while self._at < self.next_batch:
             if self._loader.next() is None:
                 return False
-            self._behind -= 1
+            self._at += 1
         if not self._has_losses and (self._membership.has_stopped or not self._loader.has_more):
             self.end()
             return False
@@ -187,34 +214,24 @@ class TurnFeed:
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
-        there = self.next_batch
-        if self.enter() and self.next_batch != there:
+        self._has_loader = True
+        self.enter()
+        if self._at != self.next_batch:
             with self._worker.running():
                 raise PipelineError(
-                    f"step() was given batch {there}, and the run has come to batch {self.next_batch}: call enter() "
+                    f"step() was given batch {self._at}, and the run has come to batch {self.next_batch}: call enter() "
                     "before the first step, and begin with batch number pipeline.batches"
                 )
         self._begin_turn((given, copied))
 
-    def enter(self) -> bool:
-        """Become a member of the run; False if it is one already."""
+    def enter(self) -> None:
+        """Become a member of the run, if it is none."""
         if self.is_member:
-            return False
+            return
         counts = self._enter()
         if counts is not None:
             self.next_batch, self.ended = counts.batches, counts.results
         self.is_member = True
-        return True
-
-    def _batches_behind(self, first: int) -> int:
-        """Return how many batches of a loader, which begins with batch ``first``, the others have trained on."""
-        with self._worker.running():
-            if first > self.next_batch:
-                raise PipelineError(
-                    f"the loader begins with batch {first}, and the run has only come to batch {self.next_batch}: "
-                    "call enter() before the loader is made, and have it begin with batch number pipeline.batches"
-                )
-        return self.next_batch - first
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         counts = [sample_count(inputs, targets) for inputs, targets in given]
@@ -254,6 +271,7 @@ class TurnFeed:
             self._in_flight.append(turn)
             self._start(turn, parts, members)
         self.begun += 1
+        self._at = self.next_batch
 
     def _put_into_line(self, turn: int) -> None:
         """Put into line what those had who are no members any more by this turn, and did not count."""

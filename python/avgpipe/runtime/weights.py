@@ -133,8 +133,12 @@ class LoadedKeys(NamedTuple):
 
 
 @torch.no_grad()
-def load_state(model: Model, worker: Worker, state: Mapping[str, torch.Tensor], strict: bool) -> LoadedKeys:
+def load_state(
+    model: Model, worker: Worker, state: Mapping[str, torch.Tensor], strict: bool, sets: bool = True
+) -> LoadedKeys:
     """Set weights and buffers of all pipelines and the reference; no batch is in flight. Every rank calls this.
+
+    ``sets``: else what there is is only looked at.
 
     ValueError, on every rank and before anything has changed, for what does not fit.
     """
@@ -158,8 +162,23 @@ def load_state(model: Model, worker: Worker, state: Mapping[str, torch.Tensor], 
     everywhere = dict.fromkeys(problem for of_one in worker.world.gather(problems) for problem in of_one)
     if everywhere:
         raise ValueError(f"the state dict does not load into the model: {'; '.join(everywhere)}")
-    _set_values(model, worker, state, entries)
+    if sets:
+        if keys.missing_keys:
+            _share_averages(worker)
+        _set_values(model, worker, state, entries)
     return keys
+
+
+def _share_averages(worker: Worker) -> None:
+    """Let isolated pipelines have for their own the averages of buffers, which are the reference's, as others may stay.
+
+    They are of what was told last, and are forgotten when weights are replaced.
+    """
+    if worker.exchange is not None:
+        for (replica, _), trained in worker.trained.items():
+            own = trained.buffers()
+            for name, value in told_average(worker, replica).items():
+                own[name].copy_(value)
 
 
 def _found_in(state: Mapping[str, torch.Tensor], entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
