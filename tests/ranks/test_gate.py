@@ -96,10 +96,10 @@ def test_who_is_told_something_there_finds_it_in_memory_here(tmp_path: Path) -> 
         far.send_bytes(encoded(["hand over", 0, "state 0", [state.path, state.bytes, 5]]))
         name, (path, size, length) = heard(near, "handed over")
         assert (name, bytes(memoryview(Memory.open(path, size))[:length])) == ("state 0", b"bytes")
-        far.send_bytes(encoded(["once", 6, "who answers"]))
-        near.send_bytes(encoded(["once", 6, "who answers"]))
+        far.send_bytes(encoded(["once", 6, "who answers", 1, 9, 9]))
+        near.send_bytes(encoded(["once", 6, "who answers", 1, 9, 9]))
         assert heard(near, "reply") == [6, {}]  # what is done to files is done here
-        near.send_bytes(encoded(["done", "who answers", "near"]))
+        near.send_bytes(encoded(["done", "who answers", 1, 9, "near"]))
         assert heard(far, "reply") == [6, {"value": "near"}]
         far.close()
         near.send_bytes(encoded(["begun", 3, 3]))

@@ -599,6 +599,7 @@ def come(ahead: int) -> int:
     ) as p:
         if is_late:
             p._feed.next_batch += ahead
+            assert p.batches >= ahead
         membership = p._worker.exchange.membership
         for result in p.train([batch] * 50):
             if result.batch == 5 and not is_late:
