@@ -708,6 +708,7 @@ class Pipeline:
             if found:
                 return found[0]
             feed.enter()
+            what += ", of one that has come"  # the others ask for something else before this turn
         return exchange.once(what, feed.next_batch, find)
 
     @property

@@ -126,13 +126,18 @@ class Checkpoints:
             except CheckpointError as error:
                 failures.append(error)
             else:
-                self._source, self._has_saved = Path(path).name if failures else None, False
+                self._note_loaded(Path(path).name if failures else None)
                 if failures and self._pipeline.world.rank == 0:
                     _log.warning("%s; %s is loaded instead", failures[0], path)
                 return True
         if failures:
             raise failures[0]
         return False
+
+    def _note_loaded(self, source: str | None) -> None:
+        """Note which checkpoint was loaded in place of newer ones; who comes later, and loads none, is told."""
+        self._source = self._pipeline.once("checkpoint in place of newer ones", lambda: source)
+        self._has_saved = False
 
 
 @dataclass

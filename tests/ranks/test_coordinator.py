@@ -317,6 +317,17 @@ def test_another_host_does_what_only_it_asks_for_once_those_here_are_past_it(tmp
         assert heard(far, "reply") == [7, {}]
 
 
+def test_another_host_does_nothing_for_all_before_the_run_begins_here(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        far, near = one.connect(1, 1, is_far=True), one.connect(0, 0)
+        far.send_bytes(encoded(["once", 7, "checkpoints there", 1, 0, 0]))
+        answered(far)
+        near.send_bytes(encoded(["once", 7, "checkpoints there", 1, 0, 0]))
+        assert heard(near, "reply") == [7, {}]
+        near.send_bytes(encoded(["done", "checkpoints there", 1, 0, ["last"]]))
+        assert heard(far, "reply") == [7, {"value": ["last"]}]
+
+
 def test_who_has_its_state_goes_on_without_who_gave_it(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)

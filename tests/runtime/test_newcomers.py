@@ -38,8 +38,6 @@ def use_at_once(K: int, what: str, folder: str) -> Any:
     """Train batch by batch; the last pipeline only uses the model. Returns states after each, and what it got."""
     comes = os.environ["AVGPIPE_PIPELINE"] == "2"
     with pipeline_of(K) as p:
-        if what == "evaluation that all begin with":
-            begin = p.evaluate(DATA[:2]).loss
         if comes:
             if what == "state":
                 return p.state_dict()
@@ -51,19 +49,14 @@ def use_at_once(K: int, what: str, folder: str) -> Any:
                 return p.distances().to_reference
             if what == "evaluation":
                 return p.evaluate(DATA[:2]).loss
-            if what == "checkpoint":
-                p.save(folder)
-                return p.batches
-            Path(folder).touch()
-            return begin
+            p.save(folder)
+            return p.batches
         states = [p.state_dict()]
         for j, batch in enumerate(DATA):
             list(p.train([batch]))
             states.append(p.state_dict())
-            if j == 5 and what != "evaluation that all begin with":
+            if j == 5:
                 wait_for_another(p)
-            while j == 5 and what == "evaluation that all begin with" and not Path(folder).exists():
-                p.drain()
         return states
 
 
@@ -98,14 +91,46 @@ def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
             assert_same_state(p.state_dict(), expected)
 
 
-def test_what_all_found_before_the_first_turn_is_told_who_comes_later(tmp_path: Path) -> None:
-    what = "evaluation that all begin with"
-    run = Isolated(2, 1, use_at_once, restarts=0, joins=[2], K=1, what=what, folder=str(tmp_path / "done"))
-    model = language_model()
-    with torch.no_grad():
-        losses = [float(LOSS(model(x), y)) for x, y in DATA[:2]]
-    assert abs(run.results[2, 0] - sum(losses) / 2) < 1e-10
-    assert all(stay.donor is None for stay in run.stays)
+def begin(K: int, folder: str, first: str, resumes: bool) -> Any:
+    """Do ``first``, evaluate, ask, and train; the last pipeline comes late. What was found, and the last state."""
+    comes = os.environ["AVGPIPE_PIPELINE"] == "2"
+    with pipeline_of(K, verify_every=1) as p:
+        if resumes:
+            p.load(folder)
+        if first == "state":
+            p.state_dict()
+        elif first == "load":
+            p.load_state_dict({name: value / 2 for name, value in language_model().state_dict().items()})
+        elif first == "enter":
+            p.enter()
+        found = (
+            p.evaluate(DATA[:2]).loss,
+            p.evaluate(DATA[2:4]).loss,
+            p.once("who", lambda: p.launcher.pipeline),
+        )
+        data = DATA[-2:] * resumes + DATA
+        for result in p.train(data[p.batches :]):
+            if result.batch == 7 and not comes:
+                wait_for_another(p)
+        return found, p.state_dict()
+
+
+@pytest.mark.parametrize("first", ["", "state", "load", "enter"])
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
+def test_what_all_found_before_the_first_turn_is_told_who_comes_later(
+    first: str, resumes: bool, far: tuple[int, ...], tmp_path: Path
+) -> None:
+    with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
+        list(p.train(DATA[-2:]))
+        p.save(tmp_path / "saved")
+    arguments = {"K": 1, "folder": str(tmp_path / "saved"), "first": first, "resumes": resumes}
+    run = Isolated(2, 1, begin, restarts=0, joins=[2], joins_after=6, far=far, **arguments)
+    assert set(run.results) == {(i, 0) for i in range(3)}, (run.why, run.failures)
+    (found, state), *others = run.results.values()
+    for theirs, its_state in others:
+        assert theirs == found
+        assert all(torch.equal(its_state[name], value) for name, value in state.items())
 
 
 def train_behind(K: int) -> Any:

@@ -35,6 +35,7 @@ from avgpipe.ranks.trunk import let_in
 from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
+OVER = "the run is over"  # why a pipeline is ended that comes too late
 JOIN = "join"  # what another command says first that wants to start a pipeline
 ENDED = "ended"  # and what it says at last
 _MOST_BYTES = 2**20  # of a message
@@ -101,6 +102,7 @@ class Group:
         size: how many they are.
         told: of each of its stage replicas (``places``), how many turns it has told since the pipeline entered.
         period: the turns between two that tell an update.
+        found: what the run had come to when the first of them came, which all are told.
         bells: by rank, what others ring for it.
         digests: by rank, of what all pipelines must have alike, and of the initial weights.
         memory: by name, what its processes have asked for.
@@ -117,6 +119,7 @@ class Group:
     told: Memory
     places: int
     period: int
+    found: Mapping[str, Any]
     bells: dict[int, Any] = field(default_factory=dict)
     digests: dict[int, list[str]] = field(default_factory=dict)
     processes: dict[int, Process] = field(default_factory=dict)
@@ -308,18 +311,23 @@ class Coordinator:
             pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
             told = Memory.create(places * Bell.BYTES)
             is_far = bool(about.get("is_far"))
-            self.groups[number] = Group(pipeline, number, size, told, places, period, is_far=is_far)
+            found = self._standing()
+            self.groups[number] = Group(pipeline, number, size, told, places, period, found, is_far=is_far)
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
         group.processes[rank] = Process(connection, str(about["name"]), peer_of(connection), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
-        # Who is ahead may be gone before this one enters, and what it had is begun by the others only then.
+        self._send(connection, "welcome", {**group.found, "told": place_of(group.told)})
+
+    def _standing(self) -> dict[str, Any]:
+        """Return what a pipeline that comes finds.
+
+        Who is ahead may be gone before it enters, and what that had is begun by the others only then.
+        """
         begun = (p.batches for g in self._living() for p in g.processes.values() if p.batches is not None)
-        batches = min(begun, default=0)
-        welcome = {"has_begun": self.has_begun, "batches": batches, "told": place_of(group.told)}
-        self._send(connection, "welcome", welcome)
+        return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
 
     def _answer(self, group: Group, rank: int, kind: str, *values: Any) -> None:
         process = group.processes[rank]
@@ -351,7 +359,8 @@ class Coordinator:
             what, number, turn, value = values
             once = self._once[what, number, turn]
             once.done(value)
-            self._note_found((what, number, once.batches), value)
+            # Who comes later does not know how many there were before the first turn of a run that goes on.
+            self._note_found((what, number, once.batches if turn else 0), value)
             self._found_at = time.monotonic()
         elif kind == "found":
             request, *name = values
@@ -380,8 +389,10 @@ class Coordinator:
     def _may_ask_here(self, turn: int) -> bool:
         """Whether a pipeline on this host may still ask for something that is done before a turn.
 
-        One that comes with the turn does not, nor one that has told it, as it has asked for nothing before.
+        One that comes with the turn does not, nor one that has told it.
         """
+        if not self.has_begun:
+            return True  # the run begins here
         for group in self._living():
             stay = self._stay_of(group)
             was_there = stay.first < turn or stay.donor is None
@@ -391,7 +402,7 @@ class Coordinator:
 
     def _choose_doers(self) -> None:
         """Have somebody do what is asked for; on this host, if a pipeline here is to ask for it, too."""
-        far: Collection[int] = {group.number for group in self._living() if group.is_far}
+        far = {group.number for group in self.groups.values() if group.is_far and not group.has_ended}
         for once in self._once.values():
             if once.is_awaited:
                 once.choose(far if far and self._may_ask_here(once.turn) else ())
@@ -566,9 +577,8 @@ class Coordinator:
             has_state = len(self.groups[other.number].given) == self.groups[other.number].places
             has_begun = self.groups[other.number].turns_told() > 0
             if other.donor == group.pipeline and not (has_state or has_begun):
-                self._lost(
-                    other.number, None, f"pipeline {group.pipeline}, whose state it was to have, is gone"
-                )
+                why = f"pipeline {group.pipeline}, whose state it was to have, is gone"
+                self._lost(other.number, None, OVER if group.is_done else why)
             elif lost and stay.told < other.first < self._clean:
                 why = f"it came too late to know what pipeline {group.pipeline} had, which is gone"
                 self._lost(other.number, None, why)

@@ -20,7 +20,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.faults import RESTART
-from avgpipe.ranks.coordinator import Coordinator, Group, Recorder
+from avgpipe.ranks.coordinator import OVER, Coordinator, Group, Recorder
 from avgpipe.ranks.gate import Gates, listen
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
 from avgpipe.ranks.joining import Joined, JoinedFar, leave_address
@@ -42,7 +42,6 @@ _POLL_S = 0.02
 _AGAIN_S = 60.0  # after which what could not be started is tried once more
 _FEW_TURNS = 2  # as many one may tell that goes through another loader, until it finds that and ends
 _ADDRESS = "coordinator"
-_OVER = "the run is over"  # why a pipeline is ended that comes too late
 
 
 @dataclass(frozen=True)
@@ -343,7 +342,7 @@ class Supervisor:
             if known is not None and known.turns_told() > _FEW_TURNS:
                 self._left[group.pipeline] = self._isolation.restarts
             is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
-            loss = None if is_done or group.why == _OVER else _loss_of(group, known, end)
+            loss = None if is_done or group.why == OVER else _loss_of(group, known, end)
             if loss is not None:
                 self._losses[number] = loss
                 self._replace(group, loss)
@@ -372,8 +371,8 @@ class Supervisor:
     def _end(self) -> None:
         for group in self._groups.values():
             if group.why is None:
-                group.why = _OVER
-                group.processes.kill(_OVER, None)
+                group.why = OVER
+                group.processes.kill(OVER, None)
         self._left = dict.fromkeys(self._left, 0)
 
     def _is_over(self) -> bool:

@@ -140,17 +140,18 @@ class TurnFeed:
     @property
     def is_new(self) -> bool:
         """Whether others trained already when this pipeline came, and it has begun no turn yet."""
-        return self._membership.has_begun and self.begun == 0
+        is_late = self._membership.is_late if self.is_member else self._membership.has_begun
+        return is_late and self.begun == 0
 
     @property
     def is_behind(self) -> bool:
         """Whether the caller does what the others have done long ago."""
-        return self.is_new and (not self.is_member or self._at < self.next_batch)
+        return self.is_new and (not self._has_loader or self._at < self.next_batch)
 
     @property
     def place(self) -> int:
         """Batches before what the caller does, where it is behind: it goes through its script from the beginning."""
-        return self._at if self.is_member else 0
+        return self._at if self._has_loader else 0
 
     def tell_batches(self) -> int:
         """Return ``next_batch`` for the caller, whose first loader begins there then."""
