@@ -186,10 +186,9 @@ class Coordinator:
         self._is_frozen = False
         self._begun = 0  # turns, at the last change
         self._clean = 0  # the turn by which what was lost has been trained on
-        self._once: dict[tuple[str, int, int], _Once] = {}  # by what it is, its number, and the turn after it
-        self._found: dict[
-            tuple[str, int, int], Any
-        ] = {}  # the same by batches before it, for those that come later
+        # By what it is, its number, and the turn after it; or, for those that come later, the batches before it.
+        self._once: dict[tuple[str, int, int], _Once] = {}
+        self._found: dict[tuple[str, int, int], Any] = {}
         self._found_at = float("-inf")  # when the newest of them was answered, of the monotonic clock
         self._timeout_s = float("inf")
         self._is_to_stop = False
