@@ -98,6 +98,20 @@ def test_the_pause_of_who_is_lost_itself_is_no_wait_for_another():
     assert not judge(run, SHAPE, LOSSES).wrong
 
 
+@pytest.mark.parametrize("life", [1, 0])
+def test_who_was_lost_before_and_is_not_back_waits_for_nobody(life):
+    """But who has not ended with its own fault does."""
+    run = seen()
+    run.events = [e for e in run.events if e["pipeline"] == 0 or not 15 < e["at_s"] < 35]
+    for event in run.events:
+        event["life"] = life if event["pipeline"] == 1 and event["at_s"] > 20 else 0
+    lost = {"process": 3, "pipeline": 1, "rank": 1, "life": 0, "text": "kill at training: rank 1, batch 15"}
+    run.events.append({"event": "fault", "at_s": 15.5, **lost})
+    run.events.sort(key=lambda event: event["at_s"])
+    waits = judge(run, SHAPE, LOSSES).wrong.get("hangs", [])
+    assert waits == [] if life else waits
+
+
 def test_the_start_of_a_process_that_replaces_a_rank_is_no_wait():
     late = seen(
         "spares", said=[(20.1, "rank 1 was killed by SIGKILL (by hand); a new process takes its place")]

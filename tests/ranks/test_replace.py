@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
+from avgpipe import PeerLost
 from avgpipe.ranks import launch
+from avgpipe.ranks.generation import GENERATION, announcement, next_generation, prospect
 from avgpipe.ranks.launch import RanksFailed, tied
 from avgpipe.ranks.replace import Replacing
 
@@ -243,6 +246,17 @@ elif os.environ["AVGPIPE_RESTART"] == "0":
         os.kill(os.getpid(), signal.SIGSTOP)
 become_a_rank(lambda: None)
 """
+
+
+def test_nobody_waits_on_where_another_rank_has_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GENERATION, "0")
+    store = HashStore()
+    for timeout_s in (0.05, 60):
+        with pytest.raises(PeerLost, match="has replaced nobody"):
+            next_generation(store, timeout_s)
+    store.set(prospect(1), "")
+    store.set(announcement(1), "[1]")
+    assert next_generation(store, 60) == [1]
 
 
 def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:

@@ -40,6 +40,11 @@ def prospect(number: int) -> str:
     return f"generation/{number}/awaited"
 
 
+def given_up(number: int) -> str:
+    """The name under which a rank says that it waits for a generation no more, and so nobody may."""
+    return f"generation/{number}/given up"
+
+
 def restored(number: int) -> str:
     """The name under which the ranks of a generation say that they have the state from which they go on."""
     return f"generation/{number}/restored"
@@ -93,13 +98,15 @@ def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
 def next_generation(store: Any, timeout_s: float) -> list[int]:
     """Be of the next generation, once the launcher has announced it; return the ranks that are new in it.
 
-    PeerLost if it has not said after ``timeout_s`` that there will be one. Then it limits itself how long new
-    processes may take to start, and ends this one with the run.
+    PeerLost if it has not said after ``timeout_s`` that there will be one, or another rank has waited for as long. Then
+    it limits itself how long new processes may take to start, and ends this one with the run.
     """
     number, deadline = generation() + 1, time.monotonic() + timeout_s
     name = announcement(number)
     while not store.check([name]):
-        if time.monotonic() > deadline and not store.check([prospect(number)]):
+        is_over = time.monotonic() > deadline or store.check([given_up(number)])
+        if is_over and not store.check([prospect(number)]):
+            store.set(given_up(number), "")
             raise PeerLost(f"the launcher has replaced nobody within {timeout_s:g} s")
         time.sleep(_LOOK_S)
     os.environ[GENERATION] = str(number)

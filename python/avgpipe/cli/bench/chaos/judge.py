@@ -111,10 +111,11 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
     own = seen.scenario.way == "isolate"
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
     felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
-    if own:  # and who is lost meanwhile, and comes again, has a pause of its own
-        meanwhile = [e for e in seen.of("fault") if fault["at_s"] < e["at_s"] < felt_s]
-        lost = {e["pipeline"] for e in meanwhile if e["text"].partition(" at ")[0] not in HARMLESS}
-        others = [event for event in others if event["pipeline"] not in {fault["pipeline"], *lost}]
+    if own:  # and who is lost meanwhile, or is not back yet, and comes again, has a pause of its own
+        losses = [e for e in seen.of("fault") if e["text"].partition(" at ")[0] not in HARMLESS]
+        away = {e["pipeline"] for e in losses if fault["at_s"] < e["at_s"] < felt_s}
+        away |= {e["pipeline"] for e in losses if _is_away(e, fault["at_s"], others)}
+        others = [event for event in others if event["pipeline"] not in {fault["pipeline"], *away}]
     times = sorted(event["at_s"] for event in others)
     if not times or times[0] > fault["at_s"]:
         return []
@@ -123,6 +124,13 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
         for begin, end in pairwise([fault["at_s"], *(t for t in times if t > fault["at_s"])])
         if begin < felt_s
     ]
+
+
+def _is_away(loss: dict[str, Any], at_s: float, events: Sequence[dict[str, Any]]) -> bool:
+    """Whether a pipeline has ended with a fault, and not come back by a time."""
+    its = [e for e in events if e["pipeline"] == loss["pipeline"] and e["at_s"] > loss["at_s"]]
+    has_ended = all(event["life"] > loss["life"] for event in its)
+    return has_ended and loss["at_s"] <= at_s and not any(event["at_s"] <= at_s for event in its)
 
 
 def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
