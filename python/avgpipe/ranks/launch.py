@@ -363,7 +363,7 @@ def _run(
                 said = _pass_on(folder / PROGRESS, said, say)
                 if preempted is not None:
                     preempted.look()
-                if standstill.lasts(bool(still := started.stand_still())):
+                if standstill.lasts(bool(started.stopped())) and (still := started.stand_still()):
                     codes = [-signal.SIGKILL if rank in still else 0 for rank in range(len(commands))]
                     raise RanksFailed(codes, still[0], reason=STOPPED)
                 if time.monotonic() > deadline:

@@ -147,7 +147,7 @@ class Replacing:
     def _look(self) -> None:
         """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
-        is_over = self._standstill.lasts(bool(stopped) and len(stopped) == len(self._ranks))
+        is_over = self._standstill.lasts(bool(stopped)) and len(stopped) == len(self._ranks)
         if stopped and (is_over or self._others_wait()):
             self._kill(stopped)
         for rank, one in list(self._ranks.items()):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from avgpipe import faults
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.generation import generation, is_replaceable, prospect, waited_for
+from avgpipe.ranks.generation import generation, given_up, is_replaceable, prospect, waited_for
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
 T = TypeVar("T")
@@ -139,6 +139,8 @@ class World:
         """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
         with suppress(RuntimeError):  # the store went down with its holder; peers see the closed connection
             self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
+            if is_replaceable() and not isinstance(failure, PeerLost | PipelineTimeout):
+                private_store().set(given_up(generation() + 1), "")  # who fails of itself is not replaced
 
     def reported(self) -> PeerLost | None:
         """Return the error that names the first failure reported by another rank; None if there is none."""
