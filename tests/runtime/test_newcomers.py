@@ -25,6 +25,10 @@ def pipeline_of(K: int, **options: Any) -> Pipeline:
     return Pipeline(language_model(), plan, loss_fn=LOSS, **options)
 
 
+def assert_all_end_well(run: Isolated, K: int = 1) -> None:
+    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+
+
 def wait_for_another(p: Pipeline) -> None:
     """Wait until another pipeline is to come."""
     membership = p._worker.exchange.membership
@@ -67,7 +71,7 @@ def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
 ) -> None:
     folder = str(tmp_path / "saved")
     run = Isolated(2, K, use_at_once, restarts=0, joins=[2], joins_after=6, K=K, what=what, folder=folder)
-    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    assert_all_end_well(run, K)
     (stay,) = (stay for stay in run.stays if stay.donor is not None)
     expected, found = run.results[0, 0][stay.first], run.results[2, K - 1]
     model = language_model()
@@ -126,7 +130,7 @@ def test_what_all_found_before_the_first_turn_is_told_who_comes_later(
         p.save(tmp_path / "saved")
     arguments = {"K": 1, "folder": str(tmp_path / "saved"), "first": first, "resumes": resumes}
     run = Isolated(2, 1, begin, restarts=0, joins=[2], joins_after=6, far=far, **arguments)
-    assert set(run.results) == {(i, 0) for i in range(3)}, (run.why, run.failures)
+    assert_all_end_well(run)
     (found, state), *others = run.results.values()
     for theirs, its_state in others:
         assert theirs == found
@@ -152,7 +156,7 @@ def train_behind(K: int) -> Any:
 @pytest.mark.parametrize("K", [1, 2])
 def test_who_is_behind_is_told_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
     run = Isolated(2, K, train_behind, restarts=0, joins=[2], joins_after=9, far=far, K=K)
-    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    assert_all_end_well(run, K)
     assert run.stays[2].first > 8
     found, state = run.results[0, 0]
     assert found[2::3] == [6, len(DATA)]
@@ -181,7 +185,7 @@ def use_then_train() -> Any:
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
 def test_a_loader_goes_on_where_it_was_made_though_the_model_was_used_before(far: tuple[int, ...]) -> None:
     run = Isolated(2, 1, use_then_train, restarts=0, joins=[2], joins_after=6, far=far)
-    assert set(run.results) == {(i, 0) for i in range(3)}, (run.why, run.failures)
+    assert_all_end_well(run)
     batches, seen = run.results[2, 0]
     assert batches == list(range(run.stays[2].first, len(DATA)))
     assert seen[0] != seen[1]
@@ -247,7 +251,7 @@ def test_who_comes_with_the_next_turn_has_what_the_others_changed_before_it(
 ) -> None:
     folder = str(tmp_path / "saved")
     run = Isolated(2, K, change, restarts=0, joins=[2], joins_after=9, K=K, how=how, folder=folder)
-    assert set(run.results) == {(i, k) for i in range(3) for k in range(K)}, (run.why, run.failures)
+    assert_all_end_well(run, K)
     losses, state = run.results[0, 0]
     assert len(losses) == (9 + 6 if how == "load" else 12)
     for other, its_state in run.results.values():

@@ -235,8 +235,8 @@ class Coordinator:
             elif isinstance(one, Connection) and not one.closed:
                 self._hear(one)
         self._find_silent()
-        self._find_late()
         self._choose_doers()
+        self._find_late()
         self._change()
 
     def _accept(self) -> None:
@@ -351,7 +351,6 @@ class Coordinator:
             request, what, number, turn, batches = values
             once = self._once.setdefault((what, number, turn), _Once(turn, batches))
             once.ask(group.number, request, partial(self._reply, process))
-            self._choose_doers()
             while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
                 del self._once[next(iter(self._once))]
         elif kind == "done":
@@ -498,7 +497,6 @@ class Coordinator:
         self._remove(group)
         for once in self._once.values():
             once.gone(number)
-        self._choose_doers()
         self._change()
 
     def _remove(self, group: Group) -> None:
