@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from avgpipe.errors import PipelineError
+from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.ranks import world
+from avgpipe.ranks.generation import GENERATION, given_up
 from avgpipe.ranks.world import World, gather
 from tests.runner import Ranks, run
 
@@ -41,6 +43,18 @@ def test_values_of_unequal_length_come_back_whole() -> None:
 
 def test_alone_a_value_comes_back_as_json_carries_it() -> None:
     assert World(1).gather((1, {2: "a"})) == [[1, {"2": "a"}]]
+
+
+@pytest.mark.parametrize(("failure", "ends"), [(ValueError("of its own"), True), (PeerLost("rank 1"), False)])
+def test_who_fails_of_itself_is_not_replaced_and_nobody_waits_for_that(
+    failure: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = HashStore()
+    monkeypatch.setattr(world, "private_store", lambda: store)
+    ours = World(1)
+    monkeypatch.setenv(GENERATION, "0")
+    ours.report(failure)
+    assert store.check([given_up(1)]) == ends
 
 
 def _too_large() -> str:
