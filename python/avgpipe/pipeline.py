@@ -452,12 +452,13 @@ class Pipeline:
         """Train until there are results; whether there is nothing more to train on."""
         feed = self._feed
         self._choose_advance()
-        while not self._is_due and feed.takes_more() and not feed.results:
+        while not self._is_due and feed.takes_more():
             if self._copies is None or self._loader.has_more:
                 self._copy_if_due()
             if not feed.fetch():
                 break
         if feed.results:
+            self._loader.fetch()  # as where the batch ends only now: see Prefetch
             return False
         if self._is_due:
             feed.drain(prefetch=True)  # so that the loader and the caller draw in turn as ever

@@ -52,7 +52,9 @@ def reporting() -> Iterator[None]:
         with on_streams(account):
             yield
     finally:
-        Path(os.environ[VARIABLE], f"{os.getpid()}.json").write_text(json.dumps(totals(account)))
+        new = Path(os.environ[VARIABLE], f"{os.getpid()}.new")
+        new.write_text(json.dumps(totals(account)))
+        new.rename(new.with_suffix(".json"))  # whole, also where the process is killed meanwhile
 
 
 def add(sums: dict[str, Any], more: dict[str, Any]) -> None:
@@ -74,7 +76,7 @@ def _in_order(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, t
     with on_streams(account):
         yield
     sums = totals(account)
-    for file in folder.iterdir():
+    for file in folder.glob("*.json"):
         add(sums, json.loads(file.read_text()))
     request.node.user_properties.append(("happens-before", sums))
     found = Counter(sums["found"])

@@ -375,6 +375,15 @@ def test_calls_amid_a_loop_find_as_many_batches_begun_on_all_ranks(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [SHARED, BY_TURNS], ids=str)
+def test_copies_that_batches_wait_for_leave_as_many_of_them_begun(options: dict[str, Any]) -> None:
+    run, _ = replaced(2, function=train_and_evaluate, options=options, every=1000, interval=4)
+    ahead = Plan(**options).batches_in_flight
+    for _, _, begun in run:
+        assert begun == {batch: min(batch + ahead, 2 * BATCHES) for batch in range(2 * BATCHES)}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "dies_in"), [(SHARED, 12), (BY_TURNS, 11)], ids=str)
 def test_who_is_killed_in_a_call_is_replaced_by_one_that_makes_it(
     options: dict[str, Any], dies_in: int

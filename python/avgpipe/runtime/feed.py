@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, NamedTuple
@@ -136,8 +136,12 @@ class Feed:
         return self.next_batch - len(self._in_flight) - len(self.results)
 
     def takes_more(self) -> bool:
-        """Whether the oldest batch cannot end, or a pipeline has nothing to do, unless another batch begins."""
-        return len(self._in_flight) < (1 if self.next_batch <= self._alone else self._most_in_flight)
+        """Whether another batch begins before the next result is the caller's.
+
+        As if those in flight had ended one by one, even where all had to, for a copy of the state: how many have begun
+        by a result must not depend on timing.
+        """
+        return self.next_batch - self.told < (1 if self.next_batch <= self._alone else self._most_in_flight)
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
@@ -352,7 +356,7 @@ class Prefetch:
             self._ahead[:0] = [(pairs, None) for pairs in self._given]
         self._given = []
 
-    def fetch(self, outside: Callable[[], AbstractContextManager[None]]) -> bool:
+    def fetch(self, outside: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
         """Fetch a batch unless one is there, inside ``outside()``; whether there was something to do."""
         if self._ahead or self._ended or not self._is_open:
             return False

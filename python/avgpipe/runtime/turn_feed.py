@@ -177,7 +177,7 @@ class TurnFeed:
         return bool(self._lost) or any(turn not in self._in_flight for turn in self._parts)
 
     def takes_more(self) -> bool:
-        return len(self._in_flight) < _IN_FLIGHT
+        return not self.results and len(self._in_flight) < _IN_FLIGHT
 
     def before(self, turn: int) -> Counts:
         """Return what the turns before ``turn``, which have ended, have come to."""
