@@ -1,9 +1,11 @@
 """Ranks that are replaced by the launcher: who takes the place, what it is told, and that nobody is left."""
 
+import itertools
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,6 +98,40 @@ def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPa
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(RanksFailed, match=r"worker [01] of 2 stands still"):
         Replacing(command, 2, 0, {}, print).run()
+
+
+class _Rank:
+    """As a rank that was started: one that may be stopped, and ends with what the test says."""
+
+    def __init__(self, is_stopped: bool) -> None:
+        self.is_stopped, self.is_killed = is_stopped, False
+        self.end: dict[int, Any] | None = None
+
+    def stopped(self) -> list[int]:
+        return [0] if self.is_stopped else []
+
+    def poll(self) -> dict[int, Any] | None:
+        return self.end
+
+    def kill(self) -> None:
+        self.is_killed = True
+
+
+def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.02))
+    replacing, still, other = Replacing([], 2, 0, {}, print), _Rank(True), _Rank(False)
+    replacing._ranks = {0: still, 1: other}  # type: ignore[dict-item]
+    monkeypatch.setattr(replacing, "_others_wait", lambda: False)
+    for _ in range(int(launch._STILL_S / 0.02) + 2):
+        replacing._look()
+    assert not still.is_killed
+    other.end = {}
+    replacing._look()
+    replacing._look()
+    assert still.is_killed
 
 
 # Rank 0 is killed, and its new process comes to its Pipeline only after its imports, for which rank 1 waits longer than
