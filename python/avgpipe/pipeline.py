@@ -97,7 +97,7 @@ if TYPE_CHECKING:  # they take long to import, and who uses them has done so
 _log = logging.getLogger("avgpipe")
 _LOST = PeerLost, PipelineTimeout
 _LOST_PATIENCE_S = 0.0  # with those that are lost
-# For the launcher to see that a process is lost, or stands still; else a line was lost, and nobody is replaced.
+# For the launcher to say whether a process is lost, or stands still; else a line was lost, and nobody is replaced.
 _LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
 _MEASURED_BATCHES = 4  # per pipeline, before advance="auto" chooses; the first of them does not count

@@ -118,12 +118,13 @@ class _Rank:
 
 
 def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_end(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count()
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.02))
     replacing, still, other = Replacing([], 2, 0, {}, print), _Rank(True), _Rank(False)
     replacing._ranks = {0: still, 1: other}  # type: ignore[dict-item]
+    replacing._folder = tmp_path
     monkeypatch.setattr(replacing, "_others_wait", lambda: False)
     for _ in range(int(launch._STILL_S / 0.02) + 2):
         replacing._look()
@@ -288,11 +289,34 @@ def test_nobody_waits_on_where_another_rank_has_given_up(monkeypatch: pytest.Mon
     monkeypatch.setenv(GENERATION, "0")
     store = HashStore()
     for timeout_s in (0.05, 60):
-        with pytest.raises(PeerLost, match="has replaced nobody"):
+        with pytest.raises(PeerLost, match="nobody is replaced"):
             next_generation(store, timeout_s)
     store.set(prospect(1), "")
     store.set(announcement(1), "[1]")
     assert next_generation(store, 60) == [1]
+
+
+# Rank 1 misses somebody, and nobody is lost.
+_ASKS = """
+import os, pathlib, sys, time
+from avgpipe import PeerLost
+from avgpipe.ranks.generation import next_generation
+from avgpipe.ranks.rendezvous import private_store
+told = pathlib.Path(sys.argv[1], "told")
+if os.environ["RANK"] == "1":
+    try:
+        next_generation(private_store(), 600)
+    except PeerLost as error:
+        told.with_suffix(".new").write_text(str(error))
+        told.with_suffix(".new").rename(told)
+while not told.exists():
+    time.sleep(0.01)
+"""
+
+
+def test_who_misses_somebody_is_told_that_nobody_is_lost(tmp_path: Path) -> None:
+    Replacing(tied("stderr", sys.executable, "-c", _ASKS, str(tmp_path)), 2, 0, {}, print).run()
+    assert (tmp_path / "told").read_text() == "nobody is replaced"
 
 
 def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:

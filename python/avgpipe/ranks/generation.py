@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PeerLost
+from avgpipe.ranks.process import ask_who_is_lost
 
 # These variables say which generation this is, where ranks are replaced, and in which folder a spare is told its place.
 GENERATION, SPARE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE"
@@ -41,7 +42,7 @@ def prospect(number: int) -> str:
 
 
 def given_up(number: int) -> str:
-    """The name under which a rank says that it waits for a generation no more, and so nobody may."""
+    """The name under which the launcher says that no generation will come, or a rank that it waits for it no more."""
     return f"generation/{number}/given up"
 
 
@@ -98,16 +99,18 @@ def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
 def next_generation(store: Any, timeout_s: float) -> list[int]:
     """Be of the next generation, once the launcher has announced it; return the ranks that are new in it.
 
-    PeerLost if it has not said after ``timeout_s`` that there will be one, or another rank has waited for as long. Then
-    it limits itself how long new processes may take to start, and ends this one with the run.
+    PeerLost if it says that there will be none, as it has lost nobody; or has not said after ``timeout_s`` that there
+    will be one; or another rank has waited for as long. Once it has, it limits itself how long new processes may take
+    to start, and ends this one with the run.
     """
     number, deadline = generation() + 1, time.monotonic() + timeout_s
     name = announcement(number)
+    ask_who_is_lost(number)
     while not store.check([name]):
-        is_over = time.monotonic() > deadline or store.check([given_up(number)])
-        if is_over and not store.check([prospect(number)]):
+        is_late, is_over = time.monotonic() > deadline, store.check([given_up(number)])
+        if (is_late or is_over) and not store.check([prospect(number)]):
             store.set(given_up(number), "")
-            raise PeerLost(f"the launcher has replaced nobody within {timeout_s:g} s")
+            raise PeerLost("nobody is replaced" + ("" if is_over else f" within {timeout_s:g} s"))
         time.sleep(_LOOK_S)
     os.environ[GENERATION] = str(number)
     return [int(rank) for rank in json.loads(store.get(name))]

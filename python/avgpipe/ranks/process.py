@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("avgpipe")
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
 # Beside it, as only their user may read the folder.
-ARGUMENTS, PROGRESS, _MISSED = "arguments.json", "progress", "missed"
+ARGUMENTS, PROGRESS, _MISSED, _ASKED = "arguments.json", "progress", "missed", "asked"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +93,18 @@ def tell_of_lost_peers() -> None:
 def has_missed(folder: Path, rank: int) -> bool:
     """Whether a process that was started in ``folder`` has told that."""
     return (folder / f"{_MISSED}-{rank}").exists()
+
+
+def ask_who_is_lost(generation: int) -> None:
+    """Ask the launcher, if it has started this process, whether a rank is lost, so that this generation comes."""
+    if os.environ.get(STORE_FILE):
+        with suppress(OSError):
+            (_folder() / f"{_ASKED}-{generation}").touch()
+
+
+def is_asked(folder: Path, generation: int) -> bool:
+    """Whether a process that was started in ``folder`` has asked that."""
+    return (folder / f"{_ASKED}-{generation}").exists()
 
 
 def call(target: str, arguments: dict[str, Any]) -> Any:

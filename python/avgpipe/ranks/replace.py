@@ -1,6 +1,7 @@
 """Putting a new process in the place of a rank that was killed, while the others wait for it instead of ending.
 
-One that a signal has stopped is killed, once the others have waited for it as long as they may.
+One that a signal has stopped is killed, once the others have waited for it as long as they may. Where others miss
+somebody, and none is lost, they are told, and end: a line is broken, or somebody hangs.
 
 A spare process has come as far as its Pipeline, and waits there to be told which rank it is. Where there is none a new
 process comes there in its own time, within the limit of a start. Then the launcher announces the next generation::
@@ -29,6 +30,7 @@ from avgpipe.ranks.generation import (
     GENERATION,
     SPARE,
     announcement,
+    given_up,
     pipe_of,
     prospect,
     restored,
@@ -47,12 +49,13 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
-from avgpipe.ranks.process import STORE_FILE, has_missed
+from avgpipe.ranks.process import STORE_FILE, has_missed, is_asked
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
 _STORE_S = 10.0  # in which the store must answer
 _START_S = 300.0  # of a new process, until it has come to its Pipeline
+_SURE_S = 1.0  # after others have missed a rank, in which it would be known to have been killed
 
 
 class Replacing:
@@ -85,6 +88,7 @@ class Replacing:
         # Ranks that have ended as they have missed another one, who is to be blamed if it ends by then.
         self._missed: list[tuple[int, RanksFailed]] = []
         self._blame_by = float("inf")  # of the monotonic clock
+        self._answer_at: float | None = None  # of the monotonic clock: ranks that ask who is lost
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
@@ -164,6 +168,18 @@ class Replacing:
                 self._lose(rank, end)
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
             self._lose(*self._missed[0])
+        self._answer()
+
+    def _answer(self) -> None:
+        """Tell ranks that ask who is lost that nobody is, once that is sure; else they are told who takes its place."""
+        is_lost = bool(self._coming) or any(one.stopped() for one in self._ranks.values())
+        if is_lost or not is_asked(self._folder, self._generation + 1):
+            self._answer_at = None
+        elif self._answer_at is None:
+            self._answer_at = time.monotonic() + _SURE_S
+        elif time.monotonic() > self._answer_at:
+            self._put(given_up(self._generation + 1), "")
+            self._answer_at = float("inf")
 
     def _kill(self, stopped: Sequence[int]) -> None:
         self._stood_still.update(stopped)
