@@ -34,10 +34,11 @@ from avgpipe.checkpoint.handover import check_state, give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
-from avgpipe.device import ReadyOnEvent, has_streams, own_device, select
+from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
+from avgpipe.model.context import CallerGenerators
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
@@ -111,6 +112,8 @@ def _recovering(call: _Call) -> _Call:
 
     @wraps(call)
     def again(self: Pipeline, *args: Any, **options: Any) -> Any:
+        # What is asked again draws again: a loader its seed.
+        begin = [] if self._copies is None else [(g, g.get_state()) for g in generators_of(self._device)]
         while True:
             try:
                 found = call(self, *args, **options)
@@ -118,6 +121,11 @@ def _recovering(call: _Call) -> _Call:
                 if any(isinstance(given, Iterator) for given in (*args, *options.values())):
                     raise  # a part of it is used up
                 self._recover(loss, in_call=True)
+                for generator, state in begin:
+                    generator.set_state(state)
+            except CheckpointError:  # on every rank, which go on
+                self._note_call()
+                raise
             else:
                 self._note_call()
                 return found
@@ -600,11 +608,10 @@ class Pipeline:
         if copies is None or not is_replaceable() or not self.world.made_group:
             raise loss
         assert isinstance(feed, Feed)
-        told = feed.told
+        told, has_waited = feed.told, isinstance(loss, PipelineTimeout)
         while True:
-            notice_s = _LOST_NOTICE_S
-            if isinstance(loss, PipelineTimeout):
-                notice_s = _STOPPED_NOTICE_S
+            notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
+            if has_waited:
                 private_store().set(waited_for(generation()), "")
             copies.collect()
             try:
@@ -623,15 +630,16 @@ class Pipeline:
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
             try:
-                self._connect()
-                if before.is_known:
-                    self._worker.preemption.notice()
-                with self._worker.running():
-                    self._go_back(copies, told - in_call)
+                with CallerGenerators(self._device):  # functions that make initial weights may draw from them
+                    self._connect()
+                    if before.is_known:
+                        self._worker.preemption.notice()
+                    with self._worker.running():
+                        self._go_back(copies, told - in_call)
                 self._train_again(told)
                 return
-            except _LOST as another:  # one more
-                loss = another
+            except _LOST as another:  # one more, or who stands still while all meet
+                loss, has_waited = another, True
 
     def _go_back(self, copies: StateCopies, latest: float) -> None:
         """Restore a copy of before ``latest`` batches or fewer, and begin there."""

@@ -126,6 +126,7 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
     replacing._ranks = {0: still, 1: other}  # type: ignore[dict-item]
     replacing._folder = tmp_path
     monkeypatch.setattr(replacing, "_others_wait", lambda: False)
+    monkeypatch.setattr(replacing, "_put", lambda *_: None)
     for _ in range(int(launch._STILL_S / 0.02) + 2):
         replacing._look()
     assert not still.is_killed
@@ -294,6 +295,40 @@ def test_nobody_waits_on_where_another_rank_has_given_up(monkeypatch: pytest.Mon
     store.set(prospect(1), "")
     store.set(announcement(1), "[1]")
     assert next_generation(store, 60) == [1]
+
+
+# The spare is stopped where it waits, as rank 0 sees, which is killed then; rank 1 waits for the next generation.
+_STOPPED_SPARE = """
+import os, pathlib, signal, sys, threading, time
+from avgpipe.ranks import generation
+from avgpipe.ranks.rendezvous import private_store
+here = pathlib.Path(sys.argv[1], "spare")
+if os.environ["RANK"] == "-1":
+    select = generation.select.select
+    def stop_and_select(*arguments):
+        here.with_suffix(".new").write_text(str(os.getpid()))
+        here.with_suffix(".new").rename(here)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        return select(*arguments)
+    generation.select.select = stop_and_select
+if os.environ["RANK"] == "1":
+    assert generation.next_generation(private_store(), 60) == [0]
+elif os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
+    while not here.exists() or pathlib.Path("/proc", here.read_text(), "stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    generation.become_a_rank(lambda: None)
+"""
+
+
+def test_a_spare_that_is_stopped_takes_nobodys_place(tmp_path: Path) -> None:
+    said: list[str] = []
+    Replacing(
+        tied("stderr", sys.executable, "-c", _STOPPED_SPARE, str(tmp_path)), 2, 1, {}, said.append
+    ).run()
+    assert len(said) == 1
+    assert said[0].endswith("a new process takes its place")
 
 
 # Rank 1 misses somebody, and nobody is lost.

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import PeerLost, Pipeline, PipelineTimeout, Plan
+from avgpipe import CheckpointError, PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.links import group
@@ -122,6 +122,7 @@ def train(
                 os.kill(os.getpid(), getattr(signal, end))
 
         epoch, first = divmod(p.batches, BATCHES)
+        dies(epoch, "made")
         for trained in p._worker.trained.values():
             trained.stage.layers[0].register_forward_pre_hook(
                 lambda layer, _: None if layer.training else dies(p.batches // BATCHES, "evaluation")
@@ -189,6 +190,42 @@ def test_who_is_killed_while_all_evaluate_is_replaced() -> None:
     run, count = replaced(3, options=options, deaths=[(0, 1, 2, "evaluation"), (1, 0, 2, 3)])
     assert count == 2
     assert_as_undisturbed(run, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SHAPES, ids=str)
+def test_who_is_killed_again_before_there_is_another_copy_is_replaced_again(options: dict[str, Any]) -> None:
+    size = options["stages"]
+    (expected, *_), _ = replaced(size, options=options, copies=None)
+    # Where there is a copy of after the first epoch's evaluation.
+    deaths = [(0, 1, 1, 5), (1, 1, 1, "made"), (2, size - 1, 1, 8)]
+    run, count = replaced(size, options=options, interval=30, deaths=deaths)
+    assert count == 3
+    assert_as_undisturbed(run, expected)
+
+
+def train_and_fail_to_save() -> Any:
+    """Losses by batch of a loop in which a checkpoint cannot be written, and a rank dies long after."""
+    losses, nowhere = dict[int, float](), Path(os.environ["TEST_FOLDER"], "store", "checkpoint")  # in a file
+    set_interval(100)
+    with made() as p:
+        for result in p.train(given(2 * BATCHES)[p.batches :]):
+            losses[result.batch] = result.loss
+            if result.batch == 5:
+                with pytest.raises(CheckpointError):
+                    p.save(nowhere)
+            if result.batch == 20:
+                dies(1)
+    return losses
+
+
+@pytest.mark.slow
+def test_a_save_that_has_failed_is_not_tried_once_more_by_a_new_rank() -> None:
+    (first, second), count = replaced(2, function=train_and_fail_to_save)
+    assert count == 1
+    assert sorted(first) == list(range(2 * BATCHES))
+    assert second == {batch: loss for batch, loss in first.items() if batch >= min(second)}
+    assert min(second) > 5
 
 
 @pytest.mark.slow

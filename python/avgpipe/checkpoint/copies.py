@@ -295,18 +295,24 @@ class StateCopies:
             contents = given if world.rank == rank else contents
         assert contents is not None
         restore(contents, model, worker)
-        self._own = [Snapshot() for _ in range(_KEPT)]
-        self._theirs, self._sending, self._count, self._interval = {}, [], 0, 1
+        # This copy stays until there are newer ones: a rank may be lost before.
+        self._own = [Snapshot(), Snapshot.of(batches, contents)]
+        received = self._theirs_of(batches)
+        self._theirs = {} if received is None else {0: received}
+        self._sending, self._count, self._interval = [], 0, 1
         self._is_steady = False
         self._intervals = Intervals(_SHARE * self._every_s)  # as the new rank has them
         self.ask_for_one()
         return batches
 
+    def _theirs_of(self, batches: int) -> Received | None:
+        whole = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)
+        return next(whole, None)
+
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
         """Give a lost rank's state to the process that has its number now, where it is returned."""
         giver = (rank + 1) % world.size
-        whole_ones = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)
-        received = next(whole_ones, Received())
+        received = self._theirs_of(batches) or Received()
         sizes: list[int] = world.gather(received.sizes or [])[giver]
         if world.rank not in (giver, rank):
             return None

@@ -60,6 +60,13 @@ class Snapshot:
         # Stage replicas, with a pipeline for what its forwards change, or None for what updates do.
         self._left: set[tuple[int, int | None]] = set()
 
+    @classmethod
+    def of(cls, batches: int, contents: dict[int, dict[str, Any]]) -> Snapshot:
+        """Return one of contents that are there."""
+        made = cls()
+        made.batches, made.contents = batches, contents
+        return made
+
     def begin(self, model: Model, worker: Worker, batches: int, done: Callable[[], None]) -> None:
         """Copy what ``worker`` holds after ``batches``, before one that comes later changes it; then call ``done``."""
         self._model, self._worker, self._done = model, worker, done

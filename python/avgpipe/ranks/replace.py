@@ -154,6 +154,8 @@ class Replacing:
         is_over = self._standstill.lasts(bool(stopped)) and len(stopped) == len(self._ranks)
         if stopped and (is_over or self._others_wait()):
             self._kill(stopped)
+            # They may take their time to end, and nobody is to be told meanwhile that none is lost.
+            self._put(prospect(self._generation + 1), json.dumps(stopped))
         for rank, one in list(self._ranks.items()):
             end = one.poll()
             if end is None:
@@ -236,7 +238,8 @@ class Replacing:
         self._replaced[rank] += 1
         how = "a spare process"
         self._spares = [one for one in self._spares if one.process.poll() is None]
-        if (spare := next((one for one in self._spares if one.is_there), None)) is not None:
+        ready = (one for one in self._spares if one.is_there and not one.process.stopped())
+        if (spare := next(ready, None)) is not None:
             self._spares.remove(spare)
             self._coming[rank] = spare._replace(deadline=float("inf"))  # it is there
         else:  # those that have not come so far stay spares
