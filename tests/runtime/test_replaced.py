@@ -197,11 +197,21 @@ def test_who_is_killed_while_all_evaluate_is_replaced() -> None:
 def test_who_is_killed_again_before_there_is_another_copy_is_replaced_again(options: dict[str, Any]) -> None:
     size = options["stages"]
     (expected, *_), _ = replaced(size, options=options, copies=None)
-    # Where there is a copy of after the first epoch's evaluation.
+    # One of after the first epoch's evaluation is whole by the first death.
     deaths = [(0, 1, 1, 5), (1, 1, 1, "made"), (2, size - 1, 1, 8)]
-    run, count = replaced(size, options=options, interval=30, deaths=deaths)
+    run, count = replaced(size, options=options, interval=4, deaths=deaths)
     assert count == 3
     assert_as_undisturbed(run, expected)
+
+
+def send_copies(p: Pipeline) -> None:
+    """Have all ranks hold all copies so far."""
+    p.drain()
+    assert p._copies is not None
+    p._copies.settle()
+    p._copies._send_all()
+    p.world.barrier()
+    time.sleep(0.2)  # for what is on its way
 
 
 def train_and_fail_to_save() -> Any:
@@ -214,6 +224,8 @@ def train_and_fail_to_save() -> Any:
             if result.batch == 5:
                 with pytest.raises(CheckpointError):
                     p.save(nowhere)
+            if result.batch == 19 and os.environ[GENERATION] == "0":
+                send_copies(p)
             if result.batch == 20:
                 dies(1)
     return losses
@@ -382,12 +394,7 @@ def train_and_evaluate(
             if result.batch % every == every - 1:
                 metric = None
                 if result.batch == dies_in and os.environ[GENERATION] == "0":
-                    p.drain()
-                    assert p._copies is not None
-                    p._copies.settle()
-                    p._copies._send_all()
-                    p.world.barrier()
-                    time.sleep(0.2)  # for what is on its way
+                    send_copies(p)
                     metric = lambda *_: dies(1)  # noqa: E731
                 seen[result.batch] = p.evaluate(given()[:2], metric).loss
     return losses, seen, begun
