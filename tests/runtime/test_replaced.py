@@ -23,6 +23,7 @@ from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Message
 from avgpipe.model.context import Carry
+from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
 from avgpipe.ranks.generation import GENERATION, announcement, prospect, waited_for
 from avgpipe.ranks.launch import is_stopped
@@ -202,6 +203,28 @@ def test_who_is_killed_again_before_there_is_another_copy_is_replaced_again(opti
     run, count = replaced(size, options=options, interval=4, deaths=deaths)
     assert count == 3
     assert_as_undisturbed(run, expected)
+
+
+def test_what_a_call_draws_is_drawn_once_however_often_a_rank_is_lost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draws: list[float] = []
+    monkeypatch.setattr(Pipeline, "_recover", lambda *_, **__: draws.append(float(torch.rand(()))))
+
+    @_recovering
+    def call(_: Pipeline) -> None:
+        draws.append(float(torch.rand(())))
+        if len(draws) < 5:
+            raise PeerLost("rank 1 was killed")
+
+    monkeypatch.setenv(STORE_FILE, "")
+    monkeypatch.setenv("TEST_FOLDER", "")
+    with made() as p:
+        call(p)
+        call(p)
+    first, _, second, _, third, following = draws
+    assert first == second == third
+    assert following != first
 
 
 def send_copies(p: Pipeline) -> None:
