@@ -149,7 +149,7 @@ def steps(gpu: Gpu | None) -> list[Step]:
     required = {"AVGPIPE_REQUIRE_CUDA": "1"} if gpu else {}
     pytest = [python, "-m", "pytest"]
     many = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    kernels = [python, "-m", "avgpipe.cli.main", "bench", "kernels", "--device", device, "--no-compile"]
+    kernels = [python, "-m", "avgpipe", "bench", "kernels", "--device", device, "--no-compile"]
     kernels += ["--json", "--elements"]
     kernels += (
         ["100e6,25e6", "--rounds", "7"] if gpu else ["1e5", "--rounds", "1", "--only", "limit,adamw,pull"]
@@ -238,6 +238,8 @@ def _run(step: Step, more: dict[str, str]) -> dict[str, Any]:
         says, tail = step.says(report), tail if code else ""
         state = "refused" if code == 0 and isinstance(report, dict) and report.get("refused") else state
     found = next((line for line in out.splitlines() if line.startswith("happens-before:")), "")
+    if code == 0 and step.report and report is None:
+        state, says, tail = "failed", "it left no report", out + err
     if code == 124:
         says = f"stopped after {step.limit_s} s. {says}"
     made = _outcome(step, state, "; ".join(filter(None, (says, found))), time.perf_counter() - begin)

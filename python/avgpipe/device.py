@@ -29,7 +29,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -53,6 +53,9 @@ class _Torch:
     Stream: Any = torch.Stream
     current_stream: Any = staticmethod(torch.accelerator.current_stream)
     record_stream: Any = staticmethod(torch.Tensor.record_stream)
+
+    def __init__(self) -> None:
+        self.idle: dict[torch.device, list[Any]] = defaultdict(list)  # streams of lanes that have ended
 
     def Event(self, device: torch.device, enable_timing: bool = False) -> Any:
         return torch.Event(device, enable_timing=enable_timing)
@@ -247,7 +250,7 @@ class Streams:
     """The streams of a worker on an accelerator; see ``streams_of``."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._lanes = device, 0
+        self._device, self._of_lanes = device, list[Any]()
         # By reference; a wait captures the last record, so one event is enough.
         self._averaged: dict[int, Any] = {}
         self.clock = DeviceClock(device)
@@ -260,15 +263,21 @@ class Streams:
             reference: A number that the lanes of one reference share; their updates are one chain.
             moves_others: Whether an update may move weights outside of a lane's own steps.
         """
-        self._lanes += 1
-        if self._lanes == _POOL:  # with the one for copies there would be one too many
+        idle = backend.idle[self._device]
+        self._of_lanes.append(idle.pop() if idle else backend.Stream(self._device))
+        if len(self._of_lanes) == _POOL:  # with the one for copies there would be one too many
             _log.warning(
                 "a worker has %d lanes or more on %s, and torch %d streams for all of them: some lanes share one and "
                 "take turns; plan fewer pipelines or stages for a worker",
-                *(self._lanes, self._device, _POOL),
+                *(_POOL, self._device, _POOL),
             )
         averaged = self._averaged.setdefault(reference, backend.Event(self._device))
-        return LaneStream(self._device, averaged, moves_others, self.clock)
+        return LaneStream(self._device, self._of_lanes[-1], averaged, moves_others, self.clock)
+
+    def close(self) -> None:
+        """Leave the lanes' streams to whoever comes next, and with them what cuBLAS keeps for each: tens of MiB."""
+        backend.idle[self._device] += self._of_lanes
+        self._of_lanes.clear()
 
 
 def streams_of(device: torch.device) -> Streams | None:
@@ -279,9 +288,11 @@ def streams_of(device: torch.device) -> Streams | None:
 class LaneStream:
     """The stream of a lane, which runs its forwards, backwards, optimizer and averaging one after another."""
 
-    def __init__(self, device: torch.device, averaged: Any, moves_others: bool, clock: DeviceClock) -> None:
+    def __init__(
+        self, device: torch.device, stream: Any, averaged: Any, moves_others: bool, clock: DeviceClock
+    ) -> None:
         self._device, self._averaged, self._moves_others = device, averaged, moves_others
-        self._clock, self._stream = clock, backend.Stream(device)
+        self._clock, self._stream = clock, stream
 
     def begin(self, batch: ReadyOnEvent | None) -> None:
         """Begin a batch after all that the caller's stream holds: weights that it loaded, inputs that it made."""

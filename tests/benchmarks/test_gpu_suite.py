@@ -79,6 +79,12 @@ def program(text, **given):
     return Step(2, "step", [sys.executable, "-c", text], given.pop("limit_s", 30), **given)
 
 
+def test_a_step_without_its_report_has_failed():
+    found = run(program("print('no JSON')", report="stdout", says=str), GPU)
+    assert (found["state"], found["says"]) == ("failed", "it left no report")
+    assert "no JSON" in found["output_tail"]
+
+
 def test_a_step_without_its_program_or_its_gpu_is_left_out():
     assert run(program("", needs=("GPU",)), None)["says"] == "no GPU here"
     found = run(program("", needs=("no-such-program",)), GPU)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections import defaultdict
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Operation(NamedTuple):
 
 
 def join(clock: Clock, other: Clock) -> None:
-    for stream, number in other.items():
+    for stream, number in other.copy().items():  # another thread may add a stream to it meanwhile
         if clock.get(stream, 0) < number:
             clock[stream] = number
 
@@ -132,6 +133,7 @@ class Account:
         self.host: Clock = {}
         self.waits = self.records = 0
         self.of_thread = threading.local()
+        self.idle: dict[Any, list[Stream]] = defaultdict(list)
         self.default = self.Stream()
 
     def Stream(self, device: Any = None) -> Stream:

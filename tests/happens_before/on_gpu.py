@@ -27,7 +27,6 @@ from torch.cuda import _gpu_trace
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from avgpipe import device as devices
 from avgpipe.runtime.scheduler import Scheduler
 from tests.happens_before.clocks import Event, Stream, join
 from tests.happens_before.memory import storage_of
@@ -167,21 +166,6 @@ class _Tap:
 tap = functools.cache(_Tap)
 
 
-class _Asked(torch.Event):
-    """An event that tells when the host has found that it happened, of which torch does not."""
-
-    def query(self) -> bool:
-        happened = super().query()
-        if happened:
-            tap().tell("event_synchronization", self.event_id)
-        return happened
-
-
-class _Torch(devices._Torch):
-    def Event(self, device: torch.device, enable_timing: bool = False) -> Any:
-        return _Asked(device, enable_timing=enable_timing)
-
-
 def current_handle() -> int:
     return torch.cuda.current_stream().cuda_stream
 
@@ -195,6 +179,7 @@ def handle_of(stream: Any) -> int:
 @contextmanager
 def watching(account: GpuAccount) -> Iterator[GpuAccount]:
     """Note all that happens on the GPU inside, in threads that begin there too."""
+    # torch.Event.query cannot be replaced; but only clocks ask it, and no memory waits for what they find.
     run, query, until = threading.Thread.run, torch.cuda.Event.query, Scheduler.run_until_done
 
     def noted(thread: threading.Thread) -> None:
@@ -212,7 +197,6 @@ def watching(account: GpuAccount) -> Iterator[GpuAccount]:
         tap().tell("event_synchronization", event.event_id)
 
     with ExitStack() as stack:
-        stack.enter_context(mock.patch.object(devices, "backend", _Torch()))
         stack.enter_context(mock.patch.object(Scheduler, "run_until_done", waited))
         stack.enter_context(mock.patch.object(torch.cuda.Event, "query", asked))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))

@@ -12,6 +12,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.device import LaneStream
+from avgpipe.timeline import Event
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -113,12 +114,12 @@ def test_the_timeline_tells_when_the_device_worked() -> None:
     timeline = train(plan, batches, "cuda", model)[3]
     forwards = [e for e in timeline.events if e.kind == "F"]
     assert len(forwards) == 4 * 2 * 2
+
+    def place(event: Event) -> tuple[int, int, int | None]:
+        return event.pipeline, event.batch, event.micro_batch
+
     for first in (e for e in forwards if e.stage == 0):
-        (second,) = (
-            e
-            for e in forwards
-            if e.stage == 1 and (e.batch, e.micro_batch) == (first.batch, first.micro_batch)
-        )
+        (second,) = (e for e in forwards if (e.stage, *place(e)) == (1, *place(first)))
         assert second.start_s >= first.end_s - 1e-4
 
 

@@ -218,6 +218,20 @@ def test_more_lanes_than_torch_has_streams_are_told_once(fake, caplog):
     assert "32 lanes or more on cpu" in record.getMessage()
 
 
+def test_streams_of_a_pipeline_that_is_closed_serve_the_next_one(fake):
+    """cuBLAS keeps memory for each stream that it has worked on, to the end of the process."""
+
+    def taken():
+        plan = Plan(stages=2, pipelines=2, micro_batches=2)
+        with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
+            list(p.train(token_batches(4, 8)))
+            return {lane.stream._stream.number for lane in p._worker.lanes.values()}
+
+    first = taken()
+    assert len(first) == 4
+    assert taken() == first
+
+
 def test_the_clock_reads_spans_in_the_host_s_time_and_reuses_events(fake, monkeypatch):
     monkeypatch.setattr(streams, "_UNREAD", 4)
     monkeypatch.setattr(streams, "_REBASE_MS", 5.0)

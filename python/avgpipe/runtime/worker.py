@@ -462,3 +462,5 @@ class Worker:
         for lane in self.lanes.values():
             if lane.stream is not None:
                 lane.stream.end()  # what it is still at, as after a failure, reads and writes memory that is now freed
+        if self.streams is not None:
+            self.streams.close()
