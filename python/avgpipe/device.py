@@ -30,7 +30,7 @@ import logging
 import os
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -302,17 +302,21 @@ class LaneStream:
                 batch.received()
 
     @contextmanager
-    def step(self, place: Place | None, begins: bool, updates: bool) -> Iterator[None]:
+    def step(
+        self, place: Place | None, begins: bool, updates: bool, receive: Callable[[], None]
+    ) -> Iterator[None]:
         """Run here what the block issues.
 
         Args:
             place: Stage, pipeline, batch, micro-batch and kind, for the clock; None: it is no part of training.
             begins: Whether it is the first step of a batch.
             updates: Whether it is a part of the chain of updates.
+            receive: Has the current stream wait for what the step needs; to the clock, that is no part of it.
         """
         with self._stream:
             if updates or (begins and self._moves_others):
                 self._stream.wait_event(self._averaged)  # at once if it was never recorded
+            receive()
             start = None if place is None else self._clock.mark(self._stream)
             yield
             if place is not None:

@@ -26,6 +26,7 @@ import torch
 from torch.cuda import _gpu_trace
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from avgpipe.runtime.scheduler import Scheduler
 from tests.happens_before.clocks import Event, Stream, join
@@ -197,6 +198,8 @@ def watching(account: GpuAccount) -> Iterator[GpuAccount]:
         tap().tell("event_synchronization", event.event_id)
 
     with ExitStack() as stack:
+        # An early stop is an exception, amid which torch frees memory, and tells of it with that exception still set.
+        stack.enter_context(set_checkpoint_early_stop(False))
         stack.enter_context(mock.patch.object(Scheduler, "run_until_done", waited))
         stack.enter_context(mock.patch.object(torch.cuda.Event, "query", asked))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))

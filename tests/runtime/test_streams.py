@@ -125,6 +125,25 @@ def test_messages_order_neighbouring_stages(fake, monkeypatch):
             assert all(follows(reader, source) for reader, source in zip(readers, sources))
 
 
+def test_the_clock_starts_once_a_stream_has_what_a_step_needs(fake, monkeypatch):
+    """A stage that waits for its neighbour does not work."""
+    account = Issued(fake, monkeypatch)
+    started = []
+    note = streams.DeviceClock.note
+
+    def noted(clock, place, start, end):
+        started.append((place, dict(start.clock)))
+        note(clock, place, start, end)
+
+    monkeypatch.setattr(streams.DeviceClock, "note", noted)
+    train(Plan(stages=2, micro_batches=3), token_batches(4, 9))
+    for before, kind, source in [("F", "F", 0), ("begin of B", "B", 1)]:
+        starts = [clock for place, clock in started if (place[0], place[4]) == (1 - source, kind)]
+        sources = account.of(before, source)
+        assert len(starts) == len(sources) == 12
+        assert all(clock.get(row[3].stream, 0) >= row[3].number for clock, row in zip(starts, sources))
+
+
 @pytest.mark.parametrize("spread", [False, True])
 @pytest.mark.parametrize("staleness", [0, 1, "asynchronous"])
 def test_updates_of_a_stage_are_one_chain(fake, monkeypatch, staleness, spread):

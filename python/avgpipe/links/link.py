@@ -195,6 +195,13 @@ class Mailbox:
     def __contains__(self, key: Key) -> bool:
         return key in self.messages
 
+    def receive(self, keys: Iterable[Key]) -> None:
+        """Have the current stream wait for messages that are there, so that whoever takes them waits no more."""
+        for key in keys:
+            message = self.messages[key]
+            if isinstance(message, ReadyOnEvent):
+                self.messages[key] = message.received()
+
     def take(self, key: Key) -> Any:
         message = self.messages.pop(key)
         return message.received() if isinstance(message, ReadyOnEvent) else message

@@ -226,7 +226,7 @@ class Port:
     """Takes and sends one stage replica's messages. ``sent_at``: when the step began to send (time.perf_counter)."""
 
     def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
-        self.take, self.messages = mailbox.take, mailbox.messages
+        self.take, self.receive, self.messages = mailbox.take, mailbox.receive, mailbox.messages
         self._links, self._pipeline, self._replica = links, route.pipeline, route.replica
         self.sent_at: float | None = None
 

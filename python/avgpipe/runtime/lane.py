@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -138,7 +139,8 @@ class Lane:
             place = (
                 (*self._place, step.batch, step.micro_batch, step.kind.value) if state.work.trains else None
             )
-            with self.stream.step(place, step.begins, step.kind is StepKind.UPDATE):
+            receive = partial(self.port.receive, step.needs)
+            with self.stream.step(place, step.begins, step.kind is StepKind.UPDATE, receive):
                 self._perform(state, step)
                 if state.has_ended:
                     state.issued = self.stream.issued()
