@@ -231,11 +231,11 @@ def _run(step: Step, more: dict[str, str]) -> dict[str, Any]:
     begin = time.perf_counter()
     code, out, err = _communicate(step, environment)
     report = _report(step, out)
-    tail = out[-1500:] if code == 0 else (out + err)[-TAIL_CHARACTERS:]
+    tail = "" if code == 0 else (out + err)[-TAIL_CHARACTERS:].replace(f"{ROOT}/", "")
     tests, state = _test_counts(out), "failed" if code else "ok"
     says = ", ".join(f"{n} {kind}" for kind, n in tests.items())
     if report is not None and step.says is not None:
-        says, tail = step.says(report), tail if code else ""
+        says = step.says(report)
         state = "refused" if code == 0 and isinstance(report, dict) and report.get("refused") else state
     found = next((line for line in out.splitlines() if line.startswith("happens-before:")), "")
     if code == 0 and step.report and report is None:
@@ -301,7 +301,11 @@ def mps() -> Iterator[dict[str, str]]:
 
 def _test_counts(output: str) -> dict[str, int]:
     """pytest's closing line, as {"passed": 3, "skipped": 1}."""
-    closing = [line for line in output.splitlines() if re.search(r"\d+ (passed|failed|skipped|error)", line)]
+    closing = [
+        line
+        for line in output.splitlines()
+        if re.search(r"\d+ (passed|failed|skipped|error)s?\b.* in ", line)
+    ]
     return (
         {k: int(n) for n, k in re.findall(r"(\d+) (\w+)", closing[-1].partition(" in ")[0])}
         if closing
@@ -331,7 +335,9 @@ def says_verdict(report: Any) -> str:
 
 
 def _shown(step: Step) -> str:
-    return " ".join(part.replace(f"{ROOT}/", "") for part in step.command)
+    return " ".join(
+        "python" if part == sys.executable else part.replace(f"{ROOT}/", "") for part in step.command
+    )
 
 
 def _outcome(step: Step, state: str, says: str, seconds: float = 0.0) -> dict[str, Any]:
