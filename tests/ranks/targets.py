@@ -45,6 +45,12 @@ def misses_its_peer():
     raise ValueError("later")
 
 
+def fails_at_its_end():
+    meets()
+    if os.environ["RANK"] == "1":
+        raise ValueError("at the very end")
+
+
 def stops(folder):
     here = Path(folder, "process")
     if os.environ["RANK"] == "0":

@@ -109,6 +109,14 @@ def test_who_only_missed_a_peer_is_not_to_blame():
 
 
 @pytest.mark.ranks
+def test_who_only_waits_for_the_end_of_the_others_is_not_to_blame():
+    why = "worker 1 of 2 failed with exit code 1: ValueError: at the very end"
+    with pytest.raises(RanksFailed, match=why) as failure:
+        run_on_ranks(f"{HERE}:fails_at_its_end", 2, {}, timeout_s=60)
+    assert failure.value.exit_codes in [(PEER_LOST, 1), (128 + signal.SIGTERM, 1)]  # whichever is seen first
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
     """Whoever missed it, and ended with an exit code of its own."""

@@ -131,7 +131,8 @@ def _train_here(config: TrainConfig) -> bool:
         try:
             with redirect_stdout(sys.stderr):  # a script may print
                 is_preempted = run_rank(config)
-            _leave_group()
+            with running():
+                _leave_group()
         except CommandFailed as failure:
             raise (_with_hint(failure, config) if _is_first() else failure) from failure.__cause__
     return is_preempted
@@ -140,8 +141,10 @@ def _train_here(config: TrainConfig) -> bool:
 def _leave_group() -> None:
     import torch.distributed as dist
 
+    from avgpipe.ranks.rendezvous import part
+
+    part()
     if dist.is_initialized():
-        dist.barrier()
         dist.destroy_process_group()
 
 

@@ -129,13 +129,12 @@ def main() -> None:
 
 def _code_of(target: str) -> int:
     """Call ``target`` and return the exit code; the result goes to a file for the launcher."""
-    import torch.distributed as dist
+    from avgpipe.ranks.rendezvous import part  # imports torch
 
     try:
         result = call(target, json.loads((_folder() / ARGUMENTS).read_text()))
         (_folder() / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
-        if dist.is_initialized():
-            dist.barrier()  # together: the store may live in rank 0
+        part()
     except PeerLost as error:
         print(f"PeerLost: {error}", file=sys.stderr)
         return PEER_LOST

@@ -256,6 +256,19 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     )
 
 
+def part() -> None:
+    """Wait, at the end, for all ranks of the default process group, as the store may live in rank 0.
+
+    PeerLost where another one has failed at its end.
+    """
+    if not dist.is_initialized():
+        return
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        raise PeerLost(f"rank {dist.get_rank()} was done, but another one has failed at its end") from error
+
+
 def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tuple[str, Callable[[], None]]:
     """Return a number for the processes that start together now, and what to do while they meet.
 
