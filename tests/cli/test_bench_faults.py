@@ -112,6 +112,28 @@ def test_who_was_lost_before_and_is_not_back_waits_for_nobody(life):
     assert waits == [] if life else waits
 
 
+def test_who_tells_of_a_result_after_a_fault_that_it_does_not_survive_waits_for_nobody():
+    """As the other rank of a pipeline of which one was killed."""
+    run = handed_on()
+    for event in run.events:
+        if event["pipeline"] == 1 and event["at_s"] > 15.6:
+            event["life"] = 1
+    run.events = [e for e in run.events if e["pipeline"] == 0 or not 15.6 < e["at_s"] < 35]
+    lost = {"process": 3, "pipeline": 1, "rank": 1, "life": 0, "text": "kill at training: rank 1, batch 15"}
+    run.events.append({"event": "fault", "at_s": 14.5, **lost})
+    run.events.sort(key=lambda event: event["at_s"])
+    assert "hangs" not in judge(run, SHAPE, LOSSES).wrong
+
+
+def test_a_fault_that_ends_nothing_hides_nobody_who_goes_on():
+    """Pipeline 1 goes on, and a flipped bit that nobody looks for is no reason not to look at it."""
+    run = seen()
+    flip = {"process": 3, "pipeline": 1, "rank": 1, "life": 0, "text": "flipped bit at training: rank 1"}
+    run.events.append({"event": "fault", "at_s": 21.5, **flip})
+    killed = judge(run, SHAPE, LOSSES).faults[0]
+    assert killed["pause_s"] == pytest.approx(1.0)
+
+
 def test_the_start_of_a_process_that_replaces_a_rank_is_no_wait():
     late = seen(
         "spares", said=[(20.1, "rank 1 was killed by SIGKILL (by hand); a new process takes its place")]

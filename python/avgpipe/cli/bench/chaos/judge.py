@@ -112,10 +112,11 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
     felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
     if own:  # and who is lost meanwhile, or is not back yet, and comes again, has a pause of its own
-        losses = [e for e in seen.of("fault") if e["text"].partition(" at ")[0] not in HARMLESS]
-        away = {e["pipeline"] for e in losses if fault["at_s"] < e["at_s"] < felt_s}
-        away |= {e["pipeline"] for e in losses if _is_away(e, fault["at_s"], others)}
-        others = [event for event in others if event["pipeline"] not in {fault["pipeline"], *away}]
+        away = {fault["pipeline"]}
+        for loss in (e for e in seen.of("fault") if e["text"].partition(" at ")[0] not in HARMLESS):
+            begin_s, end_s = _absence(loss, others)
+            away |= {loss["pipeline"]} if begin_s < felt_s and end_s > fault["at_s"] else set()
+        others = [event for event in others if event["pipeline"] not in away]
     times = sorted(event["at_s"] for event in others)
     if not times or times[0] > fault["at_s"]:
         return []
@@ -126,11 +127,17 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
     ]
 
 
-def _is_away(loss: dict[str, Any], at_s: float, events: Sequence[dict[str, Any]]) -> bool:
-    """Whether a pipeline has ended with a fault, and not come back by a time."""
-    its = [e for e in events if e["pipeline"] == loss["pipeline"] and e["at_s"] > loss["at_s"]]
-    has_ended = all(event["life"] > loss["life"] for event in its)
-    return has_ended and loss["at_s"] <= at_s and not any(event["at_s"] <= at_s for event in its)
+def _absence(loss: dict[str, Any], events: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """From when to when a pipeline with a fault was not there: from its last event to the first of another life.
+
+    Of a fault that has ended nothing, such as a flipped bit that nobody looks for, the time is empty.
+    """
+    its = [event for event in events if event["pipeline"] == loss["pipeline"]]
+    same_life = [event for event in its if event["life"] == loss["life"]]
+    if any(event["event"] == "end" for event in same_life):
+        return float("inf"), float("-inf")
+    begin_s = max([loss["at_s"], *(event["at_s"] for event in same_life)])
+    return begin_s, min((e["at_s"] for e in its if e["life"] > loss["life"]), default=float("inf"))
 
 
 def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
