@@ -121,7 +121,9 @@ class Memory:
 
     def look(self, tensor: torch.Tensor, host: dict[int, int], what: str) -> None:
         """Note that the host reads a tensor in its own memory, which a stream may still write."""
-        for (_, _, number, wrote), access in self._allocations[storage_of(tensor)].accesses.items():
+        with self._lock:
+            accesses = list(self._allocations[storage_of(tensor)].accesses.items())
+        for (_, _, number, wrote), access in accesses:
             self.orderings += 1
             if wrote and host.get(number, 0) < access.operation.number:
                 self.found[f"race (writes, then the host reads): {access.what} / {what}"] += 1
