@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from avgpipe import device
+
 NAME = "sim"
 DEVICES = 2
 POLICIES = ("eager", "late", "random", "starved")
@@ -170,6 +172,7 @@ def simulate(policy: str = "random", seed: int = 0, keeps_log: bool = False) -> 
     collects = gc.isenabled()
     gc.disable()
     native.reset(policy, seed, keeps_log)
+    device.backend.idle.clear()  # streams of an earlier life
     try:
         yield Simulation(native)
     finally:

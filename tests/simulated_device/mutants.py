@@ -21,10 +21,13 @@ def _step(batches_wait: bool, updates_wait: bool, updates_record: bool) -> Any:
     """``LaneStream.step`` without its clock, and without an order of the chain of updates."""
 
     @contextmanager
-    def step(self: LaneStream, place: device.Place | None, begins: bool, updates: bool) -> Iterator[None]:
+    def step(
+        self: LaneStream, place: device.Place | None, begins: bool, updates: bool, receive: Callable[[], None]
+    ) -> Iterator[None]:
         with self._stream:
             if (updates and updates_wait) or (begins and self._moves_others and batches_wait):
                 self._stream.wait_event(self._averaged)
+            receive()
             yield
             if updates and updates_record:
                 self._stream.record_event(self._averaged)
