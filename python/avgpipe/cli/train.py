@@ -141,9 +141,9 @@ def _train_here(config: TrainConfig) -> bool:
 def _leave_group() -> None:
     import torch.distributed as dist
 
-    from avgpipe.ranks.rendezvous import part
+    from avgpipe.ranks.rendezvous import meet_at_the_end
 
-    part()
+    meet_at_the_end()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -129,12 +129,12 @@ def main() -> None:
 
 def _code_of(target: str) -> int:
     """Call ``target`` and return the exit code; the result goes to a file for the launcher."""
-    from avgpipe.ranks.rendezvous import part  # imports torch
+    from avgpipe.ranks.rendezvous import meet_at_the_end  # imports torch
 
     try:
         result = call(target, json.loads((_folder() / ARGUMENTS).read_text()))
         (_folder() / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
-        part()
+        meet_at_the_end()
     except PeerLost as error:
         print(f"PeerLost: {error}", file=sys.stderr)
         return PEER_LOST

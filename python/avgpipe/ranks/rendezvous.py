@@ -256,17 +256,19 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     )
 
 
-def part() -> None:
-    """Wait, at the end, for all ranks of the default process group, as the store may live in rank 0.
+def meet_at_the_end() -> None:
+    """Wait for all ranks of the default process group before this one ends: the store may live in it.
 
-    PeerLost where another one has failed at its end.
+    PeerLost where another one has failed there, or does not come within the time limit of the group.
     """
     if not dist.is_initialized():
         return
     try:
         dist.barrier()
     except RuntimeError as error:
-        raise PeerLost(f"rank {dist.get_rank()} was done, but another one has failed at its end") from error
+        raise PeerLost(
+            f"rank {dist.get_rank()} was done, but another one has failed, or was not done in time"
+        ) from error
 
 
 def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tuple[str, Callable[[], None]]:
