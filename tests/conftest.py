@@ -6,8 +6,10 @@ import os
 import signal
 
 import pytest
+import pytest_timeout
 import torch
 
+from tests import patience, processes
 from tests.happens_before import plugin
 from tests.happens_before.plugin import _in_order  # noqa: F401 (a fixture of all tests)
 from tests.scripts import write_script  # noqa: F401 (a fixture of all tests)
@@ -15,6 +17,17 @@ from tests.scripts import write_script  # noqa: F401 (a fixture of all tests)
 # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(processes)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item, settings):
+    """Give each test its limit times what the machine's load makes of it."""
+    scaled = settings._replace(timeout=patience.limit(settings.timeout))
+    return pytest_timeout.pytest_timeout_set_timer(item, scaled)
 
 
 def pytest_runtest_setup(item):

@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import tempfile
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from avgpipe.ranks.membership import environment
 from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.roster import Stay
 from avgpipe.ranks.trunk import Trunk
+from tests.patience import Deadline
 from tests.runner import Ranks
 
 _TOKEN = "a token"
@@ -68,12 +68,12 @@ class Isolated:
             stack.callback(self.coordinator.close)
             for pipeline in range(pipelines):
                 self._start(pipeline)
-            deadline = time.monotonic() + _LIMIT_S
+            deadline = Deadline(_LIMIT_S)
             try:
                 while self._groups:
                     self.coordinator.serve(0.02)
                     self._look()
-                    assert time.monotonic() < deadline, self._outputs()
+                    assert not deadline.has_passed, self._outputs()
             finally:
                 for _, ranks in self._groups.values():
                     ranks.kill(*range(size))

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from avgpipe.ranks.launch import rank_environment
 from tests.happens_before import plugin
+from tests.patience import Deadline, limit
 
 ROOT = Path(__file__).parent.parent
 _TELLS_S = 5  # in which a rank that outlasts its limit shows where all its threads are
@@ -77,9 +78,9 @@ class Ranks:
 
     def wait_for(self, count: int, name: str, limit_s: float = 60) -> None:
         """Until ``count`` ranks have called ``touch(name)``."""
-        deadline = time.monotonic() + limit_s
+        deadline = Deadline(limit_s)
         while len(list(self.folder.glob(f"{name}-*"))) < count:
-            assert time.monotonic() < deadline, self.outputs()
+            assert not deadline.has_passed, self.outputs()
             assert any(process.is_alive() for process in self.processes), self.outputs()
             time.sleep(0.01)
 
@@ -90,12 +91,13 @@ class Ranks:
 
     def join(self, timeout_s: float = 100) -> list[tuple[int, str]]:
         """Exit code and output of every rank; those that outlast the limit show where they are, and end."""
-        deadline = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         for process in self.processes:
-            process.join(max(0.05, deadline - time.monotonic()))
+            while process.exitcode is None and not deadline.has_passed:
+                process.join(min(1.0, max(0.05, deadline.left_s)))
             if process.exitcode is None:
                 os.kill(process.pid or 0, signal.SIGUSR1)
-                process.join(_TELLS_S)
+                process.join(limit(_TELLS_S))
                 process.kill()
                 process.join()
         return [(p.exitcode or 0, text) for p, text in zip(self.processes, self.outputs())]

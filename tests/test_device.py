@@ -20,7 +20,8 @@ from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import profiler, sweep
 from avgpipe.ranks.process import peak_memory_bytes
 from tests.happens_before.clocks import Account
-from tests.links.ends import BACK, CHANNELS, CPU, eventually, groups
+from tests.links.ends import BACK, CHANNELS, CPU, groups
+from tests.patience import wait_until
 from tests.runtime.cases import adamw, language_model
 
 CUDA = torch.device("cuda", 3)
@@ -95,7 +96,7 @@ def test_threads_that_receive_select_it_too(host: Host, monkeypatch: pytest.Monk
     try:
         receivers = {thread.name for thread in threading.enumerate() if "avgpipe-receive" in thread.name}
         assert len(receivers) == 2  # one for each end
-        eventually(lambda: len(host.selected) == 2)
+        wait_until(lambda: len(host.selected) == 2)
         assert {name for name, _ in host.selected} == receivers
         assert {device for _, device in host.selected} == {CUDA}
     finally:

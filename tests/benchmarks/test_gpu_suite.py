@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 from benchmarks import gpu_counters, gpu_questions, gpu_suite, pages
 from benchmarks.gpu_suite import Gpu, Step, chosen, merge, run, steps
 from tests.cli.command import ROOT
+from tests.patience import wait_until
 
 GPU = Gpu("A GPU", "9.0", 2**37)
 LEASE_S, ALL_S = 590, 1750  # of a machine that is lent: one command, and all
@@ -114,10 +114,7 @@ time.sleep(60)
 """
     found = run(program(text, limit_s=2, report=report, says=gpu_suite.says_verdict), GPU)
     assert (found["state"], found["exit_code"], found["says"]) == ("failed", 124, "stopped after 2 s. half")
-    deadline = time.monotonic() + 10
-    while _runs(found["report"]["child"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: not _runs(found["report"]["child"]))
 
 
 def _runs(pid):

@@ -11,7 +11,8 @@ import pytest
 from avgpipe.ranks.launch import run_on_ranks
 from benchmarks.common import namespaces
 from benchmarks.common.namespaces import check_namespaces, network, remove_stale
-from tests.cli.command import ROOT, environment, wait_for
+from tests.cli.command import ROOT, environment
+from tests.patience import wait_until
 
 
 def _can_make():
@@ -126,7 +127,7 @@ def test_an_interrupted_program_leaves_no_namespace(number):
     process = subprocess.Popen(words, env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL)
     mine = f"avgpipe-{process.pid}-"
     try:
-        wait_for(lambda: sum(name.startswith(mine) for name in existing()) == 7)
+        wait_until(lambda: sum(name.startswith(mine) for name in existing()) == 7)
         process.send_signal(number)
         assert process.wait(30) != 0
     finally:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,15 +66,6 @@ def strict(text):
 
 def rows(out):
     return [strict(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-
-
-def wait_for(condition, timeout_s=60.0):
-    """Look until ``condition()`` holds, and return what it returned."""
-    deadline = time.monotonic() + timeout_s
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.02)
-    return value
 
 
 def children(pid):

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from tests.cli.command import Run, avgpipe
+from tests.patience import limit
 
 WORDS = [f"word{n}" for n in range(40)]
 
@@ -41,7 +42,7 @@ def whole(tmp_path_factory, options):
     """The uninterrupted run, through the launcher."""
     out = tmp_path_factory.mktemp("whole") / "run"
     process = avgpipe("train", "awd-lstm", *options, "--out", str(out), "--json")
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     return Run(out, stdout, stderr)
 
@@ -52,6 +53,6 @@ def small(tmp_path_factory, text):
     out = tmp_path_factory.mktemp("small") / "run"
     arguments = ["--data", str(text), "--batch-size", "4", "--stages", "1", "--pipelines", "2"]
     process = avgpipe("train", "awd-lstm", *arguments, "--max-batches", "4", "--out", str(out))
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     return Run(out, stdout, stderr)

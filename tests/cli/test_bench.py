@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cli.command import avgpipe, invoke, strict
+from tests.patience import limit
 
 SMALL = ("bench", "kernels", "--elements", "2000", "--threads", "1", "--rounds", "2", "--no-compile")
 
@@ -37,7 +38,7 @@ def test_a_person_reads_tables():
 @pytest.mark.slow
 def test_nothing_but_json_reaches_standard_output_of_the_process():
     process = avgpipe(*SMALL, "--only", "easgd", "--json")
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     assert strict(stdout)["sections"]
     assert stderr == ""

@@ -9,6 +9,7 @@ from avgpipe.faults.fault import KINDS
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe.testing import environment
 from tests.cli.command import avgpipe, invoke, strict
+from tests.patience import limit
 
 SHAPE = RunShape(stages=2, pipelines=2, link="auto", timeout_s=5.0)
 LOSSES = dict.fromkeys(range(BATCHES), 1.0)
@@ -267,7 +268,7 @@ def test_it_runs_for_some_seconds_and_says_how_to_repeat_it():
         "spares-2,plain-0",
     )
     process = avgpipe("bench", "faults", *options, "--json")
-    stdout, stderr = process.communicate(timeout=200)
+    stdout, stderr = process.communicate(timeout=limit(200))
     assert process.returncode == 0, stderr
     found = strict(stdout)
     assert found["command"].startswith("avgpipe bench faults --seed 1 ")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.cli.command import avgpipe, invoke, strict
+from tests.patience import limit
 
 V_RUNS = torch.__version__ >= (2, 13)  # of torch's schedules, over gloo
 SMALL = (
@@ -25,7 +26,7 @@ SHORT = (*SMALL, "--activation", "4KiB", "--rounds", "1", "--batches", "1", "--p
 @pytest.mark.slow
 def test_json_is_one_object_with_bounds_and_all_rows():
     process = avgpipe(*SHORT, "--json")
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     assert stderr == ""
     answer = strict(stdout)

@@ -27,6 +27,7 @@ from avgpipe.report.compare import SystemResult
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Event, Timeline
 from tests.cli.command import avgpipe, invoke, strict
+from tests.patience import limit
 
 MIB = 2**20
 SUMMARY = {
@@ -476,7 +477,7 @@ def test_tuned_plans_of_two_seeds_for_real(text, tmp_path):
         *("--batch-size", "4", "--max-batches", "6", "--memory-limit", "4GiB", "--seeds", "2"),
         *("--target", "loss=0", "--validations", "3", "--out", str(out), "--json"),
     )
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=limit(300))
     assert process.returncode == 0, stderr
     found = strict(stdout)
     assert [(row["status"], len(row["runs"])) for row in found["systems"]] == [("ok", 2), ("ok", 2)]
@@ -495,7 +496,7 @@ def test_two_systems_for_real(text, tmp_path):
         *("compare", "awd-lstm", "--systems", "gpipe,model-parallel", "--stages", "1", "--data", str(text)),
         *("--batch-size", "4", "--max-batches", "4", "--out", str(out), "--json"),
     )
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     found = strict(stdout)
     assert [row["status"] for row in found["systems"]] == ["ok", "ok"]

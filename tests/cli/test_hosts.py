@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 
 from benchmarks.common.namespaces import check_namespaces, network
-from tests.cli.command import ROOT, alive, children, strict, wait_for
+from tests.cli.command import ROOT, alive, children, strict
 from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, refused, trained
+from tests.patience import wait_until
 from tests.scripts import WriteScript
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -104,7 +105,7 @@ def test_its_loss_costs_no_sample_and_it_comes_again(start: Any) -> None:
     joined.kill(2, rank)
     training.says(f"pipeline 2 is lost: rank {rank} (stage {rank})")
     joined.says("it is started again")
-    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+    wait_until(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
     training.go()
     assert training.end() == 0, training.stderr
     assert joined.end() == 0, joined.stderr
@@ -146,15 +147,15 @@ def test_either_end_of_the_line_may_go(start: Any) -> None:
     workers = children(gone.process.pid)
     gone.process.kill()
     training.says("pipeline 2 is lost")
-    wait_for(lambda: not any(map(alive, workers)), 10)
+    wait_until(lambda: not any(map(alive, workers)), 10)
     interrupted = start(address(training), join="interrupted")
-    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+    wait_until(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
     interrupted.process.send_signal(signal.SIGINT)
     assert interrupted.end() == 130
-    wait_for(lambda: training.stderr.count("pipeline 2 is lost") == 2, 20)
+    wait_until(lambda: training.stderr.count("pipeline 2 is lost") == 2, 20)
 
     left = start(address(training), join="left")
-    wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 3, 60)
+    wait_until(lambda: training.stderr.count("pipeline 2 trains with the others") == 3, 60)
     training.process.kill()
     assert left.end() == 1
     assert "the run's launcher is gone" in left.stderr or "has ended" in left.stderr
@@ -185,7 +186,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
         assert max(seconds) < 5 + 20, seconds  # most of it for machines that do much else
         subprocess.run([*line, "up"], check=True)
         again = start(address(training), join="again", inside=other)
-        wait_for(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
+        wait_until(lambda: training.stderr.count("pipeline 2 trains with the others") == 2, 60)
         training.go()
         assert training.end() == 0, training.stderr
         assert again.end() == 0, again.stderr

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.cli.command import alive, children, environment, invoke, rows, strict, wait_for
+from tests.cli.command import alive, children, environment, invoke, rows, strict
+from tests.patience import wait_until
 from tests.scripts import WriteScript
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
@@ -65,7 +66,7 @@ class Command:
 
     def says(self, text: str) -> None:
         """Wait until it has said something."""
-        wait_for(lambda: text in self.stderr or self.process.poll() is not None, 100)
+        wait_until(lambda: text in self.stderr or self.process.poll() is not None, 100)
         assert text in self.stderr, self.stderr
 
     def rank(self, pipeline: int, rank: int) -> int:
@@ -94,7 +95,7 @@ class Command:
         """Return its exit code; all its workers must be gone."""
         workers = children(self.process.pid)
         code = self.process.wait(100)
-        wait_for(lambda: not any(map(alive, workers)), 10)
+        wait_until(lambda: not any(map(alive, workers)), 10)
         return code
 
 
@@ -107,7 +108,7 @@ class Training(Command):
     def trains(self, batches: int) -> None:
         """Wait until rows of so many batches are there."""
         metrics = self.out / "metrics.jsonl"
-        wait_for(
+        wait_until(
             lambda: (metrics.is_file() and len(trained(self.out)) >= batches) or self.process.poll(), 100
         )
         assert self.process.poll() is None, self.stderr
@@ -217,7 +218,7 @@ def test_spare_processes_take_the_place_of_a_lost_pipeline(
     monkeypatch.setenv("TMPDIR", str(folders))
     training = start("--spare-pipelines", "1")
     training.trains(5)
-    wait_for(lambda: len(list(folders.glob("*/place-of-?"))) == 2, 100)  # they are ready
+    wait_until(lambda: len(list(folders.glob("*/place-of-?"))) == 2, 100)  # they are ready
     spares = training.spares()
     training.kill(1, 0)
     training.says("pipeline 1 trains with the others from step")
@@ -304,7 +305,7 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     stopped = start(str(training.out), join="stopped")
     training.says("pipeline 2: started by avgpipe join")
     stopped.says("pipeline 2 is started")
-    wait_for(lambda: len(children(stopped.process.pid)) == 2)
+    wait_until(lambda: len(children(stopped.process.pid)) == 2)
     os.kill(stopped.rank(2, 1), signal.SIGSTOP)
     workers = children(stopped.process.pid)
     os.kill(stopped.process.pid, signal.SIGSTOP)
@@ -312,7 +313,7 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     assert training.end() == 143
     os.kill(stopped.process.pid, signal.SIGCONT)
     assert stopped.process.wait(60) == 1
-    wait_for(lambda: not any(map(alive, workers)), 10)
+    wait_until(lambda: not any(map(alive, workers)), 10)
     assert stopped.stderr.splitlines()[-1] == "avgpipe: error: pipeline 2 was ended: the run has ended"
 
 
@@ -322,7 +323,7 @@ def test_every_process_of_every_pipeline_says_what_it_is_doing(start: Any) -> No
     training.trains(5)
     training.process.send_signal(signal.SIGUSR1)
     for rank in (0, 1):
-        wait_for(lambda rank=rank: training.stderr.count(f"avgpipe: rank {rank}") >= 2, 20)
+        wait_until(lambda rank=rank: training.stderr.count(f"avgpipe: rank {rank}") >= 2, 20)
     training.go()
     assert training.end() == 0, training.stderr
     assert_whole(training.out)
@@ -422,6 +423,6 @@ def test_spares_of_the_example_are_ready_to_take_a_place(
     sizes = ("--isolate", "--stages", "2", "--pipelines", "2", "--spare-pipelines", "1")
     run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
     try:
-        wait_for(lambda: len(list(tmp_path.glob("*/place-of-?"))) == 2, 100)
+        wait_until(lambda: len(list(tmp_path.glob("*/place-of-?"))) == 2, 100)
     finally:
         run.kill_all()

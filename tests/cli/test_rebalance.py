@@ -10,6 +10,7 @@ import pytest
 
 from avgpipe import Plan
 from tests.cli.command import avgpipe, invoke, rows
+from tests.patience import limit
 from tests.scripts import WriteScript
 
 SPINNING = """
@@ -52,7 +53,7 @@ def test_layers_move_and_losses_stay(pipelines: int, write_script: WriteScript, 
         out = tmp_path / name
         arguments = ["train", f"{script}:make", "--plan", uneven, "--out", out, "--autocast", "none"]
         command = avgpipe(*arguments, *more)
-        _, said = command.communicate(timeout=200)
+        _, said = command.communicate(timeout=limit(200))
         assert command.returncode == 0, said
         losses.append([row["loss"] for row in rows(out)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.cli.command import avgpipe, invoke, strict
+from tests.patience import limit
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +25,7 @@ def script(tmp_path):
 
 def finish(*arguments):
     process = avgpipe("run", *arguments)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=limit(60))
     return process.returncode, stdout, stderr
 
 
@@ -59,4 +60,4 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     path = tmp_path / "threads.py"
     path.write_text("import os; os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')")
     process = avgpipe("run", "--stages", "2", str(path), OMP_NUM_THREADS="5")
-    assert process.communicate(timeout=60)[0].split() == ["5", "5"]
+    assert process.communicate(timeout=limit(60))[0].split() == ["5", "5"]

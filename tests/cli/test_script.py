@@ -15,6 +15,7 @@ from avgpipe.cli.compare import repetitions as runs_of
 from avgpipe.cli.config import CompareConfig
 from avgpipe.workloads import build_workload
 from tests.cli.command import avgpipe, invoke, rows, strict
+from tests.patience import limit
 from tests.scripts import WriteScript
 
 MAKE = """
@@ -100,7 +101,7 @@ def test_two_stages_and_two_pipelines_in_processes(write_script: WriteScript, tm
     path, sizes = write_script(MAKE), ["--stages", "2", "--pipelines", "2", "--staleness", "0"]
     command = ["train", f"{path}:make", *sizes, "--epochs", "2", "--out", str(tmp_path / "run"), "--json"]
     process = avgpipe(*command)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     assert strict(stdout)["batches"] == 10
     assert losses(tmp_path / "run") == pytest.approx(plain_losses(path, 2), abs=1e-5)
@@ -249,7 +250,7 @@ def test_systems_are_compared_on_it(write_script: WriteScript, tmp_path: Path) -
     path, out = write_script(MAKE), tmp_path / "out"
     options = ["--systems", "avgpipe,gpipe", "--validations", "2", "--out", str(out), "--json"]
     process = avgpipe("compare", f"{path}:make", *options)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     found = strict(stdout)
     assert (found["what"], found["metric_name"]) == ("own_script", "loss")

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.command import alive, avgpipe, children, environment, wait_for
+from tests.cli.command import alive, avgpipe, children, environment
+from tests.patience import limit, wait_until
 
 pytestmark = [
     pytest.mark.ranks,
@@ -123,7 +124,7 @@ class Running:
         self.process = avgpipe(*arguments, AVGPIPE_CACHE=str(folder / "cache"))
 
     def wait_for(self, condition):
-        wait_for(lambda: self.process.poll() is not None or condition())
+        wait_until(lambda: self.process.poll() is not None or condition())
         assert self.process.poll() is None, self.process.communicate()
 
     def pids(self):
@@ -155,7 +156,7 @@ def script(tmp_path):
 def finishes(running):
     """The run goes to its end, and says so twice, and nobody else says anything."""
     (running.folder / "end").touch()
-    stdout, stderr = running.process.communicate(timeout=60)
+    stdout, stderr = running.process.communicate(timeout=limit(60))
     assert running.process.returncode == 0, stderr
     assert stdout.count("trained to the end") == 2
     assert "another user" not in stdout + stderr
@@ -171,7 +172,7 @@ def attack(running, host, ports, *inside):
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=limit(120),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -287,7 +288,10 @@ def test_another_host_reaches_nothing(script, outside, own):
         port = server.stdout.readline().strip()
         connect = f"import socket; socket.create_connection(({HERE!r}, {port}), 5)"
         assert (
-            subprocess.run([*outside, sys.executable, "-c", connect], timeout=60, check=False).returncode == 0
+            subprocess.run(
+                [*outside, sys.executable, "-c", connect], timeout=limit(60), check=False
+            ).returncode
+            == 0
         )
         assert server.wait(10) == 0
     assert attack(running, HERE, ports, *outside) == []
@@ -298,5 +302,7 @@ def test_another_host_reaches_nothing(script, outside, own):
         "    except ConnectionRefusedError:\n        pass\n"
     )
     command = [*outside, sys.executable, "-c", refused, HERE, *map(str, ports)]
-    assert subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout == ""
+    assert (
+        subprocess.run(command, capture_output=True, text=True, timeout=limit(120), check=True).stdout == ""
+    )
     finishes(running)

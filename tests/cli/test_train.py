@@ -17,7 +17,8 @@ from avgpipe.cli import resolve, train, training
 from avgpipe.cli.config import TrainConfig
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
-from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict, wait_for
+from tests.cli.command import Run, avgpipe, children, environment, invoke, rank_of, rows, strict
+from tests.patience import limit, wait_until
 
 KEYS = [
     *("workload", "system", "stages", "pipelines", "micro_batches", "batch_size", "schedule", "advance"),
@@ -46,7 +47,7 @@ KEYS = [
 
 def finish(*arguments, **changes):
     process = avgpipe("train", "awd-lstm", *arguments, **changes)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     return process.returncode, stdout, stderr
 
 
@@ -251,7 +252,7 @@ def test_it_joins_torchruns_workers(text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["-m", "avgpipe", "train", "awd-lstm", "--data", str(text), "--batch-size", "4"]
     command += ["--max-batches", "4", "--out", str(out), "--json"]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100)
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit(100))
     assert run.returncode == 0, run.stderr
     assert strict(run.stdout)["stages"] == 2
     assert Run(out, run.stdout, run.stderr).summary["batches"] == 4
@@ -266,10 +267,10 @@ def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     with subprocess.Popen(
         command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as torchrun:
-        wait_for(lambda: (out / "metrics.jsonl").is_file() and len(rows(out)) > 4)
+        wait_until(lambda: (out / "metrics.jsonl").is_file() and len(rows(out)) > 4)
         victim = next(pid for pid in children(torchrun.pid) if rank_of(pid) == 1)
         os.kill(victim, signal.SIGKILL)
-        stdout, stderr = torchrun.communicate(timeout=100)
+        stdout, stderr = torchrun.communicate(timeout=limit(100))
     assert torchrun.returncode == 0, stderr
     assert "resumes after batch " in stderr
     assert Run(out, stdout, stderr).summary["batches"] == 32

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from avgpipe.checkpoint import verify_checkpoint
-from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict, wait_for
+from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict
+from tests.patience import limit, wait_until
 
 pytestmark = [
     pytest.mark.ranks,
@@ -28,8 +29,8 @@ class Training:
             "train", "awd-lstm", *options, "--out", str(out), "--checkpoint-minutes", "0.0001", *more
         )
         self.manifest = out / "checkpoints" / "last" / "manifest.json"
-        wait_for(lambda: self.process.poll() is not None or self.saved() >= saved)
-        wait_for(lambda: self.process.poll() is not None or len(self.trained()) >= trained)
+        wait_until(lambda: self.process.poll() is not None or self.saved() >= saved)
+        wait_until(lambda: self.process.poll() is not None or len(self.trained()) >= trained)
         assert self.process.poll() is None, self.process.communicate()[1]
         self.workers = {rank_of(pid): pid for pid in children(self.process.pid)}
         self.workers.pop(None, None)
@@ -47,7 +48,7 @@ class Training:
     def end(self, timeout_s):
         """Exit code, output and errors; every process must be gone."""
         stdout, stderr = self.process.communicate(timeout=timeout_s)
-        wait_for(lambda: not any(alive(pid) for pid in self.workers.values()), timeout_s=1)
+        wait_until(lambda: not any(alive(pid) for pid in self.workers.values()), 1)
         return self.process.returncode, stdout, stderr
 
 
@@ -91,7 +92,7 @@ def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
 
     options = ["--out", str(training.out), "--resume", "--checkpoint-minutes", "10", "--json"]
     again = avgpipe("train", "awd-lstm", *options)
-    stdout, stderr = again.communicate(timeout=100)
+    stdout, stderr = again.communicate(timeout=limit(100))
     assert again.returncode == 0, stderr
     assert losses(rows(training.out)) == losses(whole.rows)
     summary = strict(stdout)
@@ -101,7 +102,7 @@ def test_ctrl_c_ends_all_and_the_run_resumes_bit_for_bit(start, whole):
 
 def goes_on_bit_for_bit(out, whole):
     options = ["--out", str(out), "--resume", "--checkpoint-minutes", "10", "--json"]
-    stdout, stderr = avgpipe("train", "awd-lstm", *options).communicate(timeout=100)
+    stdout, stderr = avgpipe("train", "awd-lstm", *options).communicate(timeout=limit(100))
     assert losses(rows(out)) == losses(whole.rows), stderr
     assert strict(stdout)["metric"] == whole.summary["metric"]
 
@@ -139,7 +140,7 @@ def test_a_preempted_run_that_cannot_end_in_time_is_ended(impatient, start):
     os.kill(training.workers[1], signal.SIGSTOP)  # so that nothing ends by itself
     training.process.send_signal(signal.SIGTERM)
     if impatient != "the limit":
-        wait_for(lambda: is_pending(signal.SIGUSR2, training.workers[1]))  # which the launcher has sent
+        wait_until(lambda: is_pending(signal.SIGUSR2, training.workers[1]))  # which the launcher has sent
         training.process.send_signal(signal.SIGINT if impatient == "SIGINT" else signal.SIGTERM)
     os.kill(training.workers[1], signal.SIGCONT)
     code, _, stderr = training.end(timeout_s=15)
@@ -168,9 +169,9 @@ def test_a_killed_worker_is_named_by_the_others_and_the_checkpoint_loads(start, 
     training = start("--checkpoint-minutes", "10", "--epochs", "50", saved=65, trained=69)
     os.kill(training.workers[killed], signal.SIGKILL)
     begun = time.monotonic()
-    wait_for(lambda: not alive(training.workers[1 - killed]), timeout_s=15)
+    wait_until(lambda: not alive(training.workers[1 - killed]), 15)
     code, stdout, stderr = training.end(timeout_s=15)
-    assert time.monotonic() - begun < 15
+    assert time.monotonic() - begun < limit(15)
     assert (code, stdout) == (1, "")
     lines = [line for line in stderr.splitlines() if line.startswith("avgpipe: error: ")]
     peer, parent = lines
@@ -185,7 +186,7 @@ def test_a_killed_worker_is_named_by_the_others_and_the_checkpoint_loads(start, 
         *("train", "awd-lstm", "--out", str(training.out), "--resume", "--json"),
         *("--stages", "1", "--pipelines", "1", "--max-batches", str(saved + 3)),
     )
-    stdout, stderr = again.communicate(timeout=100)
+    stdout, stderr = again.communicate(timeout=limit(100))
     assert again.returncode == 0, stderr
     assert strict(stdout)["batches"] == saved + 3
 
@@ -195,7 +196,7 @@ def test_workers_end_with_a_killed_parent(start):
     training = start()
     assert sorted(training.workers) == [0, 1]
     training.process.kill()
-    wait_for(lambda: not any(alive(pid) for pid in training.workers.values()), timeout_s=15)
+    wait_until(lambda: not any(alive(pid) for pid in training.workers.values()), 15)
 
 
 @pytest.mark.slow
@@ -228,7 +229,7 @@ def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
     process = avgpipe("run", "--stages", "2", str(script))
     pids = [int(process.stdout.readline()) for _ in range(2)]
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=20)
+    _, stderr = process.communicate(timeout=limit(20))
     assert process.returncode == 130
     assert "SIGINT: all workers are ended" in stderr
     assert not any(alive(pid) for pid in pids)

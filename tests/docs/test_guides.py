@@ -15,6 +15,7 @@ import pytest
 
 from tests.cli.command import ROOT, environment
 from tests.examples.scripts import EXAMPLES
+from tests.patience import limit
 
 GUIDES = sorted((ROOT / "docs" / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -45,7 +46,7 @@ def run(*command: str, cwd: Path) -> str:
     words = [sys.executable, "-m", "avgpipe"] if command[0] == "avgpipe" else [command[0]]
     words = [sys.executable] if command[0] == "python" else words
     done = subprocess.run(
-        [*words, *command[1:]], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=300
+        [*words, *command[1:]], cwd=cwd, env=environment(), capture_output=True, text=True, timeout=limit(300)
     )
     assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}{done.stderr}"
     return done.stdout

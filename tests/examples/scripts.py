@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from tests.cli.command import ROOT, avgpipe, environment
+from tests.patience import limit
 
 EXAMPLES = ROOT / "examples"
 COMMANDS = ["python", "avgpipe run"]
@@ -21,10 +22,10 @@ def printed(script: Path, command: str, *arguments: str) -> str:
             capture_output=True,
             text=True,
             check=True,
-            timeout=100,
+            timeout=limit(100),
         )
         return done.stdout
     process = avgpipe("run", "--stages", "2", str(script), *arguments)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     return stdout

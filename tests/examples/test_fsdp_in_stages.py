@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.command import environment
 from tests.examples.scripts import EXAMPLES
+from tests.patience import limit
 
 SCRIPT = EXAMPLES / "fsdp_in_stages.py"
 
@@ -17,7 +18,7 @@ def losses(ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     env = environment(PYTHONUNBUFFERED="1")  # what is not one write shows as such
     done = subprocess.run(
-        [*command, SCRIPT, *arguments], env=env, capture_output=True, text=True, timeout=100
+        [*command, SCRIPT, *arguments], env=env, capture_output=True, text=True, timeout=limit(100)
     )
     assert done.returncode == 0, done.stderr
     found = re.findall(r"^rank (\d): ([\d.]+) to ([\d.]+)$", done.stdout, re.MULTILINE)

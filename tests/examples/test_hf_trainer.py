@@ -11,6 +11,7 @@ pytest.importorskip("accelerate", reason="transformers' Trainer needs accelerate
 
 from tests.cli.command import environment
 from tests.examples.scripts import COMMANDS, EXAMPLES, printed
+from tests.patience import limit
 
 SCRIPT = EXAMPLES / "hf_trainer.py"
 
@@ -41,7 +42,7 @@ def test_accelerates_launcher_starts_the_ranks(tmp_path):
         env=environment(HF_HOME=str(tmp_path / "home"), PATH=os.environ["PATH"]),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=limit(100),
     )
     assert done.returncode == 0, done.stderr
     assert_learnt(done.stdout, tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.command import avgpipe, environment
 from tests.examples.scripts import COMMANDS, EXAMPLES
+from tests.patience import limit
 
 STEPS = "24"
 LOSS = re.compile(r"step (\d+): loss ([\d.]+)")
@@ -27,7 +28,7 @@ def plain(tmp_path_factory):
         capture_output=True,
         text=True,
         check=True,
-        timeout=100,
+        timeout=limit(100),
     )
     return losses(done.stdout)
 
@@ -47,7 +48,7 @@ def test_the_stages_have_the_losses_of_the_loop(command, plain, tmp_path, monkey
         )
     else:
         process = avgpipe("run", "--stages", "2", script, STEPS)
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     assert list(plain) == [0, 10, 20, 23]
     assert losses(stdout) == pytest.approx(plain, abs=2e-5)  # of one rank only; printed with five digits

@@ -11,8 +11,9 @@ import sys
 import pytest
 
 from benchmarks.common.namespaces import check_namespaces, network
-from tests.cli.command import children, environment, wait_for
+from tests.cli.command import children, environment
 from tests.examples.scripts import EXAMPLES
+from tests.patience import wait_until
 
 SCRIPT = EXAMPLES / "several_hosts.py"
 
@@ -67,7 +68,7 @@ def agents(request, tmp_path):
 @pytest.mark.timeout(200)
 def test_after_a_killed_worker_both_hosts_go_on_from_the_checkpoint(agents, tmp_path):
     logs = [tmp_path / f"log-{number}" for number in range(2)]
-    wait_for(lambda: any("batch 19:" in log.read_text() for log in logs) or any(a.poll() for a in agents))
+    wait_until(lambda: any("batch 19:" in log.read_text() for log in logs) or any(a.poll() for a in agents))
     for pid in children(agents[1].pid):
         os.kill(pid, signal.SIGKILL)
     codes = [agent.wait(120) for agent in agents]

@@ -8,6 +8,7 @@ import pytest
 
 from tests.cli.command import avgpipe, invoke, strict
 from tests.examples.scripts import COMMANDS, EXAMPLES, printed
+from tests.patience import limit
 
 SCRIPT = EXAMPLES / "train_your_model.py"
 WORKLOAD = f"{SCRIPT}:make"
@@ -17,7 +18,7 @@ SIZES = ["--stages", "2", "--pipelines", "2", "--max-batches", "8", "--validatio
 def answer(*arguments: str) -> Any:
     """What a command on the example prints as JSON."""
     process = avgpipe(*arguments, "--json")
-    stdout, stderr = process.communicate(timeout=110)
+    stdout, stderr = process.communicate(timeout=limit(110))
     assert process.returncode == 0, stderr
     return strict(stdout)
 

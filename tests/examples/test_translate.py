@@ -4,6 +4,7 @@ import pytest
 
 from tests.cli.command import avgpipe
 from tests.examples.scripts import COMMANDS, EXAMPLES, printed
+from tests.patience import limit
 
 pytestmark = pytest.mark.ranks
 
@@ -24,7 +25,7 @@ def run(tmp_path_factory):
     out = data / "run"
     sizes = ("--max-batches", "4", "--batch-size", "4", "--stages", "1", "--pipelines", "1")
     process = avgpipe("train", "gnmt", "--data", str(data), *sizes, "--out", str(out))
-    _, stderr = process.communicate(timeout=100)
+    _, stderr = process.communicate(timeout=limit(100))
     assert process.returncode == 0, stderr
     return out
 

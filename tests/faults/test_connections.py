@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from avgpipe.faults.connections import begin_message, connections, cut, reset
+from tests.patience import limit
 
 
 @pytest.fixture
@@ -57,7 +58,7 @@ def test_a_line_that_is_cut_carries_nothing_and_nobody_hears_of_it(pair: Any) ->
         at_ours.register(ours.fileno(), select.EPOLLIN)
         at_theirs.register(theirs.fileno(), select.EPOLLIN)
         theirs.send(b"before")
-        assert at_ours.poll(5)
+        assert at_ours.poll(limit(5))
         cut(ours.fileno())
         ours.send(b"lost")
         theirs.send(b"lost")

@@ -14,6 +14,7 @@ from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.testing import environment, fail_at
 from tests.cli.command import alive, avgpipe
 from tests.links.ends import LINKS
+from tests.patience import limit
 from tests.runner import Ranks, run
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -158,7 +159,7 @@ def test_a_rank_that_stands_still_for_a_while_costs_time_alone() -> None:
 def test_a_rank_that_stands_still_for_ever_is_named() -> None:
     ranks = Ranks(3, train, faults=[{"kind": "stop", **HERE}], timeout_s=LIMIT_S)
     for rank in (0, 2):
-        ranks.processes[rank].join(START_S + LIMIT_S + SPARE_S)
+        ranks.processes[rank].join(limit(START_S + LIMIT_S + SPARE_S))
     assert Path(f"/proc/{ranks.processes[1].pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     ranks.kill(1)
     (code, first), _, (other, third) = ranks.join()
@@ -267,7 +268,7 @@ def test_the_environment_arms_the_workers_of_a_command(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     variables = environment([{"kind": "kill", "rank": 1, "batch": 3}])
     command = avgpipe("run", "--stages", "2", str(tmp_path / "script.py"), **variables)
-    _, stderr = command.communicate(timeout=60)
+    _, stderr = command.communicate(timeout=limit(60))
     assert command.returncode == 1
     assert "avgpipe.testing: kill at training: rank 1, restart 0, pipeline 0, stage 1, batch 3" in stderr
     assert "rank 1 was killed by SIGKILL" in stderr.splitlines()[-1]
@@ -298,7 +299,7 @@ def test_a_pipeline_of_its_own_is_killed_once_and_its_entry_is_a_place(tmp_path:
     entry = {"kind": "slow", "for_s": 0, "phase": "join"}
     words = ["run", "--stages", "1", "--isolate", "--pipelines", "2", str(tmp_path / "script.py")]
     command = avgpipe(*words, **environment([kill, entry]))
-    _, stderr = command.communicate(timeout=100)
+    _, stderr = command.communicate(timeout=limit(100))
     assert command.returncode == 0, stderr
     assert stderr.count("avgpipe.testing: kill at averaging: rank 0, restart 0, pipeline 1, stage 0") == 1
     assert "avgpipe.testing: slow at join: rank 0, restart 1, stage {0}, pipeline {1}" in stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -109,11 +108,3 @@ def group_ends(wire_dtype: torch.dtype | None, verifiers: list[Verifier | None])
         for k, group in enumerate(groups(2))
     ]
     return Ends(links, boxes)
-
-
-def eventually(condition: Any, limit_s: float = 20) -> None:
-    """For what another thread or process does in its own time."""
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.005)

@@ -18,6 +18,7 @@ from avgpipe.links.group import GroupLink, GroupTransport
 from avgpipe.links.link import Endpoint, Transport
 from avgpipe.links.message import Key, Message
 from tests.links.ends import BACK, CHANNELS, CPU, groups
+from tests.patience import limit
 
 
 class Meeting:
@@ -26,7 +27,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size, self.groups = size, groups(size)
         self._said: dict[tuple[int, int], Any] = {}
-        self._met = threading.Barrier(size, timeout=20)
+        self._met = threading.Barrier(size, timeout=limit(20))
 
     def gather(self, rank: int, turn: int, value: Any) -> list[Any]:
         self._said[turn, rank] = value
@@ -73,7 +74,7 @@ def joined(kind: str) -> list[Links | Exception]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(limit(60))
     return found
 
 
@@ -90,7 +91,7 @@ def names_and_message(found: Sequence[Any]) -> tuple[list[str], float]:
     for thread in closing:
         thread.start()
     for thread in closing:
-        thread.join(30)
+        thread.join(limit(30))
     return [found[rank].by_replica[1 - rank].name.split(" (")[0] for rank in range(2)], seconds
 
 

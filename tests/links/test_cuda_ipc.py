@@ -21,6 +21,7 @@ from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
+from tests.patience import limit
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
 
@@ -277,7 +278,7 @@ def test_closing_waits_until_the_device_has_read_what_was_sent(fake, monkeypatch
     assert closing.is_alive(), "the slot has come back, and the device has not read it"
     assert len(made.slots._spare) < made.slots._driver.slots
     happened = True
-    closing.join(10)
+    closing.join(limit(10))
     assert not closing.is_alive()
     assert len(made.slots._spare) == made.slots._driver.slots
     made.links[1].close(10)
@@ -362,7 +363,7 @@ def test_any_thread_may_call_the_driver(library):
     driver, found = Driver(torch.device("cuda", 0)), []
     thread = threading.Thread(target=lambda: found.append((driver.allocate(1), driver.open(bytes(64)))))
     thread.start()
-    thread.join(10)
+    thread.join(limit(10))
     assert len(found) == 1
     assert library.calls == ["cuMemAlloc_v2", "cuIpcGetMemHandle", "cuIpcOpenMemHandle_v2"]
 

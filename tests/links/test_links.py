@@ -23,6 +23,7 @@ from avgpipe.links.link import Endpoint, LocalLink, Mailbox
 from avgpipe.links.message import Channel, Format, Key, Message
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import CPU, LINKS, Ends, ends, groups
+from tests.patience import limit
 
 
 @pytest.fixture(params=LINKS)
@@ -151,7 +152,7 @@ def test_a_receiver_that_waits_wakes(pair: Ends) -> None:
     thread.start()
     for n, key in enumerate(keys):
         pair.links[0].send(key, torch.tensor(float(n)))
-    thread.join(30)
+    thread.join(limit(30))
     assert got == list(range(100))
 
 
@@ -333,7 +334,7 @@ def test_closing_waits_until_the_peer_has_taken_what_was_sent_last() -> None:
         closing.join(0.05)
         assert closing.is_alive()
         assert torch.equal(pair.receive(key), torch.arange(5.0))
-        closing.join(20)
+        closing.join(limit(20))
         assert not closing.is_alive()
         pair.links.pop(key.source)
 
@@ -346,7 +347,7 @@ def test_closing_does_not_wait_for_what_the_peer_never_takes() -> None:
         pair.send(torch.arange(5.0))
         begin = time.monotonic()
         pair.links[0].close(10)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < limit(5)
         pair.links.clear()
 
 
@@ -389,7 +390,7 @@ def test_what_was_sent_last_arrives_although_the_sender_leaves() -> None:
     opened.set()
     box = boxes[2]
     assert box.wait_until(lambda: keys[-1] in box, 20, lambda: [k for k in keys if k not in box])
-    leaving.join(30)
+    leaving.join(limit(30))
     assert [int(box.take(key)[0]) for key in keys] == list(range(12))
     for end in (at_0, at_2):
         end.close(10)
@@ -462,5 +463,5 @@ def test_closing_sends_what_the_device_has_not_copied_yet(monkeypatch: pytest.Mo
         closing.start()
         happened.set()
         assert torch.equal(made.receive(key), torch.ones(10))
-        closing.join(20)
+        closing.join(limit(20))
         made.links.pop(0)

@@ -23,6 +23,7 @@ from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from tests.happens_before.clocks import Account, Operation, Work
 from tests.links.ends import BACK, CHANNELS, CPU
+from tests.patience import limit
 from tests.runner import run
 
 SENT = 24
@@ -298,7 +299,7 @@ def test_a_rank_connects_to_whom_it_sends_much(plan: Plan, count: int, most: int
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(limit(60))
     assert [list(groups) for groups in made] == own
     assert store.asked == [len(edges) for edges in own]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
@@ -16,6 +15,7 @@ import pytest
 
 from avgpipe.ranks.coordinator import VERSION, Coordinator, encoded, received
 from avgpipe_ext.ring import Bell, Memory
+from tests.patience import Deadline, limit
 
 _TOKEN = b"a token"
 
@@ -85,7 +85,7 @@ def served(folder: Path, wanted: int = 2) -> Iterator[Served]:
 
 def heard(connection: Connection, kind: str) -> list[Any]:
     """The next message of a kind."""
-    while connection.poll(10):
+    while connection.poll(limit(10)):
         message = received(connection)
         if message[0] == kind:
             return message[1:]
@@ -227,8 +227,8 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
         late(second, 0, 0.2)  # the first one has only just come back from it
         answered(second)
         assert one.lost == {}
-        deadline = time.monotonic() + 10
-        while not one.lost and time.monotonic() < deadline:
+        deadline = Deadline(10)
+        while not one.lost and not deadline.has_passed:
             late(second, 0, 0.2)
             answered(second)
         assert one.lost[0].startswith("pipeline 1 has waited 0.2 s for pipeline 0's part of step 0")

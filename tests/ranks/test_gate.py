@@ -20,7 +20,7 @@ from avgpipe.ranks.mirror import told_by
 from avgpipe.ranks.relay import Relay
 from avgpipe.ranks.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
-from tests.cli.command import wait_for
+from tests.patience import wait_until
 from tests.ranks.test_coordinator import Served, enter, heard, served
 
 SECRET = "a secret that all hosts know"
@@ -32,7 +32,7 @@ class Joining:
     def __init__(self, one: Served, gates: Gates, folder: Path) -> None:
         self.relay = Relay(Trunk.connect(parse_address(gates.address), SECRET.encode()), folder)
         self._place = self.relay.listen(environment("elsewhere", "a token", 1, 1))
-        wait_for(lambda: 0 in gates)
+        wait_until(lambda: 0 in gates)
         gates[0].group = 1
 
     def connect(self, group: int = 1, **changes: Any) -> Connection:

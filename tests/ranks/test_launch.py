@@ -22,7 +22,8 @@ from avgpipe.ranks.launch import (
     tied,
 )
 from avgpipe.ranks.process import PEER_LOST, cores
-from tests.cli.command import ROOT, alive, environment, wait_for
+from tests.cli.command import ROOT, alive, environment
+from tests.patience import limit, wait_until
 
 HERE = "tests.ranks.targets"
 TWO = """
@@ -126,7 +127,7 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
     ) as failure:
         run_on_ranks(f"{HERE}:stops", 2, {"folder": str(tmp_path)}, timeout_s=60)
     assert failure.value.exit_codes == (-signal.SIGKILL, 1)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < limit(20)
 
 
 @pytest.mark.ranks
@@ -152,7 +153,7 @@ def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kil
     with launch.keeping_handlers():
         started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
         poll, found = started.poll_or_kill if kills else started.poll, []
-        wait_for(lambda: found.append(poll()) or found[-1] is not None)
+        wait_until(lambda: found.append(poll()) or found[-1] is not None)
     assert (found[-1].rank, found[-1].reason) == (1, why)
 
 
@@ -195,10 +196,10 @@ def test_workers_go_with_their_parent(tmp_path, number):
         [sys.executable, "-c", code], env=environment(), cwd=ROOT, stderr=subprocess.DEVNULL
     )
     try:
-        wait_for(lambda: len(workers_of(tmp_path)) == 2)
+        wait_until(lambda: len(workers_of(tmp_path)) == 2)
         parent.send_signal(number)
         assert parent.wait(20) != 0
-        wait_for(lambda: not any(map(alive, workers_of(tmp_path))), 20)
+        wait_until(lambda: not any(map(alive, workers_of(tmp_path))), 20)
     finally:
         parent.kill()
 
@@ -208,7 +209,7 @@ def test_nothing_waits_when_a_worker_cannot_be_started():
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=r"No module named 'tests\.nothing'"):
         run_on_ranks("tests.nothing:here", 1, {}, timeout_s=60)
-    assert time.monotonic() - begin < 30
+    assert time.monotonic() - begin < limit(30)
 
 
 # Rank 0 ends by itself, once rank 1 has been killed.
@@ -227,7 +228,7 @@ def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_
     command = tied("stderr", sys.executable, "-c", KILLED, str(tmp_path))
     with launch.keeping_handlers():
         started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
-        wait_for(lambda: len(started._exit_codes()) == 2)
+        wait_until(lambda: len(started._exit_codes()) == 2)
         found = started.poll_or_kill()
     assert (found.rank, found.exit_codes) == (1, (1, -signal.SIGKILL))
 
@@ -241,10 +242,10 @@ def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
     command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
     with launch.keeping_handlers():
         started = start([command], tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
-        wait_for((tmp_path / "child").exists)
+        wait_until((tmp_path / "child").exists)
         started.kill()
-        wait_for(lambda: started.poll() is not None)
-    wait_for(lambda: not alive(int((tmp_path / "child").read_text())))
+        wait_until(lambda: started.poll() is not None)
+    wait_until(lambda: not alive(int((tmp_path / "child").read_text())))
 
 
 @pytest.mark.ranks
@@ -255,7 +256,7 @@ def test_a_launcher_that_outlives_its_terminal_does_so(tmp_path):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         started = start([command], tmp_path, {"PYTHONPATH": f"{ROOT}/python"})
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-        wait_for(lambda: started.poll() is not None)
+        wait_until(lambda: started.poll() is not None)
 
 
 def test_a_second_signal_ends_all_at_once():

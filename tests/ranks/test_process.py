@@ -4,7 +4,8 @@ import signal
 import subprocess
 import sys
 
-from tests.cli.command import alive, environment, wait_for
+from tests.cli.command import alive, environment
+from tests.patience import limit, wait_until
 
 PARENT = """
 import os, subprocess, sys
@@ -23,8 +24,8 @@ def test_a_tied_process_ends_when_its_parent_is_killed():
     parent = start(PARENT)
     child = int(parent.stdout.readline())
     parent.kill()
-    parent.wait(timeout=20)
-    wait_for(lambda: not alive(child), timeout_s=20)
+    parent.wait(timeout=limit(20))
+    wait_until(lambda: not alive(child), 20)
 
 
 def test_a_process_whose_parent_has_ended_before_does_not_begin():
@@ -38,6 +39,6 @@ def test_a_process_whose_parent_has_ended_before_does_not_begin():
         "-c",
         "print('begun')",
     ]
-    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=20)
+    run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit(20))
     assert run.returncode == 128 + signal.SIGTERM
     assert run.stdout == ""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from avgpipe.ranks.process import keep_freed_memory, launch_environment
+from tests.patience import limit
 
 NAMES = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"]
 needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="settings of glibc")
@@ -42,7 +43,7 @@ def faults(keep: bool, **environment: str) -> tuple[str, int]:
         capture_output=True,
         text=True,
         check=True,
-        timeout=120,
+        timeout=limit(120),
     )
     kept, count = done.stdout.split()
     return kept, int(count)
@@ -119,7 +120,12 @@ print((kept - before) >> 20, (_resident_bytes() - before) >> 20)
 """
     others = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", code],
+        env=others,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=limit(120),
     )
     kept, left = map(int, done.stdout.split())
     assert kept >= 190

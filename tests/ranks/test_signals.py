@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from tests.cli.command import environment, wait_for
+from tests.cli.command import environment
+from tests.patience import limit, wait_until
 
 BUSY = """
 import ctypes, sys
@@ -33,7 +34,7 @@ def test_a_signal_ends_a_process_that_waits_in_a_library(number, grace):
     process = start(BUSY.format(grace=grace))
     assert process.stdout.readline() == "ready\n"
     process.send_signal(number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=limit(20))
     assert process.returncode == 128 + number
     assert output == f"{number.name}\n"
 
@@ -53,7 +54,7 @@ def test_a_second_signal_cuts_the_grace_short():
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=limit(20))
     assert process.returncode == 128 + signal.SIGINT
 
 
@@ -69,7 +70,7 @@ with ending_on_signals(lambda s: sys.exit("ended"), 60.0):
     os.kill(os.getpid(), signal.SIGCHLD)
 print("went on")
 """
-    output, _ = (process := start(code)).communicate(timeout=20)
+    output, _ = (process := start(code)).communicate(timeout=limit(20))
     assert (process.returncode, output) == (0, "went on\n")
 
 
@@ -83,7 +84,7 @@ with ending_on_signals(print):
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 assert signal.set_wakeup_fd(-1) == -1
 """
-    assert start(code).wait(timeout=20) == 0
+    assert start(code).wait(timeout=limit(20)) == 0
 
 
 TRAINS = """
@@ -113,7 +114,7 @@ def trains(by="SIGTERM", within=60.0, grace=0.0):
 def test_a_process_that_is_preempted_ends_by_itself(by):
     process = trains(by)
     process.send_signal(signal.Signals[by])
-    assert process.communicate("\n", timeout=20) == ("told\nsaved\n", "")
+    assert process.communicate("\n", timeout=limit(20)) == ("told\nsaved\n", "")
     assert process.returncode == 0
 
 
@@ -139,12 +140,12 @@ def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order
     process = trains("SIGUSR2", grace=60.0)
     for name in order.split():
         process.send_signal(signal.Signals[name])
-    assert process.communicate("\n", timeout=20) == ("told\nsaved\n", "")
+    assert process.communicate("\n", timeout=limit(20)) == ("told\nsaved\n", "")
 
 
 def test_a_process_is_asked_what_it_is_doing():
     process = trains()
     process.send_signal(signal.SIGUSR1)
-    wait_for(lambda: "avgpipe: computing" in process.stderr.readline())
+    wait_until(lambda: "avgpipe: computing" in process.stderr.readline())
     process.send_signal(signal.SIGTERM)
-    assert process.communicate("\n", timeout=20)[0] == "told\nsaved\n"
+    assert process.communicate("\n", timeout=limit(20))[0] == "told\nsaved\n"

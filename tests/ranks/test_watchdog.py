@@ -18,7 +18,8 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.ranks.world import Watchdog, since
-from tests.links.ends import LINKS, eventually
+from tests.links.ends import LINKS
+from tests.patience import limit, wait_until
 from tests.runner import Ranks, touch
 from tests.runtime.cases import momentum
 
@@ -56,9 +57,9 @@ def watched() -> Any:
 
 def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
     world, _, doing, _ = watched
-    eventually(lambda: world.told_all == ["F0"])
+    wait_until(lambda: world.told_all == ["F0"])
     doing[0] = "B0"
-    eventually(lambda: world.told_all == ["F0", "B0"])
+    wait_until(lambda: world.told_all == ["F0", "B0"])
 
 
 def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
@@ -109,7 +110,7 @@ class Waits(nn.Module):
         self.count[where] += 1
         if self.where == where and self.count[where] == self.at:
             touch("in")
-            eventually(Path(os.environ["TEST_FOLDER"], "go").exists, 100)
+            wait_until(Path(os.environ["TEST_FOLDER"], "go").exists, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.note("forward")
@@ -150,7 +151,7 @@ def train(
 def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
     workers = Ranks(3, train, K=3, stage=1, at=3, where="backward", link=link)
     workers.wait_for(1, "in")
-    workers.processes[2].join(60)
+    workers.processes[2].join(limit(60))
     assert workers.processes[2].exitcode == 0, workers.outputs()[2]
     time.sleep(1.2)  # for whoever wrongly minds: two ticks of its watchdog
     assert workers.processes[0].is_alive(), workers.outputs()[0]
@@ -168,7 +169,7 @@ def test_a_hung_layer_is_named_on_every_rank(link: str, stage: int) -> None:
     workers = Ranks(3, train, K=3, stage=stage, at=1, where="forward", link=link, timeout_s=timeout_s)
     others = [rank for rank in range(3) if rank != stage]
     for rank in others:
-        workers.processes[rank].join(60)
+        workers.processes[rank].join(limit(60))
     workers.kill(stage)
     ends = workers.join(10)
     for rank in others:

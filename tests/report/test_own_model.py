@@ -13,6 +13,7 @@ import avgpipe
 from avgpipe.ranks.process import STORE_FILE
 from avgpipe.report.own_model import trained
 from tests.cli.command import environment
+from tests.patience import limit
 from tests.report.own_models import add_line, broken, data, held_out_loss, make_loader, make_model, sgd
 
 pytestmark = pytest.mark.timeout(300)
@@ -108,7 +109,7 @@ def test_a_script_compares_its_own_functions(guard, said, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard))
     command = [sys.executable, "script.py"]
     run = subprocess.run(
-        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200
+        command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=limit(200)
     )
     assert said in run.stdout, run.stderr
 

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
+from tests.patience import limit, wait_until
 from tests.runner import Ranks
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -39,7 +39,7 @@ def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -
     ranks.kill(victim)
     started = time.monotonic()
     ends = ranks.join(15)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < limit(15)
     for rank, (code, output) in enumerate(ends):
         if rank != victim:
             assert code == 1, output
@@ -102,7 +102,7 @@ def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
 def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
     ranks = Ranks(3, with_layer, kind="hangs", timeout_s=6)
     for process in ranks.processes[:2]:
-        process.join(40)
+        process.join(limit(40))
     ranks.processes[2].kill()
     texts = [
         f"rank {rank} waited 6 s for the gradient of micro-batch 0 of batch 0 from stage {rank + 1} "
@@ -114,10 +114,3 @@ def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
         assert code == 1
         assert any(text in output for text in texts), output[-1500:]
         assert hung in output or "waiting for the gradient of micro-batch 0 of batch 0 from stage 2" in output
-
-
-def wait_until(condition: Any, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true in time"
-        time.sleep(0.05)

@@ -21,7 +21,7 @@ from avgpipe.ranks.world import World
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
-from tests.links.ends import eventually
+from tests.patience import wait_until
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -133,7 +133,7 @@ def test_over_the_host_a_thread_waits_and_then_the_lane(gloo: Summing) -> None:
     key = gloo.batch(0)
     assert key not in gloo.mailbox
     gloo.works[0].done.set()
-    eventually(lambda: key in gloo.mailbox)
+    wait_until(lambda: key in gloo.mailbox)
     assert not gloo.lane.follows(gloo.works[0].operation)
     gloo.take(key)
     assert gloo.selected == [CUDA]

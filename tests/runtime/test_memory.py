@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import limit
+
 STATUS = Path("/proc/self/status")
 
 # A string of 32 bytes that each call of an operator left behind, one call for each parameter group, came to megabytes
@@ -54,7 +56,7 @@ def test_two_pipelines_need_no_more_memory_after_23000_batches_than_after_3000()
         capture_output=True,
         text=True,
         check=True,
-        timeout=220,
+        timeout=limit(220),
     )
     early, late = map(int, done.stdout.split())
     assert late - early < 512 << 10, f"{(late - early) / 20000:.1f} bytes more with each batch"

@@ -16,6 +16,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.ranks import world
 from avgpipe.runtime import pace
 from tests.isolated import Isolated
+from tests.patience import Deadline
 from tests.runner import run
 from tests.runtime.cases import momentum
 
@@ -48,7 +49,7 @@ def slow(isolate: bool = False) -> list[str]:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("avgpipe").addHandler(handler)
     layers = [Spins(1e-3, 1e-3, 0), Spins(2e-3, 12e-3, 1000)]
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = Deadline(_LIMIT_S)
     batch = torch.zeros(4, 4), torch.zeros(4, dtype=torch.long)
 
     several: Any = {"pipelines": 2, "micro_batches": 4, "isolate": True} if isolate else {"micro_batches": 2}
@@ -56,7 +57,7 @@ def slow(isolate: bool = False) -> list[str]:
     with Pipeline(nn.Sequential(*layers), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
         for result in p.train(repeat(batch)):
             # Every rank must end after the same batch.
-            if result.batch % 50 == 49 and p.once("end", lambda: bool(said) or time.monotonic() > deadline):
+            if result.batch % 50 == 49 and p.once("end", lambda: bool(said) or deadline.has_passed):
                 break
     return [*said, os.environ["RANK"]]
 

@@ -29,6 +29,7 @@ from avgpipe.ranks.generation import GENERATION, announcement, prospect, waited_
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import STORE_FILE
 from avgpipe.testing import fail_at
+from tests.patience import Deadline
 from tests.runner import Ranks
 
 _LIMIT_S = 60
@@ -56,7 +57,7 @@ def replaced(size: int, most: int = 3, function: Any = None, **arguments: Any) -
     environment = {GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""}
     ranks = Ranks(size, function or train, environment=environment, **arguments)
     store, count = dist.FileStore(str(ranks.folder / "store")), 0  # type: ignore[attr-defined]
-    deadline = time.monotonic() + _LIMIT_S
+    deadline = Deadline(_LIMIT_S)
     while any(process.exitcode is None for process in ranks.processes):
         for rank, process in enumerate(ranks.processes):
             if store.check([waited_for(count)]) and is_stopped(process.pid or 0):
@@ -66,7 +67,7 @@ def replaced(size: int, most: int = 3, function: Any = None, **arguments: Any) -
                 ranks.replace(rank, {GENERATION: str(count)})
                 store.set(prospect(count), json.dumps([rank]))
                 store.set(announcement(count), json.dumps([rank]))
-        assert time.monotonic() < deadline, ranks.outputs()
+        assert not deadline.has_passed, ranks.outputs()
         ranks.processes[0].join(0.01)
     return ranks.results(), count
 

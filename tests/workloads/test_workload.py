@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from avgpipe.workloads import DataNotFound, build_workload, check_workload, workload_names
+from tests.patience import limit
 
 
 def test_names():
@@ -68,4 +69,4 @@ def test_check_tells_what_the_workload_will_be(text_folder):
 
 def test_names_need_no_torch():
     code = "import sys, avgpipe.workloads as w; w.workload_names(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=limit(60))

@@ -1,0 +1,60 @@
+"""How long tests wait: the one place that scales their wall limits.
+
+A limit in a test is written for an idle machine. ``limit`` multiplies it by the processes that want to run for each
+core, or by ``AVGPIPE_TEST_PATIENCE`` where that is set, so that load alone fails no test. Time limits under test, such
+as ``timeout_s=2`` of a Pipeline, are not scaled where the test waits for them to pass.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+VARIABLE = "AVGPIPE_TEST_PATIENCE"
+T = TypeVar("T")
+
+
+def patience() -> float:
+    """The factor of all wall limits at this moment: 1 on an idle machine."""
+    if chosen := os.environ.get(VARIABLE):
+        return float(chosen)
+    return max(1.0, _wanting() / len(os.sched_getaffinity(0)))
+
+
+def _wanting() -> float:
+    """Processes that want a core: now, or over the last minute, whichever are more."""
+    fields = dict(line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines())
+    return max(float(fields["procs_running"]), os.getloadavg()[0])
+
+
+def limit(seconds: float) -> float:
+    """How long to wait for what takes ``seconds`` at most on an idle machine."""
+    return seconds * patience()
+
+
+class Deadline:
+    """A limit that grows while it runs, if the machine gets busier."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._begin, self._most = seconds, time.monotonic(), patience()
+
+    @property
+    def left_s(self) -> float:
+        self._most = max(self._most, patience())
+        return self._begin + self._seconds * self._most - time.monotonic()
+
+    @property
+    def has_passed(self) -> bool:
+        return self.left_s <= 0
+
+
+def wait_until(condition: Callable[[], T], seconds: float = 60) -> T:
+    """Look until ``condition()`` is true, as another thread or process has its own time; returns its value."""
+    deadline = Deadline(seconds)
+    while not (value := condition()):
+        assert not deadline.has_passed, "the condition did not come true in time"
+        time.sleep(0.01)
+    return value

@@ -1,0 +1,66 @@
+"""Which tests start processes: those marked ``ranks``. A test without the mark that starts one fails."""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import os
+import sys
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# What torch.compile, torch's extensions and the standard library call; none of them runs Python.
+_TOOLS = {"as", "c++", "cc", "g++", "gcc", "git", "ld", "ldconfig", "lscpu", "ninja", "nvcc", "objdump", "uname"}
+_FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+
+_started: list[str] = []  # since this process began to look
+_BEFORE = pytest.StashKey[int]()
+_of_fixtures: dict[Any, list[str]] = {}
+
+
+def _see(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in _FORKS:
+        _started.append(event)
+    elif event == "subprocess.Popen":
+        command = arguments[1]
+        words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
+        if Path(os.fsdecode(words[0]).split()[0]).name not in _TOOLS:
+            _started.append(" ".join(map(os.fsdecode, words)))
+
+
+def pytest_configure() -> None:
+    sys.addaudithook(_see)
+    start = multiprocessing.process.BaseProcess.start
+
+    def noted(self: multiprocessing.process.BaseProcess) -> None:  # a server may fork it, which nothing here hears of
+        _started.append(f"multiprocessing: {self.name}")
+        start(self)
+
+    multiprocessing.process.BaseProcess.start = noted  # type: ignore[method-assign]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: Any) -> Generator[None, Any, Any]:
+    """A fixture of several tests starts its processes for all of them, whichever comes first."""
+    before = len(_started)
+    value = yield
+    if fixturedef.scope != "function":
+        _of_fixtures[fixturedef] = _started[before:]
+    return value
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[_BEFORE] = len(_started)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
+    result = yield
+    if not item.get_closest_marker("ranks"):
+        fixtures = [f for defs in item._fixtureinfo.name2fixturedefs.values() for f in defs]
+        started = [*_started[item.stash[_BEFORE] :], *(p for f in fixtures for p in _of_fixtures.get(f, []))]
+        assert not started, f"a test that starts processes needs the mark 'ranks': {started[0][:200]}"
+    return result
