@@ -12,7 +12,21 @@ from typing import Any
 import pytest
 
 # What torch.compile, torch's extensions and the standard library call; none of them runs Python.
-_TOOLS = {"as", "c++", "cc", "g++", "gcc", "git", "ld", "ldconfig", "lscpu", "ninja", "nvcc", "objdump", "uname"}
+_TOOLS = {
+    "as",
+    "c++",
+    "cc",
+    "g++",
+    "gcc",
+    "git",
+    "ld",
+    "ldconfig",
+    "lscpu",
+    "ninja",
+    "nvcc",
+    "objdump",
+    "uname",
+}
 _FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
 _started: list[str] = []  # since this process began to look
@@ -34,7 +48,9 @@ def pytest_configure() -> None:
     sys.addaudithook(_see)
     start = multiprocessing.process.BaseProcess.start
 
-    def noted(self: multiprocessing.process.BaseProcess) -> None:  # a server may fork it, which nothing here hears of
+    def noted(
+        self: multiprocessing.process.BaseProcess,
+    ) -> None:  # a server may fork it, which nothing here hears of
         _started.append(f"multiprocessing: {self.name}")
         start(self)
 

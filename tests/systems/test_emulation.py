@@ -1,22 +1,19 @@
-"""The emulations follow recurrences in plain numbers, plain training, and each other where they must meet."""
+"""The emulations follow recurrences in plain numbers; what else they do, `test_semantics.py` holds against the runtime."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches
-from tests.runtime.cases import train_on_one_device as plainly
-from tests.runtime.norms import image_batches, image_model, slow_training
+from tests.runtime.cases import language_model, momentum, token_batches
 from tests.systems import emulation
-from tests.systems.emulation import Case, by_counted
+from tests.systems.emulation import Case
 
 # ---- one number a stage --------------------------------------------------------------------------------------------
 
@@ -94,7 +91,7 @@ def assert_follows(trained: Any, expected: tuple[list[float], list[float]]) -> N
 
 
 LIMITS = pytest.mark.parametrize("limit", [None, 0.3])
-STAGES = pytest.mark.parametrize("K", [1, 2, 3, 4])
+STAGES = pytest.mark.parametrize("K", [1, 3])
 
 
 def clip_of(limit: float | None) -> float:
@@ -124,7 +121,7 @@ def test_vertical_sync_delays_all_stages_as_the_first(K: int) -> None:
     assert_follows(emulation.pipedream(chain(K), batches, K, vertical_sync=True), expected)
 
 
-@pytest.mark.parametrize("K", [2, 3, 4])
+@pytest.mark.parametrize("K", [2, 4])
 def test_without_stash_a_backward_uses_the_newest_weights(K: int) -> None:
     batches = points(12)
     naive = emulation.pipedream(chain(K), batches, K, stash=False)
@@ -200,8 +197,8 @@ def test_a_stage_alternates_across_batches() -> None:
     )
 
 
-@pytest.mark.parametrize("M", [1, 2, 3, 5])
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
+@pytest.mark.parametrize("M", [1, 2])
+@pytest.mark.parametrize("K", [2, 4])
 def test_versions_of_pipedream(K: int, M: int) -> None:
     """(K-1-k) micro-batches behind are as many batches, rounded up."""
     case, batches = chain(4, micro_batches=M), points(8, samples=5)
@@ -212,45 +209,9 @@ def test_versions_of_pipedream(K: int, M: int) -> None:
     assert got == [[max(0, j - delays[0])] * K for j in range(8)]
 
 
-def test_after_a_drain_all_stages_have_all_updates() -> None:
-    got = emulation.pipedream(chain(3), points(7), 3, drains={2}).versions
-    assert got == [[0, 0, 0], [0, 0, 1], [0, 1, 2], [3, 3, 3], [3, 3, 4], [3, 4, 5], [4, 5, 6]]
-
-
-# ---- models with everything that makes equality hard ---------------------------------------------------------------
+# ---- a model -------------------------------------------------------------------------------------------------------
 
 LOSS = nn.CrossEntropyLoss()
-
-
-def halved(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
-
-
-def language(**options: Any) -> Case:
-    """Seven layers; embedding and decoder are tied, first stage to last."""
-    settings = {"loss_fn": LOSS, "optimizer": momentum, "micro_batches": 4, "clip_grad_norm": 0.3}
-    return Case(language_model, **(settings | options))
-
-
-VARIANTS = [
-    {},
-    {"clip_grad_norm": None},
-    {"optimizer": adamw},
-    {"lr_scheduler": halved},
-    {"layers": partial(language_model, frozen=True)},
-    {"loss_fn": nn.CrossEntropyLoss(ignore_index=3), "shares": by_counted(3)},
-    {"bounds": {2: [0, 6, 7], 3: [0, 1, 2, 7], 4: [0, 3, 4, 5, 7]}},
-]
-ALL = pytest.mark.parametrize("options", VARIANTS, ids=lambda options: ",".join(options) or "plain")
-
-
-def variant(options: dict[str, Any]) -> Case:
-    return replace(language(), **options)
-
-
-def assert_same(one: Any, other: Any) -> None:
-    assert one.losses == pytest.approx(other.losses, abs=1e-11)
-    assert_same_state(one.state, other.state, 1e-11)
 
 
 def assert_tied_copies_are_one(trained: Any) -> None:
@@ -258,63 +219,13 @@ def assert_tied_copies_are_one(trained: Any) -> None:
     assert torch.equal(embedding, decoder)
 
 
-@ALL
-@pytest.mark.parametrize("K", [1, 3])
-def test_one_device_is_plain_training(K: int, options: dict[str, Any]) -> None:
-    case, batches = variant(options), token_batches(4, 9, last=3)
-    trained = emulation.one_device(case, batches, K)
-    losses, state = plainly(
-        case.layers(), batches, case.loss_fn, case.optimizer, case.clip_grad_norm, case.lr_scheduler
-    )
-    assert trained.losses == pytest.approx(losses, abs=1e-11)
-    assert_same_state(trained.state, state, 1e-11)
-    assert_tied_copies_are_one(trained)
-
-
-@ALL
-@pytest.mark.parametrize("K", [1, 2, 3, 4])
-def test_pipedream_that_always_drains_is_one_device(K: int, options: dict[str, Any]) -> None:
-    case, batches = variant(options), token_batches(3, 9, last=3)
-    assert_same(emulation.pipedream(case, batches, K, drains=range(3)), emulation.one_device(case, batches))
-
-
-@ALL
-def test_pipedream_of_one_stage_is_one_device(options: dict[str, Any]) -> None:
-    case, batches = variant(options), token_batches(3, 9)
-    expected = emulation.one_device(case, batches)
-    for settings in ({}, {"stash": False}, {"vertical_sync": True}, {"drains": {1}}):
-        assert_same(emulation.pipedream(case, batches, 1, **settings), expected)
-
-
-@ALL
-@pytest.mark.parametrize("K", [2, 3, 4])
-def test_pipedream_in_sync_with_enough_micro_batches_is_2bw(K: int, options: dict[str, Any]) -> None:
-    """Two ways to one place: the event loop over stages, and the loop over batches."""
-    case, batches = variant(options), token_batches(5, 9)
-    ours = emulation.pipedream(case, batches, K, vertical_sync=True)
-    assert_same(ours, emulation.two_buffered(case, batches, K))
-    assert_tied_copies_are_one(ours)
-
-
-@ALL
-def test_2bw_does_not_depend_on_the_stages(options: dict[str, Any]) -> None:
-    case, batches = variant(options), token_batches(5, 9)
-    all_of_them = [emulation.two_buffered(case, batches, K) for K in (1, 2, 3, 4)]
-    for one, other in pairwise(all_of_them):
-        assert_same(one, other)
-    flushed = emulation.one_device(case, batches)
-    assert max(abs(a - b) for a, b in zip(flushed.losses, all_of_them[0].losses)) > 1e-4
-
-
-def test_2bw_refuses_fewer_micro_batches_than_stages() -> None:
-    with pytest.raises(ValueError, match="at least K = 3 micro-batches, not 2"):
-        emulation.two_buffered(language(micro_batches=2), token_batches(1, 9), 3)
-
-
-@ALL
 @pytest.mark.parametrize("M", [1, 3])
-def test_pipelines_differ_where_they_must(M: int, options: dict[str, Any]) -> None:
-    case, batches = replace(variant(options), micro_batches=M), token_batches(8, 9)
+def test_pipelines_differ_where_they_must(M: int) -> None:
+    """So that a comparison with the runtime can tell one from another. Embedding and decoder are tied."""
+    case, batches = (
+        Case(language_model, LOSS, momentum, micro_batches=M, clip_grad_norm=0.3),
+        token_batches(8, 9),
+    )
     runs = {
         "one device": emulation.one_device(case, batches),
         "pipedream": emulation.pipedream(case, batches, 3),
@@ -327,66 +238,6 @@ def test_pipelines_differ_where_they_must(M: int, options: dict[str, Any]) -> No
         for other, theirs in runs.items():
             apart = max(float((trained.state[n] - theirs.state[n]).abs().max()) for n in trained.state)
             assert name == other or apart > 1e-6, (name, other)
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_learning_rate_of_zero_changes_nothing(optimizer: Any) -> None:
-    case, batches = language(optimizer=partial(optimizer, lr=0.0)), token_batches(4, 9)
-    before = nn.Sequential(*case.layers()).state_dict()
-    losses = [float(LOSS(nn.Sequential(*case.layers())(x), y).detach()) for x, y in batches]
-    for trained in (
-        emulation.one_device(case, batches),
-        emulation.pipedream(case, batches, 3),
-        emulation.pipedream(case, batches, 3, stash=False),
-        emulation.two_buffered(case, batches, 3),
-    ):
-        assert trained.losses == pytest.approx(losses, abs=1e-12)
-        assert_same_state(trained.state, before, 0)
-    averaged = emulation.elastic(case, batches, 2)
-    assert averaged.losses == pytest.approx(losses, abs=1e-12)
-    for state in (averaged.reference, *averaged.replicas):
-        assert_same_state(state, before, 1e-15)
-
-
-# ---- BatchNorm -----------------------------------------------------------------------------------------------------
-
-
-def images(**options: Any) -> Case:
-    return Case(partial(image_model, twice=True, **options), LOSS, momentum)
-
-
-@pytest.mark.parametrize("norm", [{}, {"momentum": None}, {"momentum": 0.3}], ids=str)
-def test_batch_norms_of_whole_batches_are_those_of_torch(norm: dict[str, Any]) -> None:
-    case, batches = images(**norm), image_batches(3)
-    losses, state = plainly(case.layers(), batches, LOSS, momentum)
-    trained = emulation.one_device(case, batches, 3)
-    assert trained.losses == pytest.approx(losses, abs=1e-11)
-    assert_same_state(trained.state, state, 1e-11)
-
-
-def test_batch_norms_see_the_whole_batch() -> None:
-    case, batches = replace(images(), micro_batches=3), image_batches(3, last=7)
-    trained = emulation.one_device(case, batches)
-    losses, state = slow_training(case.layers(), batches, 3)
-    assert trained.losses == pytest.approx(losses, abs=1e-11)
-    assert_same_state(trained.state, state, 1e-11)
-
-
-def test_batch_norms_count_in_the_order_of_updates() -> None:
-    """Statistics of the inputs themselves do not depend on weights, so no system may change them."""
-
-    def layers() -> list[nn.Module]:
-        return [nn.BatchNorm2d(2), *image_model()]
-
-    case, batches = Case(lambda: [x.double() for x in layers()], LOSS, momentum), image_batches(4)
-    expected = emulation.one_device(case, batches)
-    for M, K in ((1, 3), (3, 3), (3, 2)):
-        cut = replace(case, micro_batches=M)
-        runs = [emulation.pipedream(cut, batches, K), emulation.pipedream(cut, batches, K, stash=False)]
-        for trained in [*runs, emulation.two_buffered(cut, batches, K)] if M >= K else runs:
-            for name in ("0.running_mean", "0.running_var", "0.num_batches_tracked"):
-                torch.testing.assert_close(trained.state[name], expected.state[name], rtol=0, atol=1e-12)
-            assert int(trained.state["2.num_batches_tracked"]) == 4
 
 
 # ---- replicas ------------------------------------------------------------------------------------------------------
@@ -420,8 +271,7 @@ def elastic_recurrence(
     return z, x
 
 
-@pytest.mark.parametrize("count", [12, 13, 17])
-@pytest.mark.parametrize("period", [1, 2])
+@pytest.mark.parametrize(("count", "period"), [(12, 1), (17, 2)])
 @pytest.mark.parametrize(("rule", "staleness"), [("avgpipe", 0), ("avgpipe", 1), ("easgd", 0), ("easgd", 1)])
 @pytest.mark.parametrize(("N", "alpha"), [(2, None), (3, None), (3, 0.2)])
 def test_replicas_follow_the_rules(
@@ -435,34 +285,3 @@ def test_replicas_follow_the_rules(
     z, x = elastic_recurrence(batches, N, rule, staleness, period, alpha)
     assert numbers(got.reference) == pytest.approx([z], abs=1e-12)
     assert [numbers(state)[0] for state in got.replicas] == pytest.approx(x, abs=1e-12)
-
-
-@ALL
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_one_replica_is_one_device(staleness: int, options: dict[str, Any]) -> None:
-    case, batches = variant(options), token_batches(3, 9)
-    averaged = emulation.elastic(case, batches, 1, staleness=staleness)
-    expected = emulation.one_device(case, batches)
-    assert averaged.losses == pytest.approx(expected.losses, abs=1e-11)
-    for state in (averaged.reference, *averaged.replicas):
-        assert_same_state(state, expected.state, 1e-11)
-
-
-def test_without_elasticity_replicas_are_strangers() -> None:
-    case, batches = language(optimizer=adamw, lr_scheduler=halved), token_batches(6, 9)
-    averaged = emulation.elastic(case, batches, 2, alpha=0.0)
-    alone = [emulation.one_device(case, batches[i::2]) for i in range(2)]
-    assert averaged.losses[0::2] == alone[0].losses
-    for state, expected in zip(averaged.replicas, alone):
-        assert_same_state(state, expected.state, 0)
-    mean = {n: (alone[0].state[n] + alone[1].state[n]) / 2 for n in averaged.reference}
-    assert_same_state(averaged.reference, mean, 1e-12)
-
-
-def test_buffers_of_the_reference_are_means() -> None:
-    averaged = emulation.elastic(images(), image_batches(5), 2)
-    for name in ("1.running_mean", "1.running_var"):
-        values = [state[name] for state in averaged.replicas]
-        torch.testing.assert_close(averaged.reference[name], (values[0] + values[1]) / 2, rtol=1e-12, atol=0)
-    assert [int(state["1.num_batches_tracked"]) for state in averaged.replicas] == [3, 2]
-    assert int(averaged.reference["1.num_batches_tracked"]) == 3
