@@ -25,9 +25,21 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_timeout_set_timer(item, settings):
-    """Give each test its limit times what the machine's load makes of it."""
-    scaled = settings._replace(timeout=patience.limit(settings.timeout))
-    return pytest_timeout.pytest_timeout_set_timer(item, scaled)
+    """The time limit of a test grows with the machine's load, before it begins and while it runs."""
+    deadline = patience.Deadline(settings.timeout)
+    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=deadline.left_s))
+    fail = signal.getsignal(signal.SIGALRM)
+    if not callable(fail):  # the limit is a thread's
+        return True
+
+    def look_again(number, frame):
+        if deadline.has_passed:
+            fail(number, frame)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, deadline.left_s)
+
+    signal.signal(signal.SIGALRM, look_again)
+    return True
 
 
 def pytest_runtest_setup(item):

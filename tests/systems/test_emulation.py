@@ -1,4 +1,4 @@
-"""The emulations follow recurrences in plain numbers; what else they do, `test_semantics.py` holds against the runtime."""
+"""The emulations follow recurrences in plain numbers; `test_semantics.py` compares the rest with the runtime."""
 
 from __future__ import annotations
 
