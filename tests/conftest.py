@@ -8,6 +8,7 @@ import signal
 import pytest
 import pytest_timeout
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests import patience, processes
 from tests.happens_before import plugin
@@ -17,6 +18,10 @@ from tests.scripts import write_script  # noqa: F401 (a fixture of all tests)
 # A background job of a shell ignores SIGINT, and so would the commands that tests interrupt.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How fast examples come is a question of the machine's load.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 
 def pytest_configure(config):

@@ -162,9 +162,7 @@ def test_every_schedule_can_be_run(stages, micro_batches, name):
     assert schedule.name == name
 
 
-advances = st.integers(1, 6).flatmap(
-    lambda stages: st.lists(st.integers(0, 7), min_size=stages, max_size=stages)
-)
+advances = st.lists(st.integers(0, 7), min_size=1, max_size=6)
 
 
 class Circle(Exception):
