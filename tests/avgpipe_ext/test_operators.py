@@ -84,7 +84,7 @@ def test_takes_views_at_any_address(case):
 
 
 @EVERY_CASE
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=0, max_size=5),
     dtype=st.sampled_from(FLOATS),
@@ -144,7 +144,7 @@ def optimizer_cases(draw):
 ANY_CASE = optimizer_cases() | optimizer_cases().map(trial) | st.sampled_from(CASES)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     case=ANY_CASE,
     shape=st.lists(st.integers(0, 9), max_size=4),
@@ -163,7 +163,7 @@ def any_values(case, values, dtype):
     return [t.abs() if name in case.squares else t for name, t in zip(case.tensors, tensors)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     case=ANY_CASE,
     values=st.lists(st.floats(width=32), min_size=1, max_size=40),
@@ -174,7 +174,7 @@ def test_any_values(case, values, dtype):
     check(case, any_values(case, values, dtype))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(case=ANY_CASE, values=st.lists(st.floats(width=32), min_size=1, max_size=40))
 def test_float32_rounds_as_separate_operations_do(case, values):
     """Bit for bit, also for subnormal, huge, infinite numbers and NaN."""

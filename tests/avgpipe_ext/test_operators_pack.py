@@ -61,7 +61,7 @@ def test_casts_are_torchs_own(dtype, to):
 
 
 @pytest.mark.parametrize("to", FLOATS, ids=str)
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(values=st.lists(st.floats(), max_size=50), dtype=st.sampled_from(FLOATS))
 def test_any_values_are_cast_as_torch_casts_them(to, values, dtype):
     tensor = torch.tensor(values, dtype=torch.float64).to(dtype)

@@ -98,7 +98,7 @@ def test_float64_too(way):
     check(way, make_round(way, 3, [(1003,), (7, 3)], wide, wide, wide))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     way=st.sampled_from(sorted(WAYS)),
     replicas=st.integers(1, 5),

@@ -73,7 +73,7 @@ def test_memory_between_parameters_takes_part_in_the_averaging(make, rule):
     assert_close(*ends)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_options_of_any_groups(data):
     adam = data.draw(st.booleans())

@@ -207,7 +207,7 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(TREES, min_size=1, max_size=6))
 def test_any_values_one_after_another(values: list[Any]) -> None:
     wire = Wire()

@@ -189,7 +189,7 @@ def test_a_ring_over_machines_is_as_quick_as_the_links_between_them() -> None:
 RECOMPUTE = st.sampled_from(["never", "except-last", "always"])
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.integers(0, 10**9),
     st.integers(1, 3),

@@ -116,7 +116,7 @@ def test_stages_of_one_worker_have_one_process() -> None:
     assert found.memory_bytes == (stage[0] + stage[2] - 1000, stage[1] + stage[3] - 1000)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(1, 3), st.integers(1, 2), RECOMPUTE, st.integers(0, 5))
 def test_memory_as_a_simulation_counts_it(
     seed: int, stages: int, pipelines: int, recompute: str, more: int
@@ -139,7 +139,7 @@ def test_memory_as_a_simulation_counts_it(
         assert counted == pytest.approx(problem.bytes_with(k, *block, in_flight))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 3), st.integers(1, 2), RECOMPUTE, st.data())
 def test_memory_as_a_share_of_each_workers(
     seed: int, stages: int, pipelines: int, recompute: str, data: st.DataObject

@@ -45,7 +45,7 @@ CLOSE = 1.02
 # ---- time ------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=3))
 def test_no_cut_of_any_shape_is_quicker(seed: int, speeds: list[float]) -> None:
     """Where all shapes that may be best are among the five that are refined: up to three workers, two M, one N."""
@@ -71,7 +71,7 @@ def test_with_more_shapes_hardly_any_is() -> None:
     assert max(ratios) <= 1.03
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9), st.integers(1, 3))
 def test_what_is_found_is_forecast_so(seed: int, workers: int) -> None:
     p = chains.random_profile(seed, 6)
@@ -88,7 +88,7 @@ SPEEDS = st.lists(st.sampled_from([0.5, 1.0, 2.0]), min_size=1, max_size=3)
 SECOND_LANE = st.sampled_from([None, 1.0, 1.2, 1.5, 2.0])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), SPEEDS, SECOND_LANE)
 def test_no_cut_is_below_the_bound_of_its_shape(
     seed: int, speeds: list[float], second_lane: float | None
@@ -115,7 +115,7 @@ def test_no_cut_is_below_the_bound_of_its_shape(
                 assert least_s <= problem.forecast(cut).batch_s + n * PICOSECONDS
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.integers(0, 10**9), SPEEDS, SECOND_LANE)
 def test_the_best_cut_of_a_shape_is_found(seed: int, speeds: list[float], second_lane: float | None) -> None:
     """Also where a device gains by two pipelines: then its work takes less time."""
@@ -199,7 +199,7 @@ def that_fit(found: dict[Way, list[Forecast]], cluster: Cluster) -> dict[Way, li
     return {way: several for way, several in fitting.items() if several}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(1, 3), st.sampled_from([0.7, 0.99, 1.0, 1.2, 2.0]))
 def test_what_is_found_fits(seed: int, workers: int, share: float) -> None:
     """If anything does, with any recomputation, advance and cut; else the least that would is said, and does."""
@@ -247,7 +247,7 @@ def test_within_a_limit_hardly_any_is_quicker() -> None:
     assert max(ratios) <= 1.1
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10**9), st.sampled_from([1, 2]), st.sampled_from([2, 4]), st.sampled_from([1.0, 1.1, 1.4])
 )
@@ -275,7 +275,7 @@ def test_of_the_way_that_is_chosen_no_cut_is_quicker(
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 10**9), st.lists(st.sampled_from([None, 0.2, 0.6, 0.9, 1.5]), min_size=2, max_size=4))
 def test_devices_may_have_different_memory(seed: int, shares: list[float | None]) -> None:
     """And lanes gain, so that several pipelines on one device are tried as well."""

@@ -35,7 +35,7 @@ def problems(draw, most_stages, most_micro_batches):
     return stages, micro_batches, costs, held
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(problems(3, 5), st.integers(1, 2))
 def test_small_problems_have_the_answer_of_an_exhaustive_search(problem, pipelines):
     stages, micro_batches, costs, held = problem
@@ -48,7 +48,7 @@ def test_small_problems_have_the_answer_of_an_exhaustive_search(problem, pipelin
     assert choice.seconds == min(enough)[1]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(problems(3, 6), st.integers(1, 2))
 def test_the_search_for_larger_problems_comes_close_to_the_exhaustive_one(problem, pipelines):
     stages, micro_batches, costs, held = problem
@@ -63,7 +63,7 @@ def test_the_search_for_larger_problems_comes_close_to_the_exhaustive_one(proble
         assert spent <= 1.25 * least
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(problems(5, 8), st.integers(1, 2))
 def test_a_choice_says_what_its_schedule_does(problem, pipelines):
     stages, micro_batches, costs, _ = problem

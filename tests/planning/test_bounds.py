@@ -6,7 +6,7 @@ from avgpipe.schedule import build_schedule
 from tests.planning.problems import cases
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=600)
 @given(cases())
 def test_no_run_is_below_a_bound(case):
     schedule, problem, pipelines, batches = case

@@ -125,7 +125,7 @@ def test_all_against_1f1b_on_4_workers_with_12_micro_batches():
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.data(),
     st.integers(1, 4),

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe.planning.cluster import Cluster, Device, Level
@@ -160,7 +160,6 @@ def lowest_common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 @given(UNITS)
-@settings(deadline=None)
 def test_heights_and_units(units: list[int]) -> None:
     cluster, seat = made(units), seats(units)
     assert cluster.workers == len(seat)
@@ -178,7 +177,6 @@ def test_a_worker_that_is_not_there() -> None:
 
 
 @given(UNITS, st.data())
-@settings(deadline=None)
 def test_senders_of_one_unit_share_its_link(units: list[int], data: st.DataObject) -> None:
     cluster, seat = made(units), seats(units)
     if len(seat) < 2:

@@ -21,7 +21,6 @@ def some_costs(seed: int, layers: int) -> list[float]:
     return [draw.choice([0.0, 1.0, draw.random(), draw.random(), 20 * draw.random()]) for _ in range(layers)]
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 9), st.integers(1, 5), st.data())
 def test_the_best_of_all_cuts(seed: int, layers: int, stages: int, data: st.DataObject) -> None:
     """Of stages of different speeds; and of equally good cuts the one whose last stage begins latest."""
@@ -65,7 +64,7 @@ def test_wrong_numbers_of_stages(stages: object) -> None:
 # ---- stages with replicas ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 6), st.integers(1, 5), st.integers(1, 5), st.booleans())
 def test_the_best_of_all_divisions(
     seed: int, layers: int, workers: int, replicas: int, counted: bool

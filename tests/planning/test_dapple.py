@@ -118,7 +118,7 @@ def _first_free(taken: tuple[int, ...], k: int, plan: Placed) -> tuple[int, ...]
     return tuple(int(begin <= m < begin + taken[0]) for m in range(4))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.floats(0.3, 2))
 def test_none_that_fits_into_memory_has(seed: int, share: float) -> None:
     p = chains.random_profile(seed, most_layers=6)
@@ -177,7 +177,6 @@ def test_policies_choose_devices(policy: object, free: object, count: int, taken
     assert policy(free, 4, count) == taken
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=5), st.data())
 def test_policies_choose_as_one_device_at_a_time(free: list[int], data: st.DataObject) -> None:
     count = data.draw(st.integers(0, sum(free)))

@@ -23,7 +23,7 @@ def busy_ticks(schedule, actions):
 
 
 @pytest.mark.slow
-@settings(max_examples=2500, deadline=None)
+@settings(max_examples=2500)
 @given(cases())
 def test_every_tick_is_that_of_the_reference(case):
     schedule, problem, pipelines, batches = case
@@ -47,7 +47,7 @@ def test_every_tick_is_that_of_the_reference(case):
         assert getattr(without, name).tolist() == getattr(outcome, name).tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_rows_of_actions_run_as_the_loops_that_they_come_from(case):
     schedule, problem, pipelines, batches = case
@@ -56,7 +56,7 @@ def test_rows_of_actions_run_as_the_loops_that_they_come_from(case):
     assert one.records.tolist() == two.records.tolist()
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(cases())
 def test_records_are_in_the_order_of_their_starts(case):
     schedule, problem, pipelines, batches = case

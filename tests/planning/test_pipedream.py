@@ -56,7 +56,7 @@ def test_no_plan_has_a_shorter_bottleneck(workers: int) -> None:
         assert bottleneck(p, stages_of(found), p.link) == pytest.approx(found.value, rel=1e-9), seed
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.data())
 def test_none_of_so_many_stages_does(seed: int, workers: int, data: st.DataObject) -> None:
     p = chains.random_profile(seed)
@@ -67,7 +67,7 @@ def test_none_of_so_many_stages_does(seed: int, workers: int, data: st.DataObjec
     assert found.value == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.floats(0.3, 3))
 def test_none_that_fits_into_memory_does(seed: int, workers: int, share: float) -> None:
     p = chains.random_profile(seed)

@@ -55,7 +55,7 @@ def every(p: Profile, workers: int) -> list[tuple[float, float, int]]:
     return found
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, 10**9), st.integers(1, 4))
 def test_no_plan_is_faster(seed: int, workers: int) -> None:
     p = chains.random_profile(seed)
@@ -68,7 +68,7 @@ def test_no_plan_is_faster(seed: int, workers: int) -> None:
     assert found.value == pytest.approx(max(r for r, _, d in plans if d == depth), rel=1e-9)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.floats(0.3, 3))
 def test_none_that_fits_is_faster(seed: int, workers: int, share: float) -> None:
     p = chains.random_profile(seed)

@@ -7,7 +7,7 @@ from avgpipe.schedule import Action, Schedule, build_schedule
 from tests.planning.problems import cases
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_it_is_what_the_timeline_says(case):
     schedule, problem, pipelines, batches = case

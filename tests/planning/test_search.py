@@ -81,7 +81,6 @@ def made(seed: int, layers: int, placement: Sequence[Sequence[int]], actions: in
     return Table(seed, max(layers, sum(map(len, placement))), placement, actions)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 8), PLACEMENTS)
 def test_the_best_of_all_cuts(seed: int, layers: int, placement: list[tuple[int, ...]]) -> None:
     table = made(seed, layers, placement)
@@ -91,7 +90,7 @@ def test_the_best_of_all_cuts(seed: int, layers: int, placement: list[tuple[int,
     assert seconds == table.seconds(cut) == pytest.approx(best, rel=1e-9)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 10**9), st.integers(1, 8), PLACEMENTS, st.data())
 def test_the_best_of_those_that_fit(
     seed: int, layers: int, placement: list[tuple[int, ...]], data: st.DataObject
@@ -121,7 +120,6 @@ def test_the_best_of_those_that_fit(
     assert seconds == pytest.approx(min(map(table.seconds, fitting)), rel=1e-9)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10**9), st.integers(1, 8), PLACEMENTS)
 def test_the_leanest_cut(seed: int, layers: int, placement: list[tuple[int, ...]]) -> None:
     """Its largest worker is the smallest; with that as the limit of all it is found, with less nothing is."""
@@ -141,7 +139,7 @@ def test_the_leanest_cut(seed: int, layers: int, placement: list[tuple[int, ...]
     assert max(table.worker_bytes(best)) == pytest.approx(least)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(0, 10**9), st.integers(1, 8), PLACEMENTS)
 def test_the_first_cut_balances_work(seed: int, layers: int, placement: list[tuple[int, ...]]) -> None:
     """Or work with transfers, whichever is quicker."""

@@ -46,7 +46,7 @@ def largest(p: Profile, blocks: list[tuple[int, int]], pipelines: int, in_flight
 SCHEDULES = st.sampled_from(["advance-forward", "1f1b", "gpipe", "pipedream", "pipedream-2bw"])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10**9),
     st.integers(1, 4),
@@ -79,7 +79,7 @@ def test_no_cut_takes_less_simulated_time(
     assert found.value == pytest.approx(best, rel=1e-9, abs=1e-10)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.integers(1, 2), st.floats(0.5, 2))
 def test_none_that_fits_into_memory_does(seed: int, stages: int, pipelines: int, share: float) -> None:
     p = chains.random_profile(seed)

@@ -570,7 +570,7 @@ class Program(nn.Module):
         return Swish.apply(a)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS, st.integers(1, 4), st.integers(0, 7), st.integers(0, 255))
 def test_any_graph(steps: list[tuple[int, int, int, int]], outputs: int, wanted: int, trained: int) -> None:
     torch.manual_seed(2)

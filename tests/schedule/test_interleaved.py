@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe.schedule import build_schedule
@@ -79,7 +79,6 @@ def test_breadth_first_of_any_number_of_micro_batches_and_3_stages_per_worker():
 # ---- bounds ----
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 14))
 def test_breadth_first_holds_every_activation_at_once(workers, per_worker, micro_batches):
     schedule = build_schedule("looped-bfs", workers * per_worker, micro_batches, stages_per_worker=per_worker)
@@ -88,7 +87,6 @@ def test_breadth_first_holds_every_activation_at_once(workers, per_worker, micro
     assert schedule.worker_peak_in_flight == [per_worker * micro_batches] * workers
 
 
-@settings(deadline=None)
 @given(st.integers(1, 5), st.integers(2, 4), st.integers(1, 14))
 def test_every_number_of_micro_batches_can_be_run_in_the_published_memory(workers, per_worker, micro_batches):
     stages = workers * per_worker
