@@ -1,0 +1,266 @@
+"""Question: which faults do the tests of every commit miss that the nightly ones find?
+
+    python -m tests.planted --commit unit.cov promises.cov order.cov --nightly nightly.cov --out record.json
+
+Faults of five kinds are planted in the source, one at a time and drawn by a seed: a wrong sign, a dropped term, off by
+one, a missing wait, swapped arguments. Each is looked for by the tests of a commit that run its lines, and if none of
+them fails by the nightly ones. Which tests run which lines is what ``pytest -p tests.covering`` has written down; a map
+whose name contains "order" is of tests under ``--happens-before``. Lines that no test runs get no fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from coverage import CoverageData
+
+from tests.covering import test_of
+from tests.happens_before.plugin import OPTION
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "python" / "avgpipe"
+ROOMS = ("runtime", "elastic", "links", "ranks", "checkpoint")
+LIMIT_S = 900  # for the tests of one map
+WAITS = {
+    *("wait", "wait_until", "join", "synchronize", "acquire", "wait_event", "wait_stream", "record_event", "record"),
+    *("record_stream", "settle", "drain", "finish", "flush", "fsync", "poll", "meet", "barrier", "used_on"),
+}
+SYMMETRIC = {"isinstance", "issubclass", "max", "min", "zip", "print", "hasattr", "cast", "super"}
+ONE_MORE = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
+
+
+class Fault(NamedTuple):
+    file: str
+    line: int
+    last_line: int
+    column: int
+    kind: str
+    before: str
+    after: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.file}:{self.line}:{self.column} {self.kind}"
+
+
+# ---- where faults can be ---------------------------------------------------------------------------------------------
+
+
+def _is_text(node: ast.AST) -> bool:
+    return any(
+        isinstance(n, ast.JoinedStr) or (isinstance(n, ast.Constant) and isinstance(n.value, str))
+        for n in ast.walk(node)
+    )
+
+
+def _wrong(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+    """What can stand in the place of a node, and which kind of fault that is."""
+    changed: Any = copy.deepcopy(node)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub) and not _is_text(node):
+        changed.op = ast.Sub() if isinstance(node.op, ast.Add) else ast.Add()
+        yield "wrong sign", changed
+        yield "dropped term", node.left
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        yield "wrong sign", node.operand
+    elif isinstance(node, ast.BoolOp):
+        changed.values = changed.values[:-1]
+        yield "dropped term", changed if len(changed.values) > 1 else changed.values[0]
+    elif isinstance(node, ast.Compare) and type(node.ops[0]) in ONE_MORE:
+        changed.ops[0] = ONE_MORE[type(node.ops[0])]()  # type: ignore[index]
+        yield "off by one", changed
+    elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant | ast.Slice):
+        for part in ast.walk(changed.slice):
+            if isinstance(part, ast.Constant) and type(part.value) is int:
+                part.value += 1
+                yield "off by one", changed
+                break
+    elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _called(node.value) in WAITS:
+        yield "missing wait", ast.Pass()
+    elif isinstance(node, ast.Call) and len(node.args) > 1 and _called(node) not in SYMMETRIC:
+        first, second = node.args[:2]
+        if ast.dump(first) != ast.dump(second) and not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+            changed.args[:2] = changed.args[1::-1]
+            yield "swapped arguments", changed
+
+
+def _called(node: ast.Call) -> str:
+    function = node.func
+    return (
+        function.attr
+        if isinstance(function, ast.Attribute)
+        else function.id
+        if isinstance(function, ast.Name)
+        else ""
+    )
+
+
+def _nodes(tree: ast.AST) -> Iterator[Any]:
+    """Code that functions run: no annotations, messages of errors, texts for people."""
+    skipped = (ast.Raise, ast.Assert, ast.JoinedStr, ast.arguments)
+
+    def inside(node: ast.AST) -> Iterator[ast.AST]:
+        if isinstance(node, skipped):
+            return
+        if isinstance(node, ast.FunctionDef) and node.name in ("__repr__", "__str__"):
+            return
+        yield node
+        for name, value in ast.iter_fields(node):
+            if name in ("annotation", "returns", "decorator_list"):
+                continue
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST):
+                    yield from inside(child)
+
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            for statement in function.body:
+                if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+                    yield from inside(statement)
+
+
+def faults() -> list[Fault]:
+    """Every fault that can be planted, in the order of the source."""
+    found: dict[Fault, None] = {}
+    for room in ROOMS:
+        for path in sorted((PACKAGE / room).rglob("*.py")):
+            for node in _nodes(ast.parse(path.read_text())):
+                for kind, other in _wrong(node):
+                    place = str(path.relative_to(PACKAGE)), node.lineno, node.end_lineno, node.col_offset
+                    found[Fault(*place, kind, ast.unparse(node)[:90], ast.unparse(other)[:90])] = None
+    return list(found)
+
+
+def planted(source: str, fault: Fault) -> str:
+    tree = ast.parse(source)
+    where = fault.line, fault.last_line, fault.column
+
+    class Plant(ast.NodeTransformer):
+        def visit(self, node: ast.AST) -> Any:
+            if (getattr(node, "lineno", 0), getattr(node, "end_lineno", 0), getattr(node, "col_offset", 0)) == where:
+                for kind, other in _wrong(node):
+                    if kind == fault.kind and ast.unparse(node)[:90] == fault.before:
+                        return ast.copy_location(other, node)
+            return self.generic_visit(node)
+
+    return ast.unparse(ast.fix_missing_locations(Plant().visit(tree)))
+
+
+# ---- who finds them --------------------------------------------------------------------------------------------------
+
+
+class Map:
+    """Which tests run which lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.options = [OPTION] if "order" in path.name else []
+        data = CoverageData(str(path))
+        data.read()
+        self._lines: dict[str, dict[int, list[str]]] = {}
+        for file in data.measured_files():
+            name = file.rpartition("/python/avgpipe/")[2]
+            lines = self._lines.setdefault(name, defaultdict(list))
+            for line, contexts in data.contexts_by_lineno(file).items():
+                lines[line] += contexts
+
+    def tests(self, fault: Fault) -> list[str]:
+        """Those that run the fault's lines, the ones that run little else of the file first."""
+        lines = self._lines.get(fault.file, {})
+        names = {test_of(c) for n in range(fault.line, fault.last_line + 1) for c in lines.get(n, ())} - {""}
+        runs = Counter(test_of(c) for contexts in lines.values() for c in contexts)
+        return sorted(names, key=lambda name: (runs[name], name))
+
+
+def first_failure(fault: Fault, tests: Sequence[str], options: Sequence[str]) -> str:
+    """The first of these tests that fails with the fault, "" if none does."""
+    with tempfile.TemporaryDirectory() as folder:
+        package = Path(folder, "python", "avgpipe")
+        shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+        path = package / fault.file
+        path.write_text(planted(path.read_text(), fault))
+        names = Path(folder, "tests.txt")
+        names.write_text("\n".join(tests))
+        environment = os.environ | {"PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, f"@{names}"]
+        try:
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+            )
+        except subprocess.TimeoutExpired:
+            return f"not ended after {LIMIT_S} s"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
+    return failed[1] if failed else (done.stdout + done.stderr)[-200:]
+
+
+def search(fault: Fault, maps: Sequence[Map]) -> str:
+    for one in maps:
+        if tests := one.tests(fault):
+            if found := first_failure(fault, tests, one.options):
+                return found
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--commit", type=Path, nargs="+", required=True, help="maps of what each commit runs")
+    parser.add_argument("--nightly", type=Path, nargs="*", default=[], help="maps of what else there is")
+    parser.add_argument("--faults", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=46)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the record there, and go on from it if it is there")
+    options = parser.parse_args()
+    commit, nightly = ([Map(path) for path in paths] for paths in (options.commit, options.nightly))
+    candidates = [f for f in faults() if any(one.tests(f) for one in [*commit, *nightly])]
+    by_kind = {kind: [f for f in candidates if f.kind == kind] for kind in sorted({f.kind for f in candidates})}
+    draw = random.Random(options.seed)
+    share = options.faults // len(by_kind)
+    chosen = [f for of_kind in by_kind.values() for f in draw.sample(of_kind, min(share, len(of_kind)))]
+    rows = json.loads(options.out.read_text())["faults"] if options.out and options.out.exists() else []
+    known = {row["name"]: row for row in rows}
+
+    def look(fault: Fault) -> dict[str, Any]:
+        if fault.name in known:
+            return known[fault.name]
+        begin = time.perf_counter()
+        found = search(fault, commit)
+        later = "" if found else search(fault, nightly)
+        seconds = round(time.perf_counter() - begin)
+        return {"name": fault.name, **fault._asdict(), "commit": found, "nightly": later, "seconds": seconds}
+
+    rows = []
+    with ThreadPoolExecutor(options.processes) as pool:
+        for row in pool.map(look, chosen):
+            rows.append(row)
+            who = row["commit"] or (f"NIGHTLY {row['nightly']}" if row["nightly"] else "NOT FOUND")
+            print(f"{row['name']} {row['seconds']} s\n    {row['before']} -> {row['after']}\n    {who}", flush=True)
+            if options.out:
+                options.out.write_text(json.dumps({"seed": options.seed, "faults": rows}, indent=1) + "\n")
+    at_once, at_night = sum(bool(r["commit"]) for r in rows), sum(bool(r["nightly"]) for r in rows)
+    print(
+        f"{len(rows)} faults: {at_once} found for every commit, {at_night} more nightly, "
+        f"{len(rows) - at_once - at_night} by no test"
+    )
+    sys.exit(at_once < 0.95 * (at_once + at_night))
+
+
+if __name__ == "__main__":
+    main()
