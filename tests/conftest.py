@@ -10,7 +10,7 @@ import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests import patience, processes
+from tests import parts, patience, processes
 from tests.happens_before import plugin
 from tests.happens_before.plugin import _in_order  # noqa: F401 (a fixture of all tests)
 from tests.scripts import write_script  # noqa: F401 (a fixture of all tests)
@@ -26,6 +26,7 @@ settings.load_profile("patient")
 
 def pytest_configure(config):
     config.pluginmanager.register(processes)
+    config.pluginmanager.register(parts)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -57,6 +58,7 @@ def pytest_runtest_setup(item):
 
 
 def pytest_addoption(parser):
+    parts.add_option(parser)
     parser.addoption(
         plugin.OPTION, action="store_true", help="check the order of streams; see tests/happens_before"
     )

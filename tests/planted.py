@@ -38,7 +38,17 @@ PACKAGE = ROOT / "python" / "avgpipe"
 ROOMS = ("runtime", "elastic", "links", "ranks", "checkpoint")
 LIMIT_S = 900  # for the tests of one map
 WAITS = {
-    *("wait", "wait_until", "join", "synchronize", "acquire", "wait_event", "wait_stream", "record_event", "record"),
+    *(
+        "wait",
+        "wait_until",
+        "join",
+        "synchronize",
+        "acquire",
+        "wait_event",
+        "wait_stream",
+        "record_event",
+        "record",
+    ),
     *("record_stream", "settle", "drain", "finish", "flush", "fsync", "poll", "meet", "barrier", "used_on"),
 }
 SYMMETRIC = {"isinstance", "issubclass", "max", "min", "zip", "print", "hasattr", "cast", "super"}
@@ -152,7 +162,11 @@ def planted(source: str, fault: Fault) -> str:
 
     class Plant(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> Any:
-            if (getattr(node, "lineno", 0), getattr(node, "end_lineno", 0), getattr(node, "col_offset", 0)) == where:
+            if (
+                getattr(node, "lineno", 0),
+                getattr(node, "end_lineno", 0),
+                getattr(node, "col_offset", 0),
+            ) == where:
                 for kind, other in _wrong(node):
                     if kind == fault.kind and ast.unparse(node)[:90] == fault.before:
                         return ast.copy_location(other, node)
@@ -195,8 +209,21 @@ def first_failure(fault: Fault, tests: Sequence[str], options: Sequence[str]) ->
         path.write_text(planted(path.read_text(), fault))
         names = Path(folder, "tests.txt")
         names.write_text("\n".join(tests))
-        environment = os.environ | {"PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *options, f"@{names}"]
+        environment = os.environ | {
+            "PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            *options,
+            f"@{names}",
+        ]
         try:
             done = subprocess.run(
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
@@ -211,9 +238,8 @@ def first_failure(fault: Fault, tests: Sequence[str], options: Sequence[str]) ->
 
 def search(fault: Fault, maps: Sequence[Map]) -> str:
     for one in maps:
-        if tests := one.tests(fault):
-            if found := first_failure(fault, tests, one.options):
-                return found
+        if (tests := one.tests(fault)) and (found := first_failure(fault, tests, one.options)):
+            return found
     return ""
 
 
@@ -230,7 +256,9 @@ def main() -> None:
     options = parser.parse_args()
     commit, nightly = ([Map(path) for path in paths] for paths in (options.commit, options.nightly))
     candidates = [f for f in faults() if any(one.tests(f) for one in [*commit, *nightly])]
-    by_kind = {kind: [f for f in candidates if f.kind == kind] for kind in sorted({f.kind for f in candidates})}
+    by_kind = {
+        kind: [f for f in candidates if f.kind == kind] for kind in sorted({f.kind for f in candidates})
+    }
     draw = random.Random(options.seed)
     share = options.faults // len(by_kind)
     chosen = [f for of_kind in by_kind.values() for f in draw.sample(of_kind, min(share, len(of_kind)))]
@@ -251,7 +279,10 @@ def main() -> None:
         for row in pool.map(look, chosen):
             rows.append(row)
             who = row["commit"] or (f"NIGHTLY {row['nightly']}" if row["nightly"] else "NOT FOUND")
-            print(f"{row['name']} {row['seconds']} s\n    {row['before']} -> {row['after']}\n    {who}", flush=True)
+            print(
+                f"{row['name']} {row['seconds']} s\n    {row['before']} -> {row['after']}\n    {who}",
+                flush=True,
+            )
             if options.out:
                 options.out.write_text(json.dumps({"seed": options.seed, "faults": rows}, indent=1) + "\n")
     at_once, at_night = sum(bool(r["commit"]) for r in rows), sum(bool(r["nightly"]) for r in rows)

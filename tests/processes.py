@@ -1,32 +1,18 @@
-"""Which tests start processes: those marked ``ranks``. A test without the mark that starts one fails."""
+"""Which tests start processes of Python: those marked ``ranks``. A test without the mark that starts one fails."""
 
 from __future__ import annotations
 
 import multiprocessing.process
 import os
+import re
 import sys
 from collections.abc import Generator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-# What torch.compile, torch's extensions and the standard library call; none of them runs Python.
-_TOOLS = {
-    "as",
-    "c++",
-    "cc",
-    "g++",
-    "gcc",
-    "git",
-    "ld",
-    "ldconfig",
-    "lscpu",
-    "ninja",
-    "nvcc",
-    "objdump",
-    "uname",
-}
+# Compilers, `ip` or `mount` are no processes in this sense, nor a bare interpreter that asks the system something (-S).
+_PYTHON = re.compile(r"(^|/)(python[\d.]*|avgpipe|torchrun)$")
 _FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
 _started: list[str] = []  # since this process began to look
@@ -39,9 +25,9 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
         _started.append(event)
     elif event == "subprocess.Popen":
         command = arguments[1]
-        words = [command] if isinstance(command, (str, bytes, os.PathLike)) else list(command)
-        if Path(os.fsdecode(words[0]).split()[0]).name not in _TOOLS:
-            _started.append(" ".join(map(os.fsdecode, words)))
+        words = command.split() if isinstance(command, str) else list(map(os.fsdecode, command))
+        if any(map(_PYTHON.search, words)) and "-S" not in words:
+            _started.append(" ".join(words))
 
 
 def pytest_configure() -> None:

@@ -118,6 +118,7 @@ def environment(wheel, tmp_path_factory):
     return folder / "bin"
 
 
+@pytest.mark.ranks
 def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdist, checkout):
     with tarfile.open(sdist) as archive:
         names = {m.name.partition("/")[2] for m in archive.getmembers() if m.isfile()}
@@ -154,10 +155,12 @@ def test_an_example_runs_with_the_installed_wheel(environment, unpacked, tmp_pat
     assert losses[-1] < losses[0] / 5
 
 
+@pytest.mark.ranks
 def test_the_installed_command_finds_everything_it_needs(environment, tmp_path):
     assert '"usable": true' in output(environment / "avgpipe", "doctor", "--json", cwd=tmp_path)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("step", ["prepare_metadata_for_build_wheel", "prepare_metadata_for_build_editable"])
 def test_without_torch_the_build_stops_before_its_dependencies_are_told(step, checkout, tmp_path):
     """pip asks for the metadata, and then downloads what they name, before it builds."""
@@ -177,6 +180,7 @@ STOPS = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("lack", STOPS)
 def test_what_cannot_be_built_is_refused_before_its_dependencies_are_told(lack, checkout, tmp_path):
     code = f"import os, sys, sysconfig; from setuptools import build_meta; {lack}; "
@@ -191,6 +195,7 @@ def test_what_cannot_be_built_is_refused_before_its_dependencies_are_told(lack, 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.ranks
 def test_a_wheel_says_in_its_version_alone_which_of_several_it_is(checkout, tmp_path):
     code = "import os; from setuptools import build_meta; os.environ['AVGPIPE_LOCAL_VERSION'] = 'cu130'; "
     output(
@@ -204,6 +209,7 @@ def test_a_wheel_says_in_its_version_alone_which_of_several_it_is(checkout, tmp_
     ]
 
 
+@pytest.mark.ranks
 def test_every_place_has_the_version_of_the_package(environment, sdist, tmp_path):
     code = (
         "import importlib.metadata, avgpipe, avgpipe_ext; print(importlib.metadata.version('avgpipe'), "

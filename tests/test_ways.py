@@ -66,6 +66,7 @@ def files_on_the_way() -> dict[str, list[str]]:
     return {way: sorted(names) for way, names in found.items()}
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_the_design_names_the_files_of_both_ways() -> None:
     design = (ROOT / "docs" / "design" / "architecture.md").read_text()

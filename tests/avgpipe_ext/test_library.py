@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import avgpipe
 import avgpipe_ext
 from avgpipe_ext import _library
@@ -34,6 +36,8 @@ def test_the_library_needs_no_python_and_no_cuda():
     assert not [name for name in needed if name.startswith(("libpython", "libcudart", "libtorch_cuda"))]
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     copy = tmp_path / "avgpipe_ext"
     shutil.copytree(_library.PATH.parent, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -136,6 +136,8 @@ def peer(shared_peer):
 
 
 # ---- between two processes ----------------------------------------------------------------------------------
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_messages_of_growing_and_shrinking_sizes_arrive_in_order(peer):
     sizes = [0, 1, 4096, 4097, 0, 100_000, 3, 1 << 20, 5_000_001, 64]
     peer.start(send_patterns, sizes)
@@ -180,6 +182,8 @@ def test_open_files_do_not_grow_over_10000_messages(peer):
     assert after[1] <= before[1]
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
     named = sorted(os.listdir("/dev/shm"))
     peer = Peer()
@@ -194,6 +198,7 @@ def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
     assert sorted(os.listdir("/dev/shm")) == named
 
 
+@pytest.mark.ranks
 def test_a_killed_receiver_leaves_nothing_once_the_sender_is_gone():
     named, mapped = sorted(os.listdir("/dev/shm")), mappings()
     peer = Peer()
@@ -224,6 +229,7 @@ print("arrived")
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.root
 def test_a_full_dev_shm_does_not_matter():
     fill = "mount -t tmpfs -o size=4096 none /dev/shm && head -c 4096 /dev/zero > /dev/shm/full && exec "

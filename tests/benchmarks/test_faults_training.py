@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from avgpipe.ranks.generation import SPARE
 from avgpipe.ranks.membership import PIPELINE
 from benchmarks.faults.training import compared, picture, ranks
@@ -60,6 +62,7 @@ def test_kills_are_compared_with_the_undisturbed_run_of_their_seed(tmp_path: Pat
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.ranks
 def test_only_processes_of_pipelines_are_killed(tmp_path: Path) -> None:
     waits = [sys.executable, "-c", "input()"]
     of_pipeline = subprocess.Popen(waits, stdin=subprocess.PIPE, env={**os.environ, PIPELINE: "2"})

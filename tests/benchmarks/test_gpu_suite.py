@@ -79,6 +79,7 @@ def program(text, **given):
     return Step(2, "step", [sys.executable, "-c", text], given.pop("limit_s", 30), **given)
 
 
+@pytest.mark.ranks
 def test_a_step_without_its_report_has_failed():
     found = run(program("print('no JSON')", report="stdout", says=str), GPU)
     assert (found["state"], found["says"]) == ("failed", "it left no report")
@@ -91,6 +92,7 @@ def test_a_step_without_its_program_or_its_gpu_is_left_out():
     assert (found["state"], found["says"]) == ("left out", "no no-such-program here")
 
 
+@pytest.mark.ranks
 def test_the_verdict_of_tests_counts_them_and_what_was_checked():
     text = "print('happens-before: 9 tests, 8 operators'); print('3 passed, 1 skipped in 2.00s')"
     found = run(program(text), GPU)
@@ -98,12 +100,14 @@ def test_the_verdict_of_tests_counts_them_and_what_was_checked():
     assert (found["state"], found["tests"]) == ("ok", {"passed": 3, "skipped": 1})
 
 
+@pytest.mark.ranks
 def test_a_failure_keeps_the_end_of_its_output():
     found = run(program("raise SystemExit('no device')"), GPU)
     assert (found["state"], found["exit_code"]) == ("failed", 1)
     assert "no device" in found["output_tail"]
 
 
+@pytest.mark.ranks
 def test_a_step_at_its_limit_keeps_its_report_and_leaves_no_process(tmp_path):
     report = tmp_path / "report.json"
     text = f"""
@@ -125,6 +129,7 @@ def _runs(pid):
     return state != "Z"  # whoever inherits it may not look at once
 
 
+@pytest.mark.ranks
 def test_a_refusal_is_neither_well_nor_failed():
     text = """print('{"verdict": "may not", "refused": "ERR_NVGPUCTRPERM"}')"""
     assert run(program(text, report="stdout", says=gpu_suite.says_verdict), GPU)["state"] == "refused"
@@ -140,6 +145,7 @@ def control(tmp_path, monkeypatch):
     return control, log
 
 
+@pytest.mark.ranks
 def test_mps_is_stopped_whatever_happens(control):
     text = "import os, sys; sys.exit(0 if 'CUDA_MPS_PIPE_DIRECTORY' in os.environ else 3)"
     assert run(program(text, mps=True), GPU)["state"] == "ok"
@@ -303,6 +309,7 @@ def test_ncu_profiles_the_program_and_leaves_the_clocks_alone():
     assert command[command.index("--elements") + 1] == "1e+08"
 
 
+@pytest.mark.ranks
 def test_a_question_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the questions are processes of their own
     assert gpu_questions.ask("pinned").startswith("failed (1)")

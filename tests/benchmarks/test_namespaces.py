@@ -105,6 +105,7 @@ def test_a_failure_inside_leaves_nothing():
     assert not {name for name in existing() if name.startswith(f"avgpipe-{os.getpid()}-")}
 
 
+@pytest.mark.ranks
 @pytest.mark.root
 @needs_root
 def test_what_a_killed_run_left_is_removed_and_a_living_one_is_left_alone():

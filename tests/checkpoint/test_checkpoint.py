@@ -86,6 +86,7 @@ def resume_on_ranks(K: int, folder: str) -> bool:
     return True
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_resume_is_bitwise_on_ranks(tmp_path: Path) -> None:

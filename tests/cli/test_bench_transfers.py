@@ -39,6 +39,7 @@ def test_json_has_latency_and_bandwidths_with_gloo_and_memcpy(answer):
     assert shm["fraction_of_limit"] == pytest.approx(rows["memcpy"]["median_ms"] / shm["median_ms"])
 
 
+@pytest.mark.ranks
 def test_a_picture_is_drawn(answer):
     assert answer[1].stat().st_size > 10_000
 

@@ -151,6 +151,7 @@ def test_resume_without_a_checkpoint(folder):
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.ranks
 def test_a_checkpoint_of_another_model(run):
     before = contents(run)
     line = refused("awd-lstm", "--preset", "small", "--out", "run", "--resume")

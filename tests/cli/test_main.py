@@ -79,6 +79,8 @@ def test_version():
     assert invoke("--version").stdout == f"avgpipe {__version__}\n"
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_the_app_loads_neither_torch_nor_numpy_nor_matplotlib():
     code = "import sys, avgpipe.cli.main; print(*{'torch', 'numpy', 'matplotlib'} & sys.modules.keys())"
     run = subprocess.run(

@@ -29,12 +29,14 @@ def finish(*arguments):
     return process.returncode, stdout, stderr
 
 
+@pytest.mark.promise
 def test_every_worker_runs_the_script_with_its_arguments(script):
     code, stdout, stderr = finish("--stages", "2", script, "--stages", "x")
     assert code == 0, stderr
     assert sorted(stdout.splitlines()) == ["0 2 ['--stages', 'x']", "1 2 ['--stages', 'x']"]
 
 
+@pytest.mark.promise
 def test_json_is_all_there_is_on_standard_output(script):
     code, stdout, stderr = finish("--stages", "2", "--json", script, "fail-in:", "1")
     assert code == 1

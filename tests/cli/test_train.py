@@ -60,6 +60,7 @@ def test_json_is_the_summary_and_nothing_else(whole):
     assert sorted(whole.summary) == sorted(KEYS)
 
 
+@pytest.mark.ranks
 def test_the_summary_tells_what_was_done(whole):
     s = whole.summary
     assert (s["system"], s["stages"], s["pipelines"], s["micro_batches"]) == ("avgpipe", 2, 2, 4)

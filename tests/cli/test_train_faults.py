@@ -222,6 +222,7 @@ def test_a_run_in_one_process_is_interrupted_alike(tmp_path, text):
     verify_checkpoint(training.out / "checkpoints" / "last")
 
 
+@pytest.mark.promise
 def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
     script = tmp_path / "script.py"
     # one write, as the workers share the pipe

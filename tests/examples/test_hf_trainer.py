@@ -28,6 +28,7 @@ def assert_learnt(text, folder):
     assert {"config.json", "model.safetensors", "checkpoint-28"} <= {path.name for path in folder.iterdir()}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("command", [COMMANDS[0], pytest.param(COMMANDS[1], marks=pytest.mark.slow)])
 def test_the_model_learns(command, tmp_path):
     assert_learnt(printed(SCRIPT, command, str(tmp_path)), tmp_path)

@@ -11,6 +11,7 @@ from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 SCRIPT = EXAMPLES / "lightning_module.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("command", [COMMANDS[0], pytest.param(COMMANDS[1], marks=pytest.mark.slow)])
 def test_the_model_learns(command, tmp_path):
     found = re.findall(r"validation loss ([\d.]+)", printed(SCRIPT, command, str(tmp_path)))

@@ -11,6 +11,7 @@ from tests.examples.test_hf_trainer import losses
 SCRIPT = EXAMPLES / "lora.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("command", [COMMANDS[0], pytest.param(COMMANDS[1], marks=pytest.mark.slow)])
 def test_the_adapters_learn(command, tmp_path):
     found = losses(printed(SCRIPT, command, str(tmp_path)), "loss")

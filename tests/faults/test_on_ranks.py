@@ -62,6 +62,7 @@ def ends_of(faults: list[dict[str, Any]], **options: Any) -> Any:
     return [code for code, _ in ends], [(output.strip().splitlines() or [""])[-1] for _, output in ends]
 
 
+@pytest.mark.promise
 def test_an_exception_is_told_to_all() -> None:
     codes, last = ends_of([{"kind": "exception", **HERE, "micro_batch": 1}])
     assert codes == [1, 1, 1]
@@ -170,6 +171,7 @@ def test_a_rank_that_stands_still_for_ever_is_named() -> None:
         assert "; rank 1 " in text  # was last seen so many seconds ago
 
 
+@pytest.mark.promise(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
 def test_a_line_that_is_cut_ends_all_ranks_by_their_limit(link: str) -> None:
@@ -232,6 +234,7 @@ def full_disk(folder: str) -> list[float]:
     return losses
 
 
+@pytest.mark.promise
 def test_a_full_disk_of_one_rank_costs_the_save_alone(tmp_path: Path) -> None:
     first, second = run(2, full_disk, folder=str(tmp_path / "c"))
     assert first == second

@@ -70,6 +70,7 @@ def close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SHARED, *OWN])
 def test_equals_the_unsplit_model(on_ranks, name):
@@ -84,6 +85,7 @@ def test_equals_the_unsplit_model(on_ranks, name):
         close(actual["gradients"], expected["gradients"])
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 @pytest.mark.parametrize("torchs", [name for name in cases() if not name.startswith("advance-forward")])
 def test_equals_torchs_own_schedules_exactly(on_ranks, torchs):
@@ -95,6 +97,7 @@ def test_equals_torchs_own_schedules_exactly(on_ranks, torchs):
         torch.testing.assert_close(own["gradients"], other["gradients"], rtol=0, atol=0)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_an_evaluation_leaves_gradients_alone(on_ranks):
     for rank in RANKS[2]:
@@ -103,11 +106,13 @@ def test_an_evaluation_leaves_gradients_alone(on_ranks):
         assert all(map(torch.equal, result["before"], result["after"]))
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_return_outputs_false_returns_none(on_ranks):
     assert [on_ranks[rank]["options"]["output"] for rank in RANKS[2]] == [None, None]
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_stages_and_batches_that_do_not_fit_are_refused(on_ranks):
     for stage, rank in enumerate(RANKS[2]):

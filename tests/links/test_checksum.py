@@ -144,6 +144,7 @@ def trained(link: str, verify_wire: bool) -> Any:
     )
 
 
+@pytest.mark.promise(0)
 @pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 def test_training_is_the_same(link: str) -> None:
@@ -159,6 +160,7 @@ def damaged(link: str) -> None:
     trained(link, True)
 
 
+@pytest.mark.promise(1)
 @pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 def test_a_run_ends_on_every_rank_and_the_receiver_names_the_message(link: str) -> None:
@@ -187,6 +189,7 @@ def disagreeing() -> str:
     return str(caught.value)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_ranks_that_disagree_are_refused() -> None:
     assert all("verify_wire" in text for text in run(2, disagreeing))

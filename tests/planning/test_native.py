@@ -42,6 +42,8 @@ def copied(tmp_path):
     return copy / FILE.name
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_it_needs_no_torch():
     assert output_of() == "9.0\n"
 
@@ -58,6 +60,8 @@ def test_it_is_the_module_that_torch_users_import():
     assert _native is native.engine()
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     place = copied(tmp_path)
     assert output_of(tmp_path) == (
@@ -67,6 +71,7 @@ def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     )
 
 
+@pytest.mark.ranks
 def test_a_damaged_library_is_one_line_too(tmp_path):
     place = copied(tmp_path)
     place.write_text("no library")

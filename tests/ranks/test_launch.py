@@ -67,6 +67,7 @@ def workers_of(folder, count=2):
     return [int(path.read_text()) for path in folder.iterdir() if path.read_text()][:count]
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_every_rank_answers():
     said = []
@@ -83,6 +84,7 @@ def test_arguments_are_not_in_the_command_line():
     assert not any("secret" in word or "a path" in word for word in words)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_ranks_find_each_other():
     assert run_on_ranks(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
@@ -130,6 +132,7 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
     assert time.monotonic() - begin < limit(20)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_STILL_S", 0.2)
@@ -139,6 +142,7 @@ def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, mon
     assert not alive(int((tmp_path / "process").read_text()))
 
 
+@pytest.mark.promise(0, 3)
 @pytest.mark.ranks
 @pytest.mark.parametrize("kills", [False, True])
 @pytest.mark.parametrize(
@@ -204,6 +208,7 @@ def test_workers_go_with_their_parent(tmp_path, number):
         parent.kill()
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_nothing_waits_when_a_worker_cannot_be_started():
     begin = time.monotonic()
@@ -222,6 +227,7 @@ sys.exit(1)
 """
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_path):
     (tmp_path / "ranks").mkdir()
@@ -233,6 +239,7 @@ def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_
     assert (found.rank, found.exit_codes) == (1, (1, -signal.SIGKILL))
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
     (tmp_path / "ranks").mkdir()

@@ -4,6 +4,8 @@ import signal
 import subprocess
 import sys
 
+import pytest
+
 from tests.cli.command import alive, environment
 from tests.patience import limit, wait_until
 
@@ -20,6 +22,8 @@ def start(code):
     )
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_tied_process_ends_when_its_parent_is_killed():
     parent = start(PARENT)
     child = int(parent.stdout.readline())
@@ -28,6 +32,8 @@ def test_a_tied_process_ends_when_its_parent_is_killed():
     wait_until(lambda: not alive(child), 20)
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_process_whose_parent_has_ended_before_does_not_begin():
     command = [
         sys.executable,

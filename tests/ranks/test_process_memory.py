@@ -101,6 +101,7 @@ def test_what_is_refused_is_said(taken: tuple[int, int], kept: bool, monkeypatch
     assert keep_freed_memory.__wrapped__() is kept
 
 
+@pytest.mark.ranks
 @needs_glibc
 def test_freed_memory_can_be_returned() -> None:
     """In a process of its own, which keeps 200 MiB until then."""

@@ -40,6 +40,7 @@ if os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
 """
 
 
+@pytest.mark.ranks
 def test_a_spare_that_is_not_ready_stays_one_and_is_ended_with_the_run(tmp_path: Path) -> None:
     said: list[str] = []
     command = tied("stderr", sys.executable, "-c", _SCRIPT, str(tmp_path))
@@ -64,6 +65,8 @@ sys.exit(1)
 """
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
     with pytest.raises(
@@ -87,12 +90,16 @@ become_a_rank(lambda: None)
 """
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_stands_still_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
     assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_STILL_S", 0.2)
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
@@ -167,6 +174,7 @@ def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Pa
     assert (tmp_path / "met").exists()
 
 
+@pytest.mark.ranks
 def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,6 +223,7 @@ def test_who_was_lost_is_to_blame_until_the_others_have_their_state_again(
         Replacing(command, 2, 0, {}, print).run()
 
 
+@pytest.mark.ranks
 def test_a_new_process_that_is_killed_each_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("avgpipe.ranks.replace._START_S", 1.0)
     script = """
@@ -227,6 +236,8 @@ os.kill(os.getpid(), signal.SIGKILL)
         Replacing(tied("stderr", sys.executable, "-c", script), 2, 0, {}, print).run()
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = Replacing._start
 
@@ -259,6 +270,8 @@ sys.exit(1)
 """
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _MISSES, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 1 of 2 failed with exit code 1"):
@@ -322,6 +335,7 @@ else:
 """
 
 
+@pytest.mark.ranks
 def test_a_spare_that_is_stopped_takes_nobodys_place(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(
@@ -349,11 +363,13 @@ while not told.exists():
 """
 
 
+@pytest.mark.ranks
 def test_who_misses_somebody_is_told_that_nobody_is_lost(tmp_path: Path) -> None:
     Replacing(tied("stderr", sys.executable, "-c", _ASKS, str(tmp_path)), 2, 0, {}, print).run()
     assert (tmp_path / "told").read_text() == "nobody is replaced"
 
 
+@pytest.mark.ranks
 def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _LOCKS, str(tmp_path)), 2, 0, {}, said.append).run()

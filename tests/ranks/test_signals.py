@@ -27,6 +27,8 @@ def start(code):
     )
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "grace"), [(signal.SIGINT, 60.0), (signal.SIGTERM, 0.0), (signal.SIGTERM, 0.2)]
 )
@@ -39,6 +41,8 @@ def test_a_signal_ends_a_process_that_waits_in_a_library(number, grace):
     assert output == f"{number.name}\n"
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
     """As in a pipe, whose reader has ended by the same signal."""
     process = start(BUSY.format(grace=0.0))
@@ -49,6 +53,8 @@ def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
     assert process.wait(20) == 128 + signal.SIGINT
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_second_signal_cuts_the_grace_short():
     process = start(BUSY.format(grace=60.0))
     assert process.stdout.readline() == "ready\n"
@@ -58,6 +64,8 @@ def test_a_second_signal_cuts_the_grace_short():
     assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_other_signals_end_nothing_and_cut_no_grace_short():
     """As SIGCHLD, which torch handles while a DataLoader has processes."""
     code = """
@@ -74,6 +82,8 @@ print("went on")
     assert (process.returncode, output) == (0, "went on\n")
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_handlers_come_back():
     code = """
 import signal
@@ -110,6 +120,8 @@ def trains(by="SIGTERM", within=60.0, grace=0.0):
     return process
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
 def test_a_process_that_is_preempted_ends_by_itself(by):
     process = trains(by)
@@ -118,6 +130,8 @@ def test_a_process_that_is_preempted_ends_by_itself(by):
     assert process.returncode == 0
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
 def test_a_process_that_is_preempted_ends_in_time(by):
     process = trains(by, within=0.2)
@@ -126,6 +140,8 @@ def test_a_process_that_is_preempted_ends_in_time(by):
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_process_that_is_preempted(number):
     process = trains()
@@ -135,6 +151,8 @@ def test_a_second_signal_ends_a_process_that_is_preempted(number):
     assert process.wait(20) == 128 + number
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("order", ["SIGTERM SIGUSR2", "SIGUSR2 SIGTERM"])
 def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order):
     process = trains("SIGUSR2", grace=60.0)
@@ -143,6 +161,8 @@ def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order
     assert process.communicate("\n", timeout=limit(20)) == ("told\nsaved\n", "")
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_process_is_asked_what_it_is_doing():
     process = trains()
     process.send_signal(signal.SIGUSR1)

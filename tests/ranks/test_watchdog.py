@@ -55,6 +55,8 @@ def watched() -> Any:
     process.communicate()
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
     world, _, doing, _ = watched
     wait_until(lambda: world.told_all == ["F0"])
@@ -62,6 +64,8 @@ def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
     wait_until(lambda: world.told_all == ["F0", "B0"])
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
     world, box, _, _ = watched
     world.failure = PeerLost("rank 0 stops because of rank 1: ValueError: broken")
@@ -69,6 +73,8 @@ def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
         box.wait_until(lambda: False, 20)
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["killed", "done"])
 def test_a_process_that_ends_ends_waits_for_its_messages_alone(watched: Any, how: str) -> None:
     _, box, _, process = watched
@@ -80,6 +86,8 @@ def test_a_process_that_ends_ends_waits_for_its_messages_alone(watched: Any, how
     assert box.wait_until(lambda: FROM_2 in box, 0, lambda: [k for k in [FROM_2] if k not in box])
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_process_that_is_gone_before_is_noticed() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

@@ -92,6 +92,7 @@ def check_on_ranks(K: int) -> bool:
     return True
 
 
+@pytest.mark.promise(1)
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3, 4])

@@ -31,6 +31,7 @@ def endless(K: int, N: int, folder: str) -> None:
                     Path(folder, os.environ["RANK"]).touch()
 
 
+@pytest.mark.promise(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -> None:
@@ -88,6 +89,7 @@ def with_layer(kind: str, timeout_s: float) -> None:
         list(p.train([batch]))
 
 
+@pytest.mark.promise
 def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
     for code, output in Ranks(3, with_layer, kind="fails", timeout_s=60).join(30):
         assert code == 1

@@ -268,6 +268,8 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
 def test_while_all_are_there_they_follow_the_rules(K: int, options: dict[str, Any], optimizer: str) -> None:
     run = Isolated(options["pipelines"], K, train, K=K, options=options, optimizer=optimizer)
@@ -280,6 +282,8 @@ def decaying(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
+@pytest.mark.promise(2)
+@pytest.mark.ranks
 @pytest.mark.parametrize("staleness", [1, 0])
 @pytest.mark.parametrize(
     ("K", "more", "optimizer"),
@@ -302,6 +306,8 @@ def test_who_has_no_batch_in_a_turn_keeps_step_with_the_others(
     assert_as_emulated(run, options, optimizer, each=3, decay=0.9)
 
 
+@pytest.mark.promise(0, 4, 15)
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (1,), (0, 1)], ids="far {}".format)
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
 def test_one_is_lost_and_comes_again(
@@ -321,6 +327,8 @@ def test_one_is_lost_and_comes_again(
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
 
 
+@pytest.mark.promise(3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES[::2], ids=str)
 def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer: str, is_far: bool) -> None:
@@ -334,6 +342,8 @@ def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer:
     assert set(run.results) == {(i, k) for i in range(N + 1) for k in range(K)}
 
 
+@pytest.mark.promise(0, 1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"] * 2)
 def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(batch: str) -> None:
     options = {"pipelines": 3, "micro_batches": 6, "batch": batch}
@@ -346,6 +356,8 @@ def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(bat
     assert {0, 2} <= {pipeline for pipeline, _ in run.results}, (run.stays, run.why)
 
 
+@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["stopped", "raised"])
 def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str) -> None:
     K, options = 2, {"pipelines": 2, "micro_batches": 4}
@@ -359,6 +371,7 @@ def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str
         assert "a layer that fails" in run.failures[0, 1][1]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(("staleness", "clip_grad_norm"), [(1, None), (1, math.inf), (0, None)])
 def test_a_layer_that_hangs_costs_its_pipeline_alone(staleness: int, clip_grad_norm: float | None) -> None:
     K, options = 2, {"pipelines": 3, "micro_batches": 6, "staleness": staleness}
@@ -369,6 +382,8 @@ def test_a_layer_that_hangs_costs_its_pipeline_alone(staleness: int, clip_grad_n
     assert re.match("pipeline [12] has waited 4 s for pipeline 0's part of step", run.why[0])
 
 
+@pytest.mark.promise(0, 4)
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (1,), (0, 1, 2)], ids="far {}".format)
 @pytest.mark.parametrize("seed", range(6))
 def test_many_are_lost_at_any_time(seed: int, far: tuple[int, ...]) -> None:
@@ -411,6 +426,8 @@ def use(folder: str, dies: Any = None) -> Any:
         return losses, seen, output, p.state_dict(), p.distances().to_reference
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (0,)], ids="far {}".format)
 def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(
     tmp_path: Any, far: tuple[int, ...]
@@ -451,6 +468,8 @@ def go_back(folder: str) -> Any:
         return seen, losses
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
     run = Isolated(2, 2, go_back, restarts=0, folder=str(tmp_path / "saved"))
     assert not run.failures, run.failures
@@ -461,6 +480,8 @@ def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
         assert all(torch.isfinite(torch.tensor(losses[1])))
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
     whole = Isolated(2, 2, use, folder=str(tmp_path / "whole"))
     run = Isolated(2, 2, use, restarts=0, folder=str(tmp_path / "saved"), dies=(0, 0))
@@ -486,6 +507,8 @@ def save_in_turn(folder: str) -> int:
         return p.batches
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_pipelines_save_into_one_folder_in_turn(tmp_path: Path) -> None:
     run = Isolated(2, 1, save_in_turn, restarts=0, folder=str(tmp_path))
     assert set(run.results.values()) == {2}, run.failures
@@ -518,6 +541,7 @@ def look_long(timeout_s: float) -> int:
         return p.batches
 
 
+@pytest.mark.ranks
 def test_who_comes_waits_without_limit_while_one_evaluates_for_the_others() -> None:
     run = Isolated(2, 1, look_long, joins=[2], restarts=0, timeout_s=2)
     assert run.results == {(0, 0): 7, (1, 0): 7, (2, 0): 7}, (run.said, run.why, run.failures)
@@ -536,6 +560,8 @@ def preempt_first() -> tuple[list[Any], bool, int]:
         return list(p.train(3 * data)), p.preempted, p.batches
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_is_preempted_before_the_run_has_begun_ends_without_a_batch() -> None:
     run = Isolated(2, 1, preempt_first, restarts=0)
     assert run.results == {(0, 0): ([], True, 0), (1, 0): ([], True, 0)}, run.failures
@@ -548,6 +574,8 @@ def refuse(isolate: bool) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_plans_and_launchers_must_agree() -> None:
     assert "start it with avgpipe run --isolate" in refuse(True)
     run = Isolated(2, 1, refuse, isolate=False)
@@ -568,6 +596,8 @@ def differ(what: str) -> Any:
     return "nothing was said"
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("what", ["plan", "weights", "loader"])
 def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     run = Isolated(2, 1, differ, restarts=0, what=what)
@@ -577,6 +607,8 @@ def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     assert any(said in text for text in run.results.values()), run.results
 
 
+@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
     options = {"pipelines": 2, "micro_batches": 6} | ({} if batch == "global" else {"batch": batch})
@@ -608,6 +640,8 @@ def come(ahead: int) -> int:
         return p.batches
 
 
+@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_comes_with_a_loader_that_begins_too_late_ends_alone_and_says_why() -> None:
     run = Isolated(2, 1, come, restarts=0, joins=[2], ahead=40)
     assert set(run.results) == {(0, 0), (1, 0)}

@@ -351,6 +351,7 @@ def train_apart() -> Any:
     ]
 
 
+@pytest.mark.promise
 def test_groups_train_pipelines_of_their_own() -> None:
     ranks = run(4, train_apart)
     expected = train_on_one_device(*(sequences()[0], sequences()[1][:2]), nn.MSELoss(), adamw)
@@ -460,6 +461,7 @@ WORDS = [
 ]
 
 
+@pytest.mark.promise
 def test_what_cannot_be_is_refused_in_words() -> None:
     for messages in run(2, refusals):
         for message, words in zip(messages, WORDS, strict=True):
@@ -536,6 +538,7 @@ def die(how: str) -> str:
     return "went on"
 
 
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_ranks_of_all_pipelines_end_when_one_dies(how: str) -> None:
     started = Ranks(4, die, how=how)

@@ -50,6 +50,7 @@ def learn(link: str, wire: str | None, K: int = 2) -> Any:
     }
 
 
+@pytest.mark.promise
 def test_a_narrower_wire_trains_nearly_as_well_and_evaluates_exactly() -> None:
     found = {
         (link, wire): run(2, learn, link=link, wire=wire) for link in LINKS for wire in (None, "bfloat16")
@@ -83,6 +84,7 @@ def learn_tied(wire: str | None, replication: list[int] | None = None) -> torch.
         return next(w.detach().clone() for w in held if w.shape == (11, 8))
 
 
+@pytest.mark.promise(1)
 @pytest.mark.parametrize("replication", [None, [1, 2], [2, 2]], ids=str)
 def test_gradients_of_tied_weights_are_rounded_for_all_that_hold_them(replication: list[int] | None) -> None:
     ranks = sum(replication or [1, 1])

@@ -70,6 +70,7 @@ def test_what_is_reported_is_what_the_exported_model_does(K: int, N: int) -> Non
     assert len(found["busy"]) == K
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_every_rank_and_a_single_process_see_the_same() -> None:
     for N in (1, 2):
@@ -310,6 +311,7 @@ def disagree(K: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
     assert all("[1] disagree with rank 0" in text for text in run(2, disagree, K=2))

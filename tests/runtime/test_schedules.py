@@ -91,6 +91,7 @@ def on_ranks(options: dict[str, Any]) -> bool:
     return True
 
 
+@pytest.mark.promise(0, 7)
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(

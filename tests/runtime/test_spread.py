@@ -95,6 +95,7 @@ def _alone(kind: str, options: dict[str, Any]) -> Any:
         os.environ["RANK"] = rank
 
 
+@pytest.mark.promise
 @pytest.mark.ranks
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[2], SHAPES[3]], ids=str)
 def test_on_ranks(options: dict[str, Any], tmp_path: Any) -> None:

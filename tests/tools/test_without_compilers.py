@@ -28,6 +28,7 @@ def place(tmp_path, python):
     return make_place(tmp_path, python, reuses=False)
 
 
+@pytest.mark.ranks
 def test_no_compiler_is_there(place, python):
     no_compiler(place, python)
 

@@ -179,6 +179,7 @@ def test_weights_and_batches_follow_from_the_seed_alone(small, pairs_folder, tex
             assert torch.equal(a[1], b[1])
 
 
+@pytest.mark.ranks
 def test_loader_workers_make_the_same_batches(small, text_folder):
     here, there = (rebuild(data=text_folder, loader_workers=n, batch_size=64) for n in (0, 1))
     for a, b in zip(here.train_batches(0), there.train_batches(0)):

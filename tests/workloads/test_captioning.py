@@ -402,6 +402,7 @@ def test_stages_and_the_exported_plain_model_say_the_same(quick):
     assert said[1:] == pytest.approx(said[:1] * 5, abs=1e-5)
 
 
+@pytest.mark.ranks
 def test_two_builds_are_the_same_and_another_seed_is_not(quick):
     def first(**options):
         torch.manual_seed(7)

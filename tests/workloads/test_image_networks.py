@@ -323,6 +323,7 @@ def test_digits_are_never_mirrored(digits, photos):
     assert [make.padding for make in made] == [4, 4]
 
 
+@pytest.mark.ranks
 def test_batches_are_the_same_for_every_number_of_pipelines_and_start(photos):
     def batches(start=0, **options):
         workload = build_workload("vgg", data=photos, batch_size=8, seed=3, **options)

@@ -1,0 +1,72 @@
+"""Which run a test is part of: ``pytest --part unit``. Every test has one, so none is lost and none runs twice.
+
+`unit`, `order` and `promises` are of every commit, the others nightly; CONTRIBUTING.md says whose they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+OPTION = "--part"
+COMMIT = ("unit", "order", "promises")
+NIGHTLY = ("slow", "ranks", "composes", "guides", "streams")
+
+_RUNTIME = (
+    *("auto", "elastic", "evaluate", "on_ranks", "schedules", "shared_batch", "skips", "spread", "streams"),
+    "warmup",
+)
+# Run with several pipelines, replicas, versions or stages: under --happens-before, and there alone.
+_ORDERED = (*(f"runtime/test_{name}.py" for name in _RUNTIME), "checkpoint/test_checkpoint.py")
+# Every pair of options, families of models, compilers.
+_COMPOSES = (
+    *("runtime/test_what_composes.py", "runtime/test_compile.py", "runtime/test_vision.py"),
+    *("runtime/test_inplace.py", "interop/test_families.py", "interop/test_transformers.py"),
+)
+_GUIDES = ("docs/", "examples/", "report/test_browser.py")
+_STREAMS = ("simulated_device/",)
+
+
+def part_of(path: str, marks: Collection[str]) -> str:
+    """The part of a test, from its file's path below ``tests/`` and the names of its marks."""
+    if "promise" in marks:
+        return "promises"
+    if path.startswith(_STREAMS):
+        return "streams"
+    if {"slow", "ranks"}.isdisjoint(marks):
+        return "order" if path in _ORDERED else "unit"
+    if path.startswith(_GUIDES):
+        return "guides"
+    if path in _COMPOSES:
+        return "composes"
+    return "ranks" if "ranks" in marks else "slow"
+
+
+def _marks(item: Any, number: int) -> set[str]:
+    """Names of a test's marks; that of a promise is for the cells that it numbers, or all of them."""
+    names = {mark.name for mark in item.iter_markers()}
+    cells = [cell for mark in item.iter_markers("promise") for cell in mark.args]
+    return names - {"promise"} if cells and number not in cells else names
+
+
+def add_option(parser: pytest.Parser) -> None:
+    parser.addoption(OPTION, choices=(*COMMIT, *NIGHTLY), help="run one part of the tests alone")
+
+
+@pytest.hookimpl(trylast=True)  # when all marks are there
+def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    chosen = config.getoption(OPTION)
+    if chosen is None:
+        return
+    ours: dict[bool, list[Any]] = {True: [], False: []}
+    cells: Counter[Any] = Counter()  # of each function, so far
+    for item in items:
+        path = item.path.relative_to(config.rootpath / "tests").as_posix()
+        function = path, item.originalname
+        ours[part_of(path, _marks(item, cells[function])) == chosen].append(item)
+        cells[function] += 1
+    config.hook.pytest_deselected(items=ours[False])
+    items[:] = ours[True]
