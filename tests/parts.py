@@ -46,8 +46,9 @@ def part_of(path: str, marks: Collection[str]) -> str:
 
 
 def _marks(item: Any, number: int) -> set[str]:
-    """Names of a test's marks; that of a promise is for the cells that it numbers, or all of them."""
+    """Names of a test's marks. A promise has processes; the mark is for the cells that it numbers, or all of them."""
     names = {mark.name for mark in item.iter_markers()}
+    names |= {"ranks"} if "promise" in names else set()
     cells = [cell for mark in item.iter_markers("promise") for cell in mark.args]
     return names - {"promise"} if cells and number not in cells else names
 

@@ -1,4 +1,4 @@
-"""Which tests start processes of Python: those marked ``ranks``. A test without the mark that starts one fails."""
+"""Which tests start processes of Python: those marked ``ranks`` or ``promise``; any other that starts one fails."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+MARKS = ("ranks", "promise")
 # Compilers, `ip` or `mount` are no processes in this sense, nor a bare interpreter that asks the system something (-S).
 _PYTHON = re.compile(r"(^|/)(python[\d.]*|avgpipe|torchrun)$")
 _FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
@@ -61,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
     result = yield
-    if not item.get_closest_marker("ranks"):
+    if not any(map(item.get_closest_marker, MARKS)):
         fixtures = [f for defs in item._fixtureinfo.name2fixturedefs.values() for f in defs]
         started = [*_started[item.stash[_BEFORE] :], *(p for f in fixtures for p in _of_fixtures.get(f, []))]
         assert not started, f"a test that starts processes needs the mark 'ranks': {started[0][:200]}"

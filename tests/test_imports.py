@@ -31,21 +31,18 @@ def loaded(modules, names=()):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_pure_data_room_loads_neither_torch_nor_the_runtime(room):
     assert loaded([f"avgpipe.{room}"]) == []
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_the_pure_names_of_the_package_load_neither_torch_nor_the_runtime():
     names = ["Action", "Schedule", "build_schedule", "schedule_names", "Costs", "simulate", "Timeline"]
     assert loaded([], [*names, "ScheduleError"]) == []
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_the_probe_sees_what_it_looks_for():
     assert "avgpipe.runtime" in loaded(["avgpipe.runtime"])
     assert "matplotlib" in loaded(["matplotlib"])

@@ -67,7 +67,6 @@ def files_on_the_way() -> dict[str, list[str]]:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_the_design_names_the_files_of_both_ways() -> None:
     design = (ROOT / "docs" / "design" / "architecture.md").read_text()
     for way, found in run(2, files_on_the_way)[0].items():

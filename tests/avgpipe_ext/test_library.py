@@ -37,7 +37,6 @@ def test_the_library_needs_no_python_and_no_cuda():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     copy = tmp_path / "avgpipe_ext"
     shutil.copytree(_library.PATH.parent, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -137,7 +137,6 @@ def peer(shared_peer):
 
 # ---- between two processes ----------------------------------------------------------------------------------
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_messages_of_growing_and_shrinking_sizes_arrive_in_order(peer):
     sizes = [0, 1, 4096, 4097, 0, 100_000, 3, 1 << 20, 5_000_001, 64]
     peer.start(send_patterns, sizes)
@@ -183,7 +182,6 @@ def test_open_files_do_not_grow_over_10000_messages(peer):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
     named = sorted(os.listdir("/dev/shm"))
     peer = Peer()

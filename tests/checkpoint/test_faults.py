@@ -187,7 +187,6 @@ def _one_rank_has_no_room(folder: str, rank: int) -> None:
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_agree_that_one_has_no_room(rank: int, tmp_path: Path) -> None:
     run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"), rank=rank)
@@ -222,7 +221,6 @@ def _one_rank_cannot_read(folder: str) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_all_ranks_agree_that_one_cannot_read(saved: Path) -> None:
     next(saved.glob("stage-1-*")).write_bytes(b"short")
     run(2, _one_rank_cannot_read, folder=str(saved))
@@ -289,7 +287,6 @@ sys.stdin.read()
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_second_run_is_refused(saved: Path, tmp_path: Path) -> None:
     holder = subprocess.Popen(
         [sys.executable, "-c", OTHER_RUN, str(saved)],

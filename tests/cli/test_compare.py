@@ -348,7 +348,6 @@ def run(tmp_path, script, caught=(), tick=lambda: None):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_run_says_what_it_says_to_its_log(tmp_path):
     script = "import sys; print(sys.argv[1]); print('loud', file=sys.stderr); sys.exit(3)"
     code, said = run(tmp_path, script)
@@ -356,7 +355,6 @@ def test_a_run_says_what_it_says_to_its_log(tmp_path):
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("interrupt", "told"),
     [("end", "told SIGINT"), ("signal.SIG_IGN", "told SIGTERM")],

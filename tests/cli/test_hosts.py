@@ -21,7 +21,7 @@ from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, ref
 from tests.patience import wait_until
 from tests.scripts import WriteScript
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 SECRET = "a secret that all hosts know"
 
@@ -80,6 +80,7 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
     assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_a_pipeline_of_another_host_trains_with_the_others(start: Any, batch: str) -> None:
@@ -95,6 +96,7 @@ def test_a_pipeline_of_another_host_trains_with_the_others(start: Any, batch: st
         assert {row["pipeline"] for row in trained(training.out)} == {0, 1, 2}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_its_loss_costs_no_sample_and_it_comes_again(start: Any) -> None:
     training = start("--max-pipelines", "3")
@@ -112,6 +114,7 @@ def test_its_loss_costs_no_sample_and_it_comes_again(start: Any) -> None:
     assert_whole(training.out)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) -> None:
     training, joined = begun(start, "--restarts", "0")
@@ -125,6 +128,7 @@ def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) 
     assert_whole(training.out)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/guides/when-something-fails.md").read_text()
@@ -141,6 +145,7 @@ def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert other.process.wait(100) in (0, 1, 2), other.stderr  # the run may be over before it has come
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_either_end_of_the_line_may_go(start: Any) -> None:
     training, gone = begun(start, "--restarts", "0")
@@ -162,6 +167,7 @@ def test_either_end_of_the_line_may_go(start: Any) -> None:
     training.process.wait()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None:
     try:

@@ -19,7 +19,7 @@ from tests.cli.command import alive, children, environment, invoke, rows, strict
 from tests.patience import wait_until
 from tests.scripts import WriteScript
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.timeout(240)
 
 BATCHES, SAMPLES = 40, 8
 # Two epochs of as many batches. The first waits in its midst for a file, in every process alike.
@@ -181,6 +181,7 @@ def test_options_of_isolated_pipelines_must_fit(
     assert not out.exists()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_a_killed_rank_costs_no_sample_and_its_pipeline_comes_again(start: Any, batch: str) -> None:
@@ -209,6 +210,7 @@ def test_a_killed_rank_costs_no_sample_and_its_pipeline_comes_again(start: Any, 
     assert not (training.out / "join.json").is_symlink()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_spare_processes_take_the_place_of_a_lost_pipeline(
     start: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -231,6 +233,7 @@ def test_spare_processes_take_the_place_of_a_lost_pipeline(
     assert not list(folders.glob("avgpipe-*"))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_when_all_are_lost_the_first_is_named_and_the_run_resumes(start: Any) -> None:
     training = start("--restarts", "0", "--checkpoint-minutes", "0.0001")
@@ -253,6 +256,7 @@ def test_when_all_are_lost_the_first_is_named_and_the_run_resumes(start: Any) ->
     assert strict(again.stdout)["lost"] == []
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_ends_with_fewer_pipelines_than_it_must_have(start: Any) -> None:
     training = start("--min-pipelines", "2")
@@ -265,6 +269,7 @@ def test_a_run_ends_with_fewer_pipelines_than_it_must_have(start: Any) -> None:
     assert not any(line.startswith("pipeline 1") for line in says), training.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     training = start("--restarts", "0")
@@ -291,6 +296,7 @@ def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     assert late.stderr == f"avgpipe: error: {training.out}: no run with --isolate goes on there\n"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: Any) -> None:
     training = start("--max-pipelines", "3", "--restarts", "0")
@@ -317,6 +323,7 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     assert stopped.stderr.splitlines()[-1] == "avgpipe: error: pipeline 2 was ended: the run has ended"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_every_process_of_every_pipeline_says_what_it_is_doing(start: Any) -> None:
     training = start()
@@ -329,6 +336,7 @@ def test_every_process_of_every_pipeline_says_what_it_is_doing(start: Any) -> No
     assert_whole(training.out)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_a_preempted_run_saves_and_goes_on_later(start: Any, batch: str, tmp_path: Path) -> None:
@@ -388,6 +396,7 @@ if (os.environ["AVGPIPE_PIPELINE"], os.environ["AVGPIPE_RESTART"]) == ("1", "0")
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "own_script.py").write_text(STOPS)
@@ -400,6 +409,7 @@ def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_pa
         assert f"pipeline {pipeline} is lost: {why}" in run.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_pipeline_that_is_stopped_when_it_is_half_there_begins_anew(tmp_path: Path) -> None:
     (tmp_path / "own_script.py").write_text(STOPS_LATER)
@@ -411,6 +421,7 @@ def test_a_pipeline_that_is_stopped_when_it_is_half_there_begins_anew(tmp_path: 
     assert f"pipeline 1 is lost: {why}" in run.stderr
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_spares_of_the_example_are_ready_to_take_a_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

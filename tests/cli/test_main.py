@@ -80,7 +80,6 @@ def test_version():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_the_app_loads_neither_torch_nor_numpy_nor_matplotlib():
     code = "import sys, avgpipe.cli.main; print(*{'torch', 'numpy', 'matplotlib'} & sys.modules.keys())"
     run = subprocess.run(

@@ -5,8 +5,6 @@ import pytest
 from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 
-pytestmark = pytest.mark.ranks
-
 # The workers share the pipe: what is to be one line must be one write.
 SCRIPT = """
 import os, sys
@@ -58,6 +56,7 @@ def test_wrong_arguments(script, tmp_path):
         assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.ranks
 def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     path = tmp_path / "threads.py"
     path.write_text("import os; os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')")

@@ -71,7 +71,6 @@ def close(actual, expected):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", [*SHARED, *OWN])
 def test_equals_the_unsplit_model(on_ranks, name):
     c = cases()[f"advance-forward: {name}"]
@@ -86,7 +85,6 @@ def test_equals_the_unsplit_model(on_ranks, name):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("torchs", [name for name in cases() if not name.startswith("advance-forward")])
 def test_equals_torchs_own_schedules_exactly(on_ranks, torchs):
     """Of which 1F1B refuses fewer micro-batches than stages."""
@@ -98,7 +96,6 @@ def test_equals_torchs_own_schedules_exactly(on_ranks, torchs):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_an_evaluation_leaves_gradients_alone(on_ranks):
     for rank in RANKS[2]:
         result = on_ranks[rank]["options"]
@@ -107,13 +104,11 @@ def test_an_evaluation_leaves_gradients_alone(on_ranks):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_return_outputs_false_returns_none(on_ranks):
     assert [on_ranks[rank]["options"]["output"] for rank in RANKS[2]] == [None, None]
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_stages_and_batches_that_do_not_fit_are_refused(on_ranks):
     for stage, rank in enumerate(RANKS[2]):
         group, index, uneven, other = on_ranks[rank]["refused"]
@@ -212,7 +207,6 @@ def unmoved(actions):
     return [str(a) for a in actions if not a.computation_type.value.startswith("RECV")]
 
 
-@pytest.mark.ranks
 def test_only_gloo_gets_its_receives_early(on_ranks):
     """Where a posted receive holds up what is posted later, torch's order is the one that cannot deadlock."""
     with process_group("fake", 2) as stage:

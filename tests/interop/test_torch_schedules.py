@@ -142,7 +142,6 @@ def written(name: str, micro_batches: int) -> Schedule:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_what_we_write_runs_on_torchs_runtime_to_the_gradients_of_one_device() -> None:
     found = run(2, train, names=WRITTEN)
     for name, micro_batches in WRITTEN.items():

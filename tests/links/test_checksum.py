@@ -145,7 +145,6 @@ def trained(link: str, verify_wire: bool) -> Any:
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 def test_training_is_the_same(link: str) -> None:
     (losses, state), *_ = run(2, trained, link=link, verify_wire=True)
@@ -161,7 +160,6 @@ def damaged(link: str) -> None:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 def test_a_run_ends_on_every_rank_and_the_receiver_names_the_message(link: str) -> None:
     ends = Ranks(2, damaged, link=link).join(30)
@@ -190,6 +188,5 @@ def disagreeing() -> str:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_ranks_that_disagree_are_refused() -> None:
     assert all("verify_wire" in text for text in run(2, disagreeing))

@@ -74,7 +74,6 @@ def exchange(both_ways: bool) -> list[Any]:
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_messages_of_all_channels_arrive_in_any_order_of_taking(both_ways: bool) -> None:
     for rank in run(2, exchange, both_ways=both_ways):

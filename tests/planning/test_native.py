@@ -43,7 +43,6 @@ def copied(tmp_path):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_it_needs_no_torch():
     assert output_of() == "9.0\n"
 
@@ -61,7 +60,6 @@ def test_it_is_the_module_that_torch_users_import():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_missing_library_is_one_line_that_says_how_to_build(tmp_path):
     place = copied(tmp_path)
     assert output_of(tmp_path) == (

@@ -68,7 +68,6 @@ def workers_of(folder, count=2):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_every_rank_answers():
     said = []
     answers = run_on_ranks(f"{HERE}:adds", 2, {"a": 1, "b": 2}, timeout_s=60, say=said.append)
@@ -85,7 +84,6 @@ def test_arguments_are_not_in_the_command_line():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_ranks_find_each_other():
     assert run_on_ranks(f"{HERE}:meets", 2, {}, timeout_s=60) == [3.0, 3.0]
 
@@ -133,7 +131,6 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_STILL_S", 0.2)
     with pytest.raises(RanksFailed, match="worker 1 of 2 stands still") as failure:
@@ -143,7 +140,6 @@ def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, mon
 
 
 @pytest.mark.promise(0, 3)
-@pytest.mark.ranks
 @pytest.mark.parametrize("kills", [False, True])
 @pytest.mark.parametrize(
     ("script", "why"),
@@ -209,7 +205,6 @@ def test_workers_go_with_their_parent(tmp_path, number):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_nothing_waits_when_a_worker_cannot_be_started():
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=r"No module named 'tests\.nothing'"):
@@ -228,7 +223,6 @@ sys.exit(1)
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_path):
     (tmp_path / "ranks").mkdir()
     command = tied("stderr", sys.executable, "-c", KILLED, str(tmp_path))
@@ -240,7 +234,6 @@ def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
     (tmp_path / "ranks").mkdir()
     script = "import pathlib, subprocess, sys; child = subprocess.Popen(['sleep', '100']); "

@@ -23,7 +23,6 @@ def start(code):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_tied_process_ends_when_its_parent_is_killed():
     parent = start(PARENT)
     child = int(parent.stdout.readline())
@@ -33,7 +32,6 @@ def test_a_tied_process_ends_when_its_parent_is_killed():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_process_whose_parent_has_ended_before_does_not_begin():
     command = [
         sys.executable,

@@ -468,7 +468,6 @@ def _alone() -> tuple[int, int, list[float]]:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_rank_can_be_alone() -> None:
     first, second = run(2, _alone)
     assert first[:2] == (0, 1)
@@ -485,7 +484,6 @@ def _first_two() -> float:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_some_ranks_can_be_a_group() -> None:
     assert run(3, _first_two) == [2.0, 2.0, 0.0]
 
@@ -504,7 +502,6 @@ def _own_group() -> list[float]:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_the_callers_own_group_stays() -> None:
     first, second = run(2, _own_group)
     assert first == second

@@ -66,7 +66,6 @@ sys.exit(1)
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
     with pytest.raises(
@@ -91,7 +90,6 @@ become_a_rank(lambda: None)
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_who_stands_still_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
@@ -99,7 +97,6 @@ def test_who_stands_still_for_too_long_is_replaced() -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_STILL_S", 0.2)
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
@@ -237,7 +234,6 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = Replacing._start
 
@@ -271,7 +267,6 @@ sys.exit(1)
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _MISSES, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 1 of 2 failed with exit code 1"):

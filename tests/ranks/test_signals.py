@@ -28,7 +28,6 @@ def start(code):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("number", "grace"), [(signal.SIGINT, 60.0), (signal.SIGTERM, 0.0), (signal.SIGTERM, 0.2)]
 )
@@ -42,7 +41,6 @@ def test_a_signal_ends_a_process_that_waits_in_a_library(number, grace):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
     """As in a pipe, whose reader has ended by the same signal."""
     process = start(BUSY.format(grace=0.0))
@@ -54,7 +52,6 @@ def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_second_signal_cuts_the_grace_short():
     process = start(BUSY.format(grace=60.0))
     assert process.stdout.readline() == "ready\n"
@@ -65,7 +62,6 @@ def test_a_second_signal_cuts_the_grace_short():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_other_signals_end_nothing_and_cut_no_grace_short():
     """As SIGCHLD, which torch handles while a DataLoader has processes."""
     code = """
@@ -83,7 +79,6 @@ print("went on")
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_handlers_come_back():
     code = """
 import signal
@@ -121,7 +116,6 @@ def trains(by="SIGTERM", within=60.0, grace=0.0):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
 def test_a_process_that_is_preempted_ends_by_itself(by):
     process = trains(by)
@@ -131,7 +125,6 @@ def test_a_process_that_is_preempted_ends_by_itself(by):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("by", ["SIGTERM", "SIGUSR2"])
 def test_a_process_that_is_preempted_ends_in_time(by):
     process = trains(by, within=0.2)
@@ -141,7 +134,6 @@ def test_a_process_that_is_preempted_ends_in_time(by):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_process_that_is_preempted(number):
     process = trains()
@@ -152,7 +144,6 @@ def test_a_second_signal_ends_a_process_that_is_preempted(number):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("order", ["SIGTERM SIGUSR2", "SIGUSR2 SIGTERM"])
 def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order):
     process = trains("SIGUSR2", grace=60.0)
@@ -162,7 +153,6 @@ def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_process_is_asked_what_it_is_doing():
     process = trains()
     process.send_signal(signal.SIGUSR1)

@@ -56,7 +56,6 @@ def watched() -> Any:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
     world, _, doing, _ = watched
     wait_until(lambda: world.told_all == ["F0"])
@@ -65,7 +64,6 @@ def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
     world, box, _, _ = watched
     world.failure = PeerLost("rank 0 stops because of rank 1: ValueError: broken")
@@ -74,7 +72,6 @@ def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["killed", "done"])
 def test_a_process_that_ends_ends_waits_for_its_messages_alone(watched: Any, how: str) -> None:
     _, box, _, process = watched
@@ -87,7 +84,6 @@ def test_a_process_that_ends_ends_waits_for_its_messages_alone(watched: Any, how
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_process_that_is_gone_before_is_noticed() -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()

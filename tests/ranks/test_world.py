@@ -17,8 +17,6 @@ from avgpipe.ranks.generation import GENERATION, given_up
 from avgpipe.ranks.world import World, gather
 from tests.runner import Ranks, run
 
-pytestmark = pytest.mark.ranks
-
 VALUES = [
     *(0, "", "a", "Übung 日本", "x" * 10_000, "\udc80 as a file's name may be"),
     *(None, 0.1 + 0.2, -math.inf, [1, {"a": []}]),
@@ -122,6 +120,7 @@ def _dies() -> None:
         ours.broadcast(torch.ones(1), 1)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_collective_names_the_rank_that_died() -> None:
     (code, output), _ = Ranks(2, _dies).join(60)

@@ -58,7 +58,6 @@ def test_auto_chooses_once_and_changes_no_loss(N: int) -> None:
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 def test_ranks_choose_alike(link: str) -> None:
     results = run(3, train, K=3, N=2, advance="auto", link=link)

@@ -90,7 +90,6 @@ def check_on_ranks() -> bool:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_on_ranks() -> None:
     assert run(2, check_on_ranks) == [True, True]
 

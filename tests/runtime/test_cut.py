@@ -129,7 +129,6 @@ def check_on_ranks() -> bool:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_rank_knows_what_it_sends() -> None:
     assert run(2, check_on_ranks, timeout_s=110) == [True, True]
 

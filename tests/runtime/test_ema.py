@@ -74,7 +74,6 @@ def test_it_is_torchs_average_of_one_device(plan: dict[str, Any]) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "plan"), [(2, PLANS[3]), (3, PLANS[2]), (4, PLANS[4])], ids=["pipelines", "replicas", "spread"]
 )

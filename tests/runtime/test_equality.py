@@ -93,7 +93,6 @@ def check_on_ranks(K: int) -> bool:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_equals_one_device_on_ranks_over_every_link(K: int) -> None:

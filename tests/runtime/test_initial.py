@@ -222,7 +222,6 @@ def learn(folder):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_each_rank_asks_for_no_more_than_its_stages_hold(tmp_path):
     model = build("LlamaForCausalLM")
     model.save_pretrained(tmp_path)
@@ -253,6 +252,5 @@ def learn_unlike():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_ranks_that_fill_a_tied_parameter_unlike_are_all_told():
     assert all("'0.weight'" in message for message in run(2, learn_unlike))

@@ -218,14 +218,12 @@ def on_ranks(options: dict[str, Any], rank: int, what: str) -> str:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_bit_of_a_tied_weight_on_another_rank() -> None:
     for text in run(2, on_ranks, options={}, rank=1, what="weights"):
         assert "'0.weight' of pipeline 0 has other bits on stage 1 (rank 1) than on stage 0 (rank 0)" in text
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_bit_of_a_reference_of_dedicated_pipelines() -> None:
     options = {"stages": 1, "pipelines": 3, "spread": True, "batch": "per-pipeline", "rule": "avgpipe"}
     for text in run(3, on_ranks, options=options, rank=1, what="reference"):
@@ -258,7 +256,6 @@ def isolated(options: dict[str, Any], spoiled: int, what: str) -> list[float]:
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("options", [{}, {"batch": "per-pipeline", "rule": "avgpipe"}], ids=str)
 def test_of_isolated_pipelines_the_one_with_another_reference_is_lost_alone(options: dict[str, Any]) -> None:
     options = {"stages": 1, "pipelines": 3, **options}
@@ -272,7 +269,6 @@ def test_of_isolated_pipelines_the_one_with_another_reference_is_lost_alone(opti
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_an_isolated_pipeline_compares_its_own_copies() -> None:
     options = {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "rule": "avgpipe"}
     run = Isolated(2, 2, isolated, restarts=0, options=options, spoiled=1, what="weights")
@@ -346,6 +342,5 @@ def disagreeing() -> str:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_ranks_that_disagree_are_refused() -> None:
     assert all("verify_every" in text for text in run(2, disagreeing))

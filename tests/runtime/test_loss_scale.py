@@ -135,7 +135,6 @@ REPLICATED = {"stages": 2, "micro_batches": 3, "replication": [1, 2], "schedule"
 
 
 @pytest.mark.promise(1)
-@pytest.mark.ranks
 @pytest.mark.parametrize(
     "plan", [{"stages": 2, "micro_batches": 3}, {"stages": 3, "micro_batches": 2}, REPLICATED]
 )
@@ -188,7 +187,6 @@ def test_a_batch_has_the_scale_that_was_there_when_its_weights_were_made() -> No
 
 
 @pytest.mark.promise(0)
-@pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_without_a_flush_scales_do_not_depend_on_timing(schedule: str) -> None:
     """Nor on how many processes there are: see on_ranks below."""

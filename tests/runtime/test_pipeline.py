@@ -71,7 +71,6 @@ def test_what_is_reported_is_what_the_exported_model_does(K: int, N: int) -> Non
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_every_rank_and_a_single_process_see_the_same() -> None:
     for N in (1, 2):
         alone = use(3, N)
@@ -312,7 +311,6 @@ def disagree(K: int) -> str:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
     assert all("[1] disagree with rank 0" in text for text in run(2, disagree, K=2))
 

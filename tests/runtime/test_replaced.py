@@ -157,7 +157,6 @@ SHAPES: list[Any] = [
 ]
 
 
-@pytest.mark.ranks
 @pytest.mark.promise(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("link", ["auto", "gloo"])
@@ -453,7 +452,6 @@ def test_copies_that_batches_wait_for_leave_as_many_of_them_begun(options: dict[
         assert begun == {batch: min(batch + ahead, 2 * BATCHES) for batch in range(2 * BATCHES)}
 
 
-@pytest.mark.ranks
 @pytest.mark.promise(0)
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "dies_in"), [(SHARED, 12), (BY_TURNS, 11)], ids=str)
@@ -675,7 +673,6 @@ def test_a_silent_line_between_ranks_that_are_there_ends_them_in_time() -> None:
 
 
 @pytest.mark.promise(1)
-@pytest.mark.ranks
 @pytest.mark.parametrize("copies", [None, pytest.param(0.01, marks=pytest.mark.slow)])
 def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | None) -> None:
     ranks = Ranks(

@@ -92,7 +92,6 @@ def on_ranks(options: dict[str, Any]) -> bool:
 
 
 @pytest.mark.promise(0, 7)
-@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -198,7 +198,6 @@ def test_shares_weigh_by_what_their_loss_counts(staleness: int) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[11], CASES[12], CASES[15]], ids=str)
 def test_on_ranks_it_is_the_same(case: dict[str, Any]) -> None:
     workers = plan_of(2, case).workers

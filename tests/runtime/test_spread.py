@@ -96,7 +96,6 @@ def _alone(kind: str, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[2], SHAPES[3]], ids=str)
 def test_on_ranks(options: dict[str, Any], tmp_path: Any) -> None:
     workers = Plan(**options, spread=True).workers

@@ -93,7 +93,6 @@ def on_two_ranks() -> Any:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_trains_as_in_turn_on_two_ranks() -> None:
     for mine, theirs in run(2, on_two_ranks):
         assert mine[0] == theirs[0]

@@ -50,7 +50,6 @@ def test_it_goes_on_as_after_a_drain(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.promise(0, 5)
-@pytest.mark.ranks
 @pytest.mark.parametrize("options", LATE, ids=str)
 def test_on_ranks_as_in_one_process(options: dict[str, Any]) -> None:
     expected = train(2, warmup_rounds=4, **options)

@@ -389,7 +389,6 @@ EXACT = [name for name in SYSTEMS if name != "data-parallel-asp"]  # whose updat
 
 
 @pytest.mark.promise(20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39)
-@pytest.mark.ranks
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3, 4])
@@ -407,7 +406,6 @@ def overflowing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.promise(10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
-@pytest.mark.ranks
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3])
@@ -475,7 +473,6 @@ def apart() -> bool:
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_asynchronous_data_parallelism_adds_up_what_each_has_learnt() -> None:
     assert apart()
     assert run(2, apart) == [True] * 2

@@ -184,7 +184,6 @@ def test_an_unknown_format_is_refused_and_nothing_written(tmp_path):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_drawing_needs_no_display_and_leaves_pyplot_alone(tmp_path):
     code = (
         "import sys; from avgpipe.timeline import Event, Timeline; "

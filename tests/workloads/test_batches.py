@@ -49,7 +49,6 @@ def test_a_batch_depends_on_seed_epoch_and_number_alone():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_workers_make_the_same_batches_in_the_same_order():
     order = shuffled(30, 4, seed=1, epoch=0)
     assert equal(list(batches(order, start=2)), list(batches(order, start=2, workers=2)))

@@ -318,7 +318,6 @@ def test_every_shift_occurs_and_nothing_else(mirrored):
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_a_batch_depends_on_seed_epoch_and_batch_alone():
     make = ImageBatch(some_images(), MEAN, STD, padding=4, mirrored=True)
 

@@ -96,7 +96,6 @@ def test_batches_are_padded_pairs_with_begin_and_end():
 
 
 @pytest.mark.promise
-@pytest.mark.ranks
 def test_batches_are_the_same_for_any_pipelines_and_workers(folder, preset):
     one = built(folder, seed=4)
     for other in (built(folder, seed=4, pipelines=2), built(folder, seed=4, loader_workers=1)):

@@ -6,14 +6,13 @@ from avgpipe.cli.bench.transfers import check
 from avgpipe.cli.config import TransfersConfig
 from avgpipe.ranks.launch import run_on_ranks
 
-pytestmark = pytest.mark.ranks
-
 
 @pytest.fixture(scope="module")
 def found():
     return run_on_ranks("tests.cli.bench.targets:every_way", 2, {}, timeout_s=100)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["shm", "gloo", "plain gloo"])
 def test_both_ranks_get_each_message_of_the_other_one(found, way):
@@ -22,6 +21,7 @@ def test_both_ranks_get_each_message_of_the_other_one(found, way):
         assert rank[way]["right"]
 
 
+@pytest.mark.ranks
 def test_ways_within_a_process_are_the_first_ranks(found):
     assert [rank["local"]["messages"] for rank in found] == [3, 0]
     assert [rank["memcpy"]["messages"] for rank in found] == [3, 0]
