@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import random
+from collections import Counter, defaultdict
 from collections.abc import Collection
 from typing import Any
 
@@ -28,6 +29,7 @@ _COMPOSES = (
 )
 _GUIDES = ("docs/", "examples/", "report/test_browser.py")
 _STREAMS = ("simulated_device/",)
+_QUICK = 24  # cells of a grid, unless it says another number
 
 
 def part_of(path: str, marks: Collection[str]) -> str:
@@ -57,8 +59,20 @@ def add_option(parser: pytest.Parser) -> None:
     parser.addoption(OPTION, choices=(*COMMIT, *NIGHTLY), help="run one part of the tests alone")
 
 
-@pytest.hookimpl(trylast=True)  # when all marks are there
+def _sample(items: list[Any]) -> None:
+    """Of each grid, some cells drawn by its name are quick tests; the others are slow ones."""
+    grids = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("grid"):
+            grids[item.function].append(item)
+    for function, cells in grids.items():
+        quick = next(iter(cells[0].get_closest_marker("grid").args), _QUICK)
+        for cell in set(cells) - set(random.Random(function.__name__).sample(cells, min(quick, len(cells)))):
+            cell.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
+    _sample(items)
     chosen = config.getoption(OPTION)
     if chosen is None:
         return

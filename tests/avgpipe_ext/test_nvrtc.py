@@ -26,6 +26,7 @@ needs_nvrtc = pytest.mark.skipif(not _has_nvrtc(), reason="NVRTC is not installe
 DEFINITION = "adam_mixed, kAdam, float, true"
 
 
+@pytest.mark.grid(6)
 @needs_nvrtc
 @pytest.mark.parametrize("definition", _native.KERNEL_DEFINITIONS)
 def test_every_kernel_compiles_for_hopper(definition):

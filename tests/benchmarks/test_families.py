@@ -15,6 +15,7 @@ from benchmarks.models.catalogue import families as known
 from benchmarks.tables.families import families_count, families_equal, families_not_equal
 
 
+@pytest.mark.slow
 def test_all_with_a_plan_and_the_named_ones_are_tried_once():
     found = known()
     groups = [family.group for family in found]

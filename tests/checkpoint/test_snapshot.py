@@ -176,6 +176,7 @@ RUNNING = [
 ]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("plan", RUNNING, ids=str)
 def test_what_is_copied_while_batches_run_is_what_is_there_when_they_have_ended(plan: Plan) -> None:
     while_they_run(plan)

@@ -18,6 +18,7 @@ from tests.elastic.fused_cases import MAKE, Run, assert_close, assert_same_state
 from tests.elastic.models import batch
 
 
+@pytest.mark.grid(24)
 @pytest.mark.parametrize("arena", [False, True], ids=["separate", "arena"])
 @pytest.mark.parametrize("rule", [("avgpipe", 0), ("avgpipe", 1), ("avgpipe", "asynchronous"), ("easgd", 0)])
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)

@@ -11,6 +11,7 @@ from tests.elastic.cases import Crew, assert_bitwise, assert_follows, set_gradie
 from tests.elastic.emulation import AdamW, Emulation, Momentum, Nesterov
 
 
+@pytest.mark.grid(24)
 @pytest.mark.parametrize("outer", [None, Nesterov], ids=["plain", "outer"])
 @pytest.mark.parametrize("inner", [Momentum, AdamW])
 @pytest.mark.parametrize("period", [1, 3])

@@ -3,9 +3,12 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "elastic_averaging.py"
 
 
+@pytest.mark.slow
 def test_four_replicas_beat_one_given_as_many_steps():
     """The script with fewer steps, both at their best learning rate of its grid."""
     spec = importlib.util.spec_from_file_location("elastic_averaging", SCRIPT)

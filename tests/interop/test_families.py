@@ -52,6 +52,7 @@ def assert_equal(model, expected, **plan):
     assert any(not torch.equal(state[name], t) for name, t in model.state_dict().items())
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_stages_train_as_the_model_itself_does(name):
     model = tiny(name)
@@ -60,6 +61,7 @@ def test_stages_train_as_the_model_itself_does(name):
     assert_equal(model, expected, stages=3, micro_batches=3, recompute="always")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Gemma3nForCausalLM", "Gemma4ForCausalLM"])
 def test_what_later_blocks_share_comes_to_their_stage(name):
     kind = getattr(transformers, name, None)

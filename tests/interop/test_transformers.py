@@ -33,6 +33,7 @@ from tests.workloads.equality import assert_equal_to_one_device
 # ---- one device ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(5)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_layers_return_what_the_model_returns(name, attention):
@@ -48,6 +49,7 @@ def test_layers_return_what_the_model_returns(name, attention):
         same(chained(model, tokens()), own(model, {"input_ids": tokens()}), tolerance)
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_gradients_are_those_of_the_models_own_forward(name):
     model = exact(build(name)).train()
@@ -96,17 +98,20 @@ def test_the_models_own_arguments_are_handed_on(name):
 # ---- pipelines -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_pipelines_equal_one_device(name):
     assert_equal_to_one_device(exact(build(name)), batches(right=(2, 4)), loss_of)
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_pipelines_equal_one_device_with_untied_embeddings_and_eager_attention(name):
     model = build(name, attn_implementation="eager", tie_word_embeddings=name.startswith("Llama"))
     assert_equal_to_one_device(exact(model), batches(), loss_of, micro_batches=(3,))
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_what_was_learnt_loads_into_the_model(name):
     model = build(name).eval()
@@ -137,6 +142,7 @@ def test_a_pipeline_generates_from_the_last_position():
         same(predicted, own(model, {"input_ids": tokens()})[:, -1:])
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("name", ["BertForMaskedLM", "GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_dropout_and_recomputing_depend_on_no_number_of_stages(name):
     runs = []
@@ -153,6 +159,7 @@ def test_dropout_and_recomputing_depend_on_no_number_of_stages(name):
 # ---- layers --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("name", CLASSES)
 def test_layers_share_the_models_parameters_and_hold_no_more_than_their_own(name):
     model = build(name)

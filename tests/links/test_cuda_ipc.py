@@ -200,6 +200,7 @@ def test_activations_may_travel_narrower(fake):
     assert torch.equal(arrived, value.bfloat16().float())
     evaluated = made.pass_on(value, "E")
     assert torch.equal(evaluated, value)
+    del arrived, evaluated  # they read their slots, which closing waits for
     for link in made.links:
         link.close(10)
 

@@ -183,6 +183,7 @@ def test_tuples_of_inputs_and_mappings_are_cut_like_tensors():
         assert len(measured(Two(), inputs).layers) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["BertForSequenceClassification", "GPT2LMHeadModel"])
 def test_a_model_of_transformers(name):
     pytest.importorskip("transformers")

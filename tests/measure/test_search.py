@@ -57,6 +57,7 @@ def test_no_cut_of_any_shape_is_quicker(seed: int, speeds: list[float]) -> None:
     assert (found.considered, found.excluded) == (len(list(shapes.shapes())), 0)
 
 
+@pytest.mark.slow
 def test_with_more_shapes_hardly_any_is() -> None:
     """The five are then those that are quickest with a balanced cut, which another may overtake with its best one."""
     ratios = []
@@ -199,6 +200,7 @@ def that_fit(found: dict[Way, list[Forecast]], cluster: Cluster) -> dict[Way, li
     return {way: several for way, several in fitting.items() if several}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(1, 3), st.sampled_from([0.7, 0.99, 1.0, 1.2, 2.0]))
 def test_what_is_found_fits(seed: int, workers: int, share: float) -> None:

@@ -6,6 +6,7 @@ from avgpipe.schedule import build_schedule
 from tests.planning.problems import cases
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(cases())
 def test_no_run_is_below_a_bound(case):

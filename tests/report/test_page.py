@@ -159,6 +159,7 @@ def plotly_images():
     return plotly_script().count("<img")
 
 
+@pytest.mark.slow
 def test_a_page_of_a_thousand_batches_is_small_enough(tmp_path, plotly):
     run = Run.read(write_run(tmp_path / "run", batches=1000, shown=1000))
     assert len(run.timeline.events) == 40_000

@@ -127,6 +127,7 @@ def test_weights_are_those_of_plain_layers_under_every_plan(name: str) -> None:
     )
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_dropout_draws_what_plain_layers_draw(backend: str) -> None:
     batches = token_batches(4, 8)
@@ -277,6 +278,7 @@ def branching() -> tuple[Branching, list[Any]]:
     return Branching().double(), batches
 
 
+@pytest.mark.slow
 def test_traced_models() -> None:
     model, batches = branching()
     plan = Plan(stages=3, pipelines=1, micro_batches=2)
@@ -403,6 +405,7 @@ def _list_of_wrapped(model: nn.Sequential, backend: Any) -> Any:
 WAYS = [_itself, _nested, _wrapped, _nested_wrapped, _whole, _whole_wrapped, _list_of_wrapped]
 
 
+@pytest.mark.grid(4)
 @pytest.mark.parametrize("pipelines", [1, 2])
 @pytest.mark.parametrize("way", WAYS)
 def test_modules_that_come_compiled_stay_so(way: Any, pipelines: int) -> None:
@@ -467,6 +470,7 @@ def test_a_module_that_is_kept_from_the_compiler_stays_so() -> None:
     assert not backend.graphs
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("way", ["layer", "wrapped layer", "whole", "whole wrapped"])
 def test_traced_models_that_come_compiled(way: str) -> None:
     model, batches = branching()
@@ -501,6 +505,7 @@ def test_a_compiled_forward_is_refused() -> None:
 # ---- transformers --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("way", ["blocks", "whole", "option"])
 def test_models_of_transformers(way: str) -> None:
     from tests.interop.models import batches, build, loss_of

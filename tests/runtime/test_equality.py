@@ -50,6 +50,7 @@ def compare(case: dict[str, Any], **options: Any) -> Any:
     return losses, state
 
 
+@pytest.mark.grid(32)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 @pytest.mark.parametrize("M", range(1, 9))

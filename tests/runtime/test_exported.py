@@ -105,6 +105,7 @@ def check_case(name: str, K: int, recompute: str = "never", exports: bool = Fals
     return True
 
 
+@pytest.mark.grid(2)
 @pytest.mark.parametrize("K", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_exported_models_train_as_on_one_device(name: str, K: int) -> None:
@@ -117,6 +118,7 @@ def test_exported_models_train_on_ranks() -> None:
     assert run(2, check_case, name="transformer", K=2, exports=True, timeout_s=110) == [True] * 2
 
 
+@pytest.mark.slow
 def test_a_pipeline_exports_by_itself() -> None:
     check_case("gpt", 2, exports=True)
 
@@ -171,6 +173,7 @@ def _run(layers: Any, value: Any) -> Any:
     return value
 
 
+@pytest.mark.slow
 def test_dropout_depends_neither_on_stages_nor_remains_in_evaluation() -> None:
     torch.manual_seed(0)
     model = GPT(dropout=0.3)
@@ -199,6 +202,7 @@ def test_other_lengths_run_and_longer_ones_are_refused() -> None:
         _run(layers, torch.randint(11, (2, 2, 2)))
 
 
+@pytest.mark.slow
 def test_an_example_as_long_as_can_be_says_nothing_about_shorter_ones() -> None:
     torch.manual_seed(0)
     model = GPT(blocks=1).eval()

@@ -197,6 +197,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize(
     "options",

@@ -128,6 +128,7 @@ def _leaves(target: Any) -> tuple[torch.Tensor, ...]:
     return target if isinstance(target, tuple) else (target,)
 
 
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
 def test_a_loss_given_as_a_function_trains_as_on_one_device(K: int, name: str) -> None:

@@ -314,6 +314,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(row, column, marks=slow, id=f"{row} x {column}")
 
 
+@pytest.mark.grid(16)
 @pytest.mark.parametrize(("row", "column"), list(cases()))
 def test_a_cell_says_what_is(row: str, column: str, tmp_path: Path) -> None:
     def check(options: dict[str, Any], folder: Path) -> None:

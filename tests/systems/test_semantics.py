@@ -135,6 +135,7 @@ def compare(
     assert_same_training((losses, state), (expected.losses, expected.state))
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
@@ -158,6 +159,7 @@ def test_a_pipeline_that_runs_dry_goes_on_with_the_newest_weights(K: int, kind: 
         compare("pipedream", kind, K, M, {}, drains=[0, 3, 4])
 
 
+@pytest.mark.grid(12)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [1, 2, 3, 4])
@@ -216,6 +218,7 @@ CORRECTED_ADAM: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(
     ("kind", "variant"),
     [*product(MODELS, CORRECTED), *product(["tied"], CORRECTED_ADAM)],
@@ -230,6 +233,7 @@ def test_late_gradients_are_corrected_by_the_rules(K: int, kind: str, variant: d
     compare("pipedream", kind, K, 1, variant, drains=[0, 4], weights="vertical-sync")
 
 
+@pytest.mark.grid(3)
 @pytest.mark.parametrize("variant", CORRECTED, ids=str)
 @pytest.mark.parametrize("K", [2, 3, 4])
 def test_each_stage_corrects_its_own_delay(K: int, variant: dict[str, Any]) -> None:
@@ -324,6 +328,7 @@ ELASTIC: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize("options", ELASTIC, ids=str)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3, 4])

@@ -166,6 +166,7 @@ def test_what_the_format_requires(tmp_path_factory, events):
             )
 
 
+@pytest.mark.slow
 def test_a_long_run_is_written_quickly_and_comes_back_to_the_nanosecond(tmp_path):
     events = tuple(
         Event(k, m % 2, m // 8, m % 8, kind, 1e5 + m * 1e-3 + n * 1.000001e-4, 1e5 + m * 1e-3 + n * 1.000001e-4 + 9e-5)

@@ -129,6 +129,7 @@ def test_without_data_python_is_learnt_from(small, monkeypatch):
     assert len(workload.train_batches(0)) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["pairs", "masked"])
 def test_it_learns_through_two_stages(small, kind, pairs_folder, text_folder, monkeypatch):
     preset = PRESETS["bert"]["tiny"]
@@ -224,6 +225,7 @@ def test_masked_text_trains_as_on_one_device():
 # ---- the published size --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parameters"), [(PAIRS_MODEL, 109_483_778), (MASKED_MODEL, 109_514_298)])
 def test_paper_is_bert_base(kind, parameters):
     preset = PRESETS["bert"]["paper"]

@@ -328,6 +328,7 @@ def unigram_perplexity(train, valid):
     return math.exp(loss)
 
 
+@pytest.mark.slow
 def test_a_built_workload_learns_far_more_than_frequencies(quick):
     workload = build_workload("captioning", seed=3)
     layers = run(workload)

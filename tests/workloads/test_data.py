@@ -152,6 +152,7 @@ def test_an_empty_split_has_no_raw_text(tmp_path, split):
         read_text(tmp_path)
 
 
+@pytest.mark.slow
 def test_raw_text_of_the_standard_library_has_the_words_of_the_corpus():
     texts = read_text(None, max_bytes=300_000)
     corpus = load_text(None, max_bytes=300_000)

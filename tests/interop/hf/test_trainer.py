@@ -62,15 +62,18 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("make", [causal, llama])
 def test_language_models_train_to_the_same_losses_and_weights(make: Any, tmp_path: Path) -> None:
     assert_near(*both(make(), tmp_path, texts(), settings=EVERYTHING))
 
 
+@pytest.mark.slow
 def test_masked_language_models_train_to_the_same(tmp_path: Path) -> None:
     assert_near(*both(masked(), tmp_path, texts(), settings={"max_steps": 5, "optim": "sgd"}))
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize(
     ("make", "data", "micro_batches"),
     [
@@ -135,6 +138,7 @@ def test_a_stream_of_texts_ends_its_epochs_alike(tmp_path: Path) -> None:
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_several_pipelines_learn(tmp_path: Path) -> None:
     plan = Plan(stages=2, pipelines=2, micro_batches=4)
     trainer = pipelined(causal(), arguments(tmp_path, num_train_epochs=8), texts(), plan)
@@ -191,6 +195,7 @@ def test_callbacks_are_in_control(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
 
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("accumulated", [1, 2])
 def test_training_goes_on_bit_for_bit_from_a_checkpoint(accumulated: int, tmp_path: Path) -> None:
     settings = {
