@@ -15,12 +15,10 @@ BIN := $(VENV)/bin
 # Where nvcc is, CUDA code is compiled, so its machine code and the run-time compilation are checked too.
 comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check)
-ORDERED := $(addprefix tests/runtime/test_,$(addsuffix .py,auto elastic evaluate on_ranks schedules \
-    shared_batch skips spread streams warmup)) tests/checkpoint/test_checkpoint.py
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
-test lint types native-test sanitize unit order order-slow mutants slow nightly: export AVGPIPE_WERROR := 1
+test lint types native-test sanitize unit order promises mutants seeds $(NIGHTLY): export AVGPIPE_WERROR := 1
 
 ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
   tests/happens_before/on_gpu.py
@@ -28,14 +26,18 @@ ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda
 # Environments with torch, one for each version of Python that wheels are made for; their torch needs no CUDA.
 PYTHONS ?= $(BIN)/python
 
-.PHONY: demo test lint types unit order order-slow mutants slow nightly native-test sanitize docs wheels wheels-test gpu \
-  clean
+# Each takes an hour at most. Which package a part belongs to is in CONTRIBUTING.md.
+NIGHTLY := nightly-slow nightly-ranks nightly-composes nightly-guides nightly-order nightly-streams nightly-faults \
+  nightly-build
+
+.PHONY: demo test lint types unit order promises mutants seeds native-test sanitize docs wheels wheels-test gpu \
+  older-installed older-torch nightly-all $(NIGHTLY) clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
 	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --out runs/demo
 
-test: lint types native-test sanitize unit order
+test: lint types native-test unit order
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -60,29 +62,90 @@ sanitize: $(VENV)/installed
 	$(BIN)/cmake --build build/sanitize
 	$(BIN)/ctest --test-dir build/sanitize --output-on-failure
 
-# Quick tests, two at a time.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
+
+# What starts no process, two at a time.
 unit: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow"
+	$(PYTEST) --part unit
 
 # What runs several pipelines, replicas, versions or stages, as on a device with streams: is everything in order there?
 order: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not slow and not host" $(ORDERED)
+	$(PYTEST) --part order --happens-before
 
-# The same for all tests of the runtime, of checkpoints and of systems, the slow ones too.
-order-slow: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --happens-before -m "not host" tests/runtime tests/checkpoint tests/systems
+# With real processes: a test for each promise of the guides, and each command through its entry point.
+promises: $(VENV)/installed
+	$(PYTEST) --part promises --dist loadfile
 
 # Each order of the runtime removed in turn: is it missed?
 mutants: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.happens_before.mutants
 
-slow: $(VENV)/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m slow
-
 # Training on the simulated device in a thousand orders of each kind, and each missing order seen in some.
-nightly: $(VENV)/installed
+seeds: $(VENV)/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --seeds 1000 --processes 2
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.simulated_device.seeds --mutants --seeds 20
+
+nightly-all:
+	@for part in $(NIGHTLY); do \
+	  begin=$$(date +%s); $(MAKE) $$part || failed="$$failed $$part"; \
+	  echo "$$part: $$(( $$(date +%s) - begin )) s"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+nightly-slow nightly-ranks nightly-composes: nightly-%: $(VENV)/installed
+	$(PYTEST) --part $*
+
+# The page of avgpipe report is opened in a browser, by a test that says so where there is none.
+nightly-guides: $(VENV)/installed docs
+	command -v chromium > /dev/null || (apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y \
+	  --no-install-recommends chromium fonts-dejavu-core) > /dev/null 2>&1 || \
+	  echo "chromium cannot be installed: no page is opened in a browser"
+	$(PYTEST) --part guides
+
+# What `order` has no time for.
+nightly-order: $(VENV)/installed
+	$(PYTEST) --happens-before -m "not host" $(addprefix --part ,unit promises slow ranks composes) \
+	  tests/runtime tests/checkpoint tests/systems
+
+nightly-streams: $(VENV)/installed mutants seeds
+	$(PYTEST) --part streams
+
+# What nobody has thought of: faults at places that a new seed draws, which is printed.
+nightly-faults: $(VENV)/installed
+	$(BIN)/avgpipe bench faults --seconds 600
+
+# What leaves this machine: sanitizers, wheels where there is no compiler, an older torch, the GPU suite without a GPU.
+nightly-build: $(VENV)/installed sanitize older-torch
+	$(MAKE) wheels wheels-test VARIANTS=cpu PYTHONS="$(BIN)/python $(if $(PYTHON312),$(OLDER)/bin/python)"
+	$(if $(PYTHON312),$(BIN)/python tools/without_compilers.py dist/*+cpu-cp312-*.whl --python $(OLDER)/bin/python)
+	$(if $(PYTHON312),OMP_NUM_THREADS=1 $(OLDER)/bin/python benchmarks/gpu_suite.py --no-build)
+
+# One library of operators serves every torch from 2.11 on and every Python: the one built for VENV runs under an older
+# torch too, a CUDA build, where the CUDA operators must be registered when nvcc was there to compile them. What is no
+# operator is built for each Python.
+PYTHON312 ?= $(shell for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do \
+  "$$python" --version > /dev/null 2>&1 && command -v "$$python" && break; done)
+OLDER := .venv-torch211
+UNDER_OLDER := tests/runtime/test_batch.py tests/runtime/test_context.py tests/avgpipe_ext/test_library.py
+
+ifeq ($(PYTHON312),)
+older-installed older-torch:
+	@echo "Python 3.12 is not here: the check with torch 2.11 is left out"
+else
+older-installed: $(OLDER)/installed  # some gigabytes
+
+$(OLDER)/installed:
+	$(PYTHON312) -m venv $(OLDER)
+	$(OLDER)/bin/pip install -q torch==2.11.0 numpy typer rich matplotlib \
+	  pytest==9.2.0 pytest-timeout==2.4.0 pytest-xdist==3.8.0 hypothesis==6.170.15
+	touch $@
+
+older-torch: $(VENV)/installed $(OLDER)/installed
+	$(BIN)/cmake -S . -B build/python312 -G Ninja -DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" -DAVGPIPE_CUDA=0 \
+	  -DPython_EXECUTABLE="$(abspath $(OLDER))/bin/python" -DAVGPIPE_BUILD_TESTS=OFF
+	$(BIN)/cmake --build build/python312 --target _native
+	PYTHONPATH=python:. OMP_NUM_THREADS=1 $(OLDER)/bin/python -m tests.avgpipe_ext.older_torch
+	PYTHONPATH=python:. OMP_NUM_THREADS=1 $(OLDER)/bin/python -m pytest -m "not slow" $(UNDER_OLDER)
+endif
 
 # The documentation as a site, in build/site.
 docs: $(VENV)/installed

@@ -56,7 +56,7 @@ def _marks(item: Any, number: int) -> set[str]:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    parser.addoption(OPTION, choices=(*COMMIT, *NIGHTLY), help="run one part of the tests alone")
+    parser.addoption(OPTION, action="append", choices=(*COMMIT, *NIGHTLY), help="run this part alone; may be repeated")
 
 
 def _sample(items: list[Any]) -> None:
@@ -74,14 +74,14 @@ def _sample(items: list[Any]) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     _sample(items)
     chosen = config.getoption(OPTION)
-    if chosen is None:
+    if not chosen:
         return
     ours: dict[bool, list[Any]] = {True: [], False: []}
     cells: Counter[Any] = Counter()  # of each function, so far
     for item in items:
         path = item.path.relative_to(config.rootpath / "tests").as_posix()
         function = path, item.originalname
-        ours[part_of(path, _marks(item, cells[function])) == chosen].append(item)
+        ours[part_of(path, _marks(item, cells[function])) in chosen].append(item)
         cells[function] += 1
     config.hook.pytest_deselected(items=ours[False])
     items[:] = ours[True]
