@@ -56,7 +56,9 @@ def _marks(item: Any, number: int) -> set[str]:
 
 
 def add_option(parser: pytest.Parser) -> None:
-    parser.addoption(OPTION, action="append", choices=(*COMMIT, *NIGHTLY), help="run this part alone; may be repeated")
+    parser.addoption(
+        OPTION, action="append", choices=(*COMMIT, *NIGHTLY), help="run this part alone; may be repeated"
+    )
 
 
 def _sample(items: list[Any]) -> None:

@@ -255,6 +255,7 @@ def one_row_fails(settings, without=()):
     return emulated.worker(settings, without)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_row_that_fails_is_told_and_the_others_are_measured(monkeypatch):
     monkeypatch.setattr(emulated, "_WORKER", "tests.benchmarks.test_emulated:one_row_fails")

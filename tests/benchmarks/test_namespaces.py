@@ -119,6 +119,7 @@ def test_what_a_killed_run_left_is_removed_and_a_living_one_is_left_alone():
         assert made.host(0) in existing()
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.root
 @needs_root

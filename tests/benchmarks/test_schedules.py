@@ -120,6 +120,7 @@ def test_the_budget_is_far_above_what_one_micro_batch_after_another_takes():
     assert settings.budget_s > 3 * batches * 100 * 20 * 0.03
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_systems_and_both_sides_schedules_are_rows():
     names = ("interleaved-1f1b", "zero-bubble-v", "dualpipe-v", "pipedream", "data-parallel")

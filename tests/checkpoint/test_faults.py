@@ -329,6 +329,7 @@ def test_a_run_that_ends_lets_the_next_one_save(saved: Path) -> None:
     assert verify_checkpoint(saved).batches == 12
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_folder_is_held_while_one_of_its_pipelines_lives(tmp_path: Path) -> None:
     look = (

@@ -57,6 +57,7 @@ def test_json_is_one_object_with_bounds_and_all_rows():
     assert all(row["median_ms"] > 4 for row in section["rows"])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_person_reads_a_table():
     result = invoke(*SHORT, "--rows", "1f1b,torch-gpipe")
@@ -82,6 +83,7 @@ def test_schedules_of_several_stages_stand_beside_torchs():
     assert [row["name"] for row in section["skipped"]] == ([] if V_RUNS else found[-2:])
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_schedule_that_torch_refuses_is_left_out_with_its_reason():
     result = invoke(

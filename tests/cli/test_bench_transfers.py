@@ -15,6 +15,7 @@ def answer(tmp_path_factory):
     return strict(result.stdout), picture
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_json_has_latency_and_bandwidths_with_gloo_and_memcpy(answer):
     found, _ = answer
@@ -44,6 +45,7 @@ def test_a_picture_is_drawn(answer):
     assert answer[1].stat().st_size > 10_000
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_person_reads_tables():
     result = invoke("bench", "transfers", "--sizes", "8", "--rounds", "1", "--links", "local")

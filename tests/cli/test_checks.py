@@ -130,6 +130,7 @@ def contents(path):
     return {p.relative_to(path): p.read_bytes() for p in path.rglob("*") if p.is_file()}
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_folder_with_another_run_is_left_alone(run, text):
     before = contents(run)

@@ -18,6 +18,7 @@ def text(tmp_path: Path) -> Path:
     return found
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_two_processes_measure_what_is_around_the_layers(text: Path, at_once: int) -> None:
@@ -33,6 +34,7 @@ def test_two_processes_measure_what_is_around_the_layers(text: Path, at_once: in
         assert min(link.latency_s, link.bytes_per_s) > 0
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_data_that_cannot_be_read_say_so(text: Path) -> None:
     (text / "valid.txt").write_text("\n")

@@ -115,6 +115,7 @@ def test_what_is_neither_a_workload_nor_a_file_is_refused():
     )
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_a_workload_is_profiled_first():
     _, rows = rows_of("awd-lstm", "--workers", "2", "--budget", "1", "--method", "balance")

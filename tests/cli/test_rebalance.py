@@ -42,6 +42,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_layers_move_and_losses_stay(pipelines: int, write_script: WriteScript, tmp_path: Path) -> None:

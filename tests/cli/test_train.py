@@ -54,6 +54,7 @@ def finish(*arguments, **changes):
 # ---- two stages, two pipelines, two epochs ---------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_json_is_the_summary_and_nothing_else(whole):
     assert strict(whole.stdout) == whole.summary
@@ -247,6 +248,7 @@ def test_what_workers_do_is_not_in_their_command_line(tmp_path, monkeypatch):
     assert TrainConfig.from_json(arguments["config"]) == config
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_it_joins_torchruns_workers(text, tmp_path):
     out = tmp_path / "run"
@@ -259,6 +261,7 @@ def test_it_joins_torchruns_workers(text, tmp_path):
     assert Run(out, run.stdout, run.stderr).summary["batches"] == 4
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_torchrun_starts_a_killed_run_again_from_its_checkpoint(text, tmp_path):
     out = tmp_path / "run"

@@ -74,6 +74,7 @@ def test_what_is_in_no_example_runs_as_one_script(page, tmp_path):
     run("python", "page.py", cwd=tmp_path)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", [p for p in GUIDES if blocks(p, "sh")], ids=lambda p: p.stem)

@@ -34,6 +34,7 @@ def test_the_model_learns(command, tmp_path):
     assert_learnt(printed(SCRIPT, command, str(tmp_path)), tmp_path)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_accelerates_launcher_starts_the_ranks(tmp_path):
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 SCRIPT = EXAMPLES / "large_model.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_model_learns_the_same_in_one_process_and_in_two(tmp_path):
     folder = str(tmp_path / "model")

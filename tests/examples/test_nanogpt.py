@@ -33,6 +33,7 @@ def plain(tmp_path_factory):
     return losses(done.stdout)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_stages_have_the_losses_of_the_loop(command, plain, tmp_path, monkeypatch):

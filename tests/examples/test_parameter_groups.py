@@ -10,6 +10,7 @@ from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 SCRIPT = EXAMPLES / "parameter_groups.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns(command):

@@ -9,6 +9,7 @@ from tests.examples.scripts import COMMANDS, EXAMPLES, printed
 SCRIPT = EXAMPLES / "skip_connection.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns(command):

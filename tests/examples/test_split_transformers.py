@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 SCRIPT = EXAMPLES / "split_transformers.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns_and_its_weights_load_back(command):

@@ -9,6 +9,7 @@ from tests.examples.scripts import EXAMPLES, printed
 SCRIPT = EXAMPLES / "torch_schedule.py"
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_model_learns():
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", printed(SCRIPT, "avgpipe run"))]

@@ -23,6 +23,7 @@ def answer(*arguments: str) -> Any:
     return strict(stdout)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_model_learns(command):

@@ -254,6 +254,7 @@ def test_a_pipeline_names_the_stage_of_wrong_inputs():
         pipeline.predict({"input_ids": tokens(), "token_typ_ids": tokens()})
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_other_models_do_not_import_the_library():
     script = """

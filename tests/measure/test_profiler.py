@@ -213,6 +213,7 @@ def test_model_random_state_and_threads_stay_as_they_were():
     assert model[4].weight.grad is None
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_processes_tell_of_the_runtime_and_the_link(measures_workers, monkeypatch):
     monkeypatch.setattr(profiler, "measure_workers", measures_workers)

@@ -185,6 +185,7 @@ def test_workers_that_take_too_long_are_ended(tmp_path):
     assert not any(map(alive, workers_of(tmp_path)))
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_workers_go_with_their_parent(tmp_path, number):

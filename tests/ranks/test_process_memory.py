@@ -49,6 +49,7 @@ def faults(keep: bool, **environment: str) -> tuple[str, int]:
     return kept, int(count)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_glibc
 def test_large_tensors_freed_and_taken_again_hardly_fault() -> None:
@@ -59,6 +60,7 @@ def test_large_tensors_freed_and_taken_again_hardly_fault() -> None:
     assert found <= 1.5 * without / 5
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_glibc
 def test_what_the_environment_chooses_stays() -> None:
@@ -141,6 +143,7 @@ def test_launched_processes_do_without_the_cache_per_thread(monkeypatch: pytest.
     assert launch_environment() == found  # theirs do so too
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @needs_glibc
 def test_launched_processes_keep_freed_memory_all_the_same() -> None:

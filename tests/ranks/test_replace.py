@@ -163,6 +163,7 @@ else:
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Path) -> None:
     said: list[str] = []
@@ -204,6 +205,7 @@ signal.pause()
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("when", "says"),
