@@ -150,6 +150,7 @@ def test_messages_of_growing_and_shrinking_sizes_arrive_in_order(peer):
     assert slot_bytes >= 5_000_001
 
 
+@pytest.mark.promise
 def test_a_retained_tensor_keeps_its_values_while_many_messages_pass(peer):
     peer.start(send_patterns, [50_000] * 500)
     retained = []
@@ -164,6 +165,7 @@ def test_a_retained_tensor_keeps_its_values_while_many_messages_pass(peer):
         assert torch.equal(data, pattern(number, 50_000))
 
 
+@pytest.mark.ranks
 def test_open_files_do_not_grow_over_10000_messages(peer):
     peer.start(answer, 200)
     for number in range(200):

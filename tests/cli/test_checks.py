@@ -160,6 +160,7 @@ def test_a_checkpoint_of_another_model(run):
     assert contents(run) == before
 
 
+@pytest.mark.promise
 def test_a_corrupt_checkpoint(run):
     file = next((run / "checkpoints" / "last").glob("*.pt"))
     content = bytearray(file.read_bytes())
@@ -172,11 +173,13 @@ def test_a_corrupt_checkpoint(run):
     assert contents(run) == before
 
 
+@pytest.mark.promise
 def test_a_damaged_manifest(run):
     (run / "checkpoints" / "last" / "manifest.json").write_text("{")
     assert "corrupt checkpoint" in refused("awd-lstm", "--out", "run", "--resume")
 
 
+@pytest.mark.promise
 def test_a_stored_run_that_cannot_be_read_is_resumed_with_what_is_given(run, text):
     (run / "run.json").write_text("[]")
     line = refused("awd-lstm", "--out", "run", "--resume", "--preset", "small", "--data", str(text))

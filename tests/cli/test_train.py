@@ -61,7 +61,7 @@ def test_json_is_the_summary_and_nothing_else(whole):
     assert sorted(whole.summary) == sorted(KEYS)
 
 
-@pytest.mark.ranks
+@pytest.mark.promise
 def test_the_summary_tells_what_was_done(whole):
     s = whole.summary
     assert (s["system"], s["stages"], s["pipelines"], s["micro_batches"]) == ("avgpipe", 2, 2, 4)
@@ -79,6 +79,7 @@ def test_the_summary_tells_what_was_done(whole):
     assert s["best_metric"] == s["metric"] < s["trivial_metric"]
 
 
+@pytest.mark.promise
 def test_every_batch_and_validation_has_a_row(whole):
     train = [row for row in whole.rows if row["kind"] == "train"]
     assert [row["batch"] for row in train] == list(range(130))
@@ -98,6 +99,7 @@ def test_every_batch_and_validation_has_a_row(whole):
     assert valid[-1]["metric"] == whole.summary["metric"]
 
 
+@pytest.mark.promise
 def test_validations_of_several_pipelines_tell_how_far_apart_they_are(whole):
     found = [row["distances"] for row in whole.rows if row["kind"] == "valid"]
     assert found[0]["to_reference"] == [0.0, 0.0]
@@ -105,6 +107,7 @@ def test_validations_of_several_pipelines_tell_how_far_apart_they_are(whole):
     assert all(after["between"][0][1] == after["between"][1][0] > 0 for after in found[1:])
 
 
+@pytest.mark.promise
 def test_rows_tell_rates_memory_and_busy_shares(whole):
     train = [row for row in whole.rows if row["kind"] == "train"]
     rates = [row["lr"] for row in train]
@@ -121,12 +124,14 @@ def test_rows_tell_rates_memory_and_busy_shares(whole):
     assert valid[-1]["samples_per_second"] == pytest.approx(4 * len(last) / seconds, rel=1e-4)
 
 
+@pytest.mark.promise
 def test_it_learns(whole):
     metrics = [row["metric"] for row in whole.rows if row["kind"] == "valid"]
     assert metrics[0] > 35
     assert metrics[-1] < 15
 
 
+@pytest.mark.promise
 def test_the_folder_has_plan_timeline_picture_and_checkpoints(whole):
     assert Plan.load(whole.out / "plan.json").partition is not None
     timeline = Timeline.from_chrome_trace(whole.out / "timeline.json")
@@ -153,6 +158,7 @@ def test_a_finished_run_has_nothing_to_resume(whole, tmp_path):
 # ---- one process -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.promise
 def test_a_person_reads_before_after_speed_bubbles_and_where_the_picture_is(small):
     for part in ("perplexity:", "before", "after 4 batches", "samples/s", "bubbles", str(small.out)):
         assert part in small.stdout
@@ -160,6 +166,7 @@ def test_a_person_reads_before_after_speed_bubbles_and_where_the_picture_is(smal
     assert "validation before training" in small.stderr
 
 
+@pytest.mark.promise
 def test_max_batches_end_in_the_middle_of_an_epoch_with_a_validation(small):
     assert small.summary["batches"] == 4
     assert 0 < small.summary["epochs"] < 1
@@ -203,6 +210,7 @@ def test_a_target_ends_the_run_at_a_validation(target, said, text, tmp_path):
     assert strict(again.stdout) == summary
 
 
+@pytest.mark.promise
 def test_settings_are_kept_for_resuming(small, text):
     stored = json.loads((small.out / "run.json").read_text())
     assert (stored["data"], stored["batch_size"], stored["max_batches"]) == (str(text), 4, 4)

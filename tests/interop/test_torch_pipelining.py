@@ -207,6 +207,7 @@ def unmoved(actions):
     return [str(a) for a in actions if not a.computation_type.value.startswith("RECV")]
 
 
+@pytest.mark.promise
 def test_only_gloo_gets_its_receives_early(on_ranks):
     """Where a posted receive holds up what is posted later, torch's order is the one that cannot deadlock."""
     with process_group("fake", 2) as stage:

@@ -42,6 +42,7 @@ def test_a_compiler_that_is_there_is_found(name, place, python):
         no_compiler(place, python)
 
 
+@pytest.mark.ranks
 def test_what_the_place_shows_of_the_system_cannot_be_written_and_the_rest_is_not_there(place, python):
     code = f"""
 import os

@@ -27,6 +27,7 @@ def test_ways_within_a_process_are_the_first_ranks(found):
     assert [rank["memcpy"]["messages"] for rank in found] == [3, 0]
 
 
+@pytest.mark.ranks
 def test_all_take_time(found):
     assert all(way["seconds"] > 0 for way in found[0].values())
 
