@@ -37,7 +37,9 @@ demo: $(VENV)/installed
 	rm -rf runs/demo
 	$(BIN)/avgpipe train awd-lstm --preset tiny --stages 2 --pipelines 2 --micro-batches 4 --out runs/demo
 
-test: lint types native-test unit order
+test: $(VENV)/installed
+	$(MAKE) -j2 --output-sync lint types native-test
+	$(MAKE) unit order
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

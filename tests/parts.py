@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter, defaultdict
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ _COMPOSES = (
 )
 _GUIDES = ("docs/", "examples/", "report/test_browser.py")
 _STREAMS = ("simulated_device/",)
+_HERE = Path(__file__).parent
 _QUICK = 24  # cells of a grid, unless it says another number
 
 
@@ -61,6 +63,25 @@ def add_option(parser: pytest.Parser) -> None:
     )
 
 
+def _is_part_of(path: Path, part: str) -> bool:
+    """Whether a file may have tests of a part: a quick look, so that the others need not be imported."""
+    name = path.relative_to(_HERE).as_posix()
+    if part == "order":
+        return name in _ORDERED
+    if part == "promises":
+        return "pytest.mark.promise" in path.read_text()
+    if part == "streams":
+        return name.startswith(_STREAMS)
+    return not name.startswith(_STREAMS)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    chosen = config.getoption(OPTION)
+    if not chosen or collection_path.suffix != ".py":
+        return None
+    return None if any(_is_part_of(collection_path, part) for part in chosen) else True
+
+
 def _sample(items: list[Any]) -> None:
     """Of each grid, some cells drawn by its name are quick tests; the others are slow ones."""
     grids = defaultdict(list)
@@ -81,7 +102,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> No
     ours: dict[bool, list[Any]] = {True: [], False: []}
     cells: Counter[Any] = Counter()  # of each function, so far
     for item in items:
-        path = item.path.relative_to(config.rootpath / "tests").as_posix()
+        path = item.path.relative_to(_HERE).as_posix()
         function = path, item.originalname
         ours[part_of(path, _marks(item, cells[function])) in chosen].append(item)
         cells[function] += 1

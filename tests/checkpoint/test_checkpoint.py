@@ -70,6 +70,7 @@ def resume(plan: Plan, folder: str, cut: int) -> Any:
     return True
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(
     "plan",
     SHAPES,
@@ -118,6 +119,7 @@ def test_a_model_with_other_strides_goes_on(cut: int, tmp_path: Path) -> None:
         torch.testing.assert_close(p.state_dict(), after, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("before", SHAPES[:4], ids=lambda p: f"from{p.stages}x{p.pipelines}")
 @pytest.mark.parametrize(("K", "N"), [(1, 1), (4, 1), (2, 2), (3, 4)])
 def test_loads_under_any_layout(before: Plan, K: int, N: int, tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def check_case(name: str, K: int, recompute: str = "never", exports: bool = Fals
     return True
 
 
-@pytest.mark.grid(2)
+@pytest.mark.grid(1)
 @pytest.mark.parametrize("K", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
 def test_exported_models_train_as_on_one_device(name: str, K: int) -> None:

@@ -75,6 +75,7 @@ def compare(options: dict[str, Any], M: int, variant: dict[str, Any], **others: 
     return assert_trains_as_one_device(model, plan, batches, loss_fn, optimizer, clip, **others)
 
 
+@pytest.mark.grid(24)
 @pytest.mark.parametrize("options", [*SPLIT, *REPLICATED, *PLACED[:4]], ids=str)
 @pytest.mark.parametrize("M", [3, 4, 7])
 def test_equals_one_device(options: dict[str, Any], M: int) -> None:

@@ -177,6 +177,7 @@ def assert_as_emulated(found: Any) -> None:
         assert_same_state(ours, theirs)
 
 
+@pytest.mark.grid(20)
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("K", [1, 3])
 def test_follows_the_rules_step_by_step(K: int, case: dict[str, Any]) -> None:

@@ -269,6 +269,7 @@ def test_the_models_output_uses_what_it_holds() -> None:
     ]
 
 
+@pytest.mark.grid(8)
 @pytest.mark.parametrize(
     "schedule", ["all-forward-all-backward", "1f1b", "advance-forward", "zero-bubble-h1"]
 )
@@ -342,6 +343,7 @@ def test_overlapping_batches_equal_their_emulation(plan: Plan) -> None:
     assert_same_state({name: state[name] for name in names}, names)
 
 
+@pytest.mark.slow
 def test_any_order_of_delivery_and_of_devices_ends_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choose, "LocalLink", Shuffled)
     monkeypatch.setattr(Scheduler, "_most_urgent", any_queue)

@@ -68,6 +68,7 @@ def same(found: Any, expected: Any) -> None:
         assert_same_state(mine, theirs)
 
 
+@pytest.mark.grid(6)
 @pytest.mark.parametrize("options", SHAPES, ids=str)
 @pytest.mark.parametrize("kind", ["tied", "normed"])
 def test_in_one_process(kind: str, options: dict[str, Any], tmp_path: Any) -> None:
