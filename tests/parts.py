@@ -77,7 +77,7 @@ def _is_part_of(path: Path, part: str) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     chosen = config.getoption(OPTION)
-    if not chosen or collection_path.suffix != ".py":
+    if not chosen or not collection_path.name.startswith("test_"):
         return None
     return None if any(_is_part_of(collection_path, part) for part in chosen) else True
 
