@@ -55,7 +55,8 @@ class Ranks:
             port = self._store.port
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared = {**address, "TORCHELASTIC_USE_AGENT_STORE": "True", "TEST_FOLDER": self._folder.name}
-        shared |= {plugin.VARIABLE: os.environ[plugin.VARIABLE]} if plugin.checking() else {}
+        told = (plugin.VARIABLE, "COVERAGE_PROCESS_START", "PYTEST_CURRENT_TEST")
+        shared |= {name: os.environ[name] for name in told if name in os.environ}
         self._shared = {**shared, **(environment or {})}
         self._called = function, arguments
         self.processes: list[BaseProcess] = [self._start(rank, world_size) for rank in range(world_size)]
@@ -125,6 +126,10 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: d
     os.dup2(output, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    if "COVERAGE_PROCESS_START" in os.environ:
+        from tests import covering
+
+        covering.in_rank()
     # Not by faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash.
     faulthandler.register(signal.SIGUSR1, chain=True)  # which ends the process afterwards
     with plugin.reporting():
