@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,9 @@ import pytest
 SETTINGS = Path(__file__).parents[1] / "pyproject.toml"
 TEST = "PYTEST_CURRENT_TEST"  # pytest's own variable, which processes that a test starts find
 
-_measured: Any = None
-
-
-def pytest_configure() -> None:
-    global _measured
-    os.environ["COVERAGE_PROCESS_START"] = str(SETTINGS)
-    _measured = coverage.Coverage(config_file=str(SETTINGS))
-    _measured.start()
+os.environ["COVERAGE_PROCESS_START"] = str(SETTINGS)
+_measured = coverage.Coverage(config_file=str(SETTINGS))
+_measured.start()  # before anything imports avgpipe
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -43,13 +39,19 @@ def pytest_unconfigure() -> None:
     _measured.save()
 
 
-def in_rank() -> None:
-    """In a rank that a server forked: its lines are those of the test that asked for it, not of the server's first."""
-    measured = coverage.Coverage.current()
-    if measured is not None and TEST in os.environ:
-        measured.switch_context(os.environ[TEST])
+@contextmanager
+def in_rank() -> Iterator[None]:
+    """Measure a rank that a server forked, which itself is measured: anew, for the test that asked for it."""
+    measured = coverage.Coverage(config_file=str(SETTINGS), data_suffix=True)
+    measured.start()
+    measured.switch_context(os.environ.get(TEST, ""))
+    try:
+        yield
+    finally:
+        measured.stop()
+        measured.save()
 
 
 def test_of(context: str) -> str:
     """The test that a context of a line names, "" if none."""
-    return re.sub(r" \((setup|call|teardown)\)$", "", context.rpartition("|")[2])
+    return re.sub(r"^.*\|(?=tests/)| \((setup|call|teardown)\)$", "", context)

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -119,6 +119,14 @@ def touch(name: str) -> None:
     Path(os.environ["TEST_FOLDER"], f"{name}-{os.environ['RANK']}").touch()
 
 
+def _measured() -> AbstractContextManager[None]:
+    if "COVERAGE_PROCESS_START" not in os.environ:
+        return nullcontext()
+    from tests import covering
+
+    return covering.in_rank()
+
+
 def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: dict[str, str]) -> None:
     rank, folder = environment["RANK"], environment["TEST_FOLDER"]
     output = os.open(f"{folder}/{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -126,13 +134,9 @@ def _run(function: Callable[..., Any], arguments: dict[str, Any], environment: d
     os.dup2(output, 2)
     os.environ.update(environment)
     torch.set_num_threads(1)
-    if "COVERAGE_PROCESS_START" in os.environ:
-        from tests import covering
-
-        covering.in_rank()
     # Not by faulthandler.dump_traceback_later: its thread reads frames that change meanwhile, which can crash.
     faulthandler.register(signal.SIGUSR1, chain=True)  # which ends the process afterwards
-    with plugin.reporting():
+    with plugin.reporting(), _measured():
         result = function(**arguments)
     torch.save(result, f"{folder}/{rank}.pt")
     sys.stdout.flush()
