@@ -181,7 +181,7 @@ def test_options_of_isolated_pipelines_must_fit(
     assert not out.exists()
 
 
-@pytest.mark.ranks
+@pytest.mark.promise(0)
 @pytest.mark.slow
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_a_killed_rank_costs_no_sample_and_its_pipeline_comes_again(start: Any, batch: str) -> None:
@@ -269,7 +269,7 @@ def test_a_run_ends_with_fewer_pipelines_than_it_must_have(start: Any) -> None:
     assert not any(line.startswith("pipeline 1") for line in says), training.stderr
 
 
-@pytest.mark.ranks
+@pytest.mark.promise
 @pytest.mark.slow
 def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     training = start("--restarts", "0")

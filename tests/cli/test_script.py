@@ -242,17 +242,3 @@ def test_each_system_trains_what_the_function_makes(
     assert words[:2] == ["train", f"{path}:make"]
     assert words[words.index("--lr") + 1] == "0.5"
     assert "--preset" not in words
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_systems_are_compared_on_it(write_script: WriteScript, tmp_path: Path) -> None:
-    path, out = write_script(MAKE), tmp_path / "out"
-    options = ["--systems", "avgpipe,gpipe", "--validations", "2", "--out", str(out), "--json"]
-    process = avgpipe("compare", f"{path}:make", *options)
-    stdout, stderr = process.communicate(timeout=limit(100))
-    assert process.returncode == 0, stderr
-    found = strict(stdout)
-    assert (found["what"], found["metric_name"]) == ("own_script", "loss")
-    assert [system["status"] for system in found["systems"]] == ["ok", "ok"]
-    assert all(system["samples"] == 40 for system in found["systems"])

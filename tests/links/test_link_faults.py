@@ -71,6 +71,7 @@ CASES = [
 ]
 
 
+@pytest.mark.promise(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("link", "K", "victims", "floats"), CASES)
 def test_survivors_name_a_rank_that_was_killed_and_nothing_is_left(

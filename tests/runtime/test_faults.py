@@ -2,71 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.checkpoint import verify_checkpoint
-from tests.patience import limit, wait_until
+from tests.patience import limit
 from tests.runner import Ranks
-from tests.runtime.cases import language_model, momentum, token_batches
+from tests.runtime.cases import momentum
 
 pytestmark = pytest.mark.ranks
-
-
-def endless(K: int, N: int, folder: str) -> None:
-    """Train until something ends it; a file per rank says that training is under way."""
-    plan = Plan(stages=K, pipelines=N, micro_batches=2)
-    batches = token_batches(2, 8)
-    with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
-        for _ in range(1_000_000):
-            for result in p.train(batches):
-                if result.batch == 10:
-                    Path(folder, os.environ["RANK"]).touch()
-
-
-@pytest.mark.promise(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_every_rank_names_the_one_that_was_killed(victim: int, tmp_path: Path) -> None:
-    ranks = Ranks(3, endless, K=3, N=2, folder=str(tmp_path))
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, 60)
-    ranks.kill(victim)
-    started = time.monotonic()
-    ends = ranks.join(15)
-    assert time.monotonic() - started < limit(15)
-    for rank, (code, output) in enumerate(ends):
-        if rank != victim:
-            assert code == 1, output
-            assert "PeerLost" in output
-            assert f"rank {victim} (stage {victim}) died or closed its connection" in output, output[-1500:]
-
-
-def endless_saving(K: int, folder: str) -> None:
-    """Save again and again; most of the time goes into collectives."""
-    with Pipeline(language_model(), Plan(stages=K), loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
-        for _ in range(1_000_000):
-            p.save(f"{folder}/checkpoint")
-            Path(folder, os.environ["RANK"]).touch()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_killed_while_saving_is_named_and_the_checkpoint_is_whole(victim: int, tmp_path: Path) -> None:
-    ranks = Ranks(3, endless_saving, K=3, folder=str(tmp_path))
-    wait_until(lambda: len(list(tmp_path.iterdir())) == 4, 60)
-    ranks.kill(victim)
-    for rank, (code, output) in enumerate(ranks.join(15)):
-        if rank != victim:
-            assert code == 1, output
-            assert f"PeerLost: rank {victim} (stage {victim}) died" in output, output[-1500:]
-    assert len(verify_checkpoint(tmp_path / "checkpoint").files) == 3
 
 
 class Fails(nn.Module):

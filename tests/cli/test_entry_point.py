@@ -1,0 +1,102 @@
+"""Every command once, as it is installed: a process of its own that ends well and prints what it should."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.command import environment, strict
+from tests.patience import limit
+from tests.report.folders import write_run
+from tests.scripts import WriteScript
+
+pytestmark = pytest.mark.promise
+
+COMMAND = Path(sys.executable).with_name("avgpipe")
+LINE = ("--bandwidth", "1Gbit", "--latency", "1ms")
+MAKE = """
+def make():
+    return task(held_out=[(torch.randn(8, 4), torch.randint(2, (8,)))])
+"""
+
+
+def said(*words: object) -> Any:
+    """What a command prints with ``--json``."""
+    command = [str(COMMAND), *map(str, words), "--json"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit(100))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return strict(done.stdout)
+
+
+def test_from_a_model_to_a_plan(write_script: WriteScript, tmp_path: Path) -> None:
+    assert said("doctor")["links"]
+    model, profile, plan = f"{write_script(MAKE)}:make", tmp_path / "profile.json", tmp_path / "plan.json"
+    layers = said("profile", model, "--budget", "0.1", "--micro-batch-sizes", "1,2", *LINE, "--out", profile)[
+        "layers"
+    ]
+    assert len(layers) == 3
+    assert {row["method"] for row in said("partition", profile, "--workers", "2")["methods"]} >= {"pipedream"}
+    options = ("--workers", "2", "--batch-size", "4", "--out", plan)
+    assert said("tune", "--profile", profile, *options)["plan"] == strict(plan.read_text())
+    simulated = said(
+        "simulate", "--stages", "2", "--micro-batches", "4", "--forward-ms", "1", "--backward-ms", "2"
+    )
+    assert simulated["makespan_s"] == pytest.approx(0.015)
+
+
+def test_from_runs_to_a_report(write_script: WriteScript, tmp_path: Path) -> None:
+    model, out = f"{write_script(MAKE)}:make", tmp_path / "out"
+    compared = said("compare", model, "--systems", "avgpipe,gpipe", "--validations", "2", "--out", out)
+    assert (compared["what"], compared["metric_name"]) == ("own_script", "loss")
+    assert [system["status"] for system in compared["systems"]] == ["ok", "ok"]
+    assert all(system["samples"] == 40 for system in compared["systems"])
+    run = write_run(tmp_path / "run", batches=8)
+    assert len(said("report", run)["runs"]) == 1
+    watched = subprocess.run(
+        [str(COMMAND), "watch", str(run), "--once"], env=environment(), capture_output=True
+    )
+    assert b"batch 8" in watched.stdout
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        (
+            "kernels",
+            "--elements",
+            "2000",
+            "--threads",
+            "1",
+            "--rounds",
+            "2",
+            "--no-compile",
+            "--only",
+            "pull",
+        ),
+        ("transfers", "--sizes", "8", "--rounds", "1", "--links", "local"),
+        (
+            *(
+                "schedules",
+                "--stages",
+                "2",
+                "--micro-batches",
+                "4",
+                "--forward-ms",
+                "1",
+                "--backward-ms",
+                "2",
+            ),
+            *("--activation", "4KiB", "--rounds", "1", "--batches", "1", "--rows", "1f1b"),
+        ),
+        ("faults", "--seed", "1", "--kinds", "kill", "--ways", "plain", "--only", "plain-0"),
+    ],
+    ids=lambda options: options[0],
+)
+def test_a_benchmark(options: tuple[str, ...]) -> None:
+    found = said("bench", *options)
+    assert found["command"].startswith(f"avgpipe bench {options[0]} ")
+    assert found.get("violations", []) == []
