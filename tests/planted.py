@@ -4,8 +4,8 @@
 
 Faults of five kinds are planted in the source, one at a time and drawn by a seed: a wrong sign, a dropped term, off by
 one, a missing wait, swapped arguments. Each is looked for by the tests of a commit that run its lines, and if none of
-them fails by the nightly ones. Which tests run which lines is what ``pytest -p tests.covering`` has written down; a map
-whose name contains "order" is of tests under ``--happens-before``. Lines that no test runs get no fault.
+them fails by the nightly ones. Which tests run which lines is what ``pytest -p tests.covering`` has written down; tests
+of a map whose name contains "order" run under ``--happens-before``. A record that is there is gone on from.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.happens_before.plugin import OPTION
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "avgpipe"
 ROOMS = ("runtime", "elastic", "links", "ranks", "checkpoint")
-LIMIT_S = 900  # for the tests of one map
+LIMIT_S = 1800  # for the tests of one map
 WAITS = {
     *(
         "wait",
@@ -182,7 +182,7 @@ class Map:
     """Which tests run which lines."""
 
     def __init__(self, path: Path) -> None:
-        self.options = [OPTION] if "order" in path.name else []
+        self.name, self.options = path.stem, [OPTION] if "order" in path.name else []
         data = CoverageData(str(path))
         data.read()
         self._lines: dict[str, dict[int, list[str]]] = {}
@@ -229,18 +229,38 @@ def first_failure(fault: Fault, tests: Sequence[str], options: Sequence[str]) ->
                 command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
             )
         except subprocess.TimeoutExpired:
-            return f"not ended after {LIMIT_S} s"
+            return ""
     if done.returncode == 0:
         return ""
     failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
     return failed[1] if failed else (done.stdout + done.stderr)[-200:]
 
 
-def search(fault: Fault, maps: Sequence[Map]) -> str:
-    for one in maps:
-        if (tests := one.tests(fault)) and (found := first_failure(fault, tests, one.options)):
-            return found
-    return ""
+class Looked(NamedTuple):
+    """Where a fault was looked for, and the test that found it, "" if none did."""
+
+    commit: str
+    nightly: str
+    maps: list[str]
+
+    @property
+    def is_found(self) -> bool:
+        return bool(self.commit or self.nightly)
+
+
+def look(fault: Fault, commit: Sequence[Map], nightly: Sequence[Map], before: Looked) -> Looked:
+    """Look with the maps that have not been looked through before."""
+    for one in [*commit, *nightly]:
+        if before.is_found:
+            break
+        if one.name in before.maps:
+            continue
+        tests = one.tests(fault)
+        found = first_failure(fault, tests, one.options) if tests else ""
+        before = Looked(
+            found if one in commit else "", "" if one in commit else found, [*before.maps, one.name]
+        )
+    return before
 
 
 def main() -> None:
@@ -255,28 +275,25 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the record there, and go on from it if it is there")
     options = parser.parse_args()
     commit, nightly = ([Map(path) for path in paths] for paths in (options.commit, options.nightly))
-    candidates = [f for f in faults() if any(one.tests(f) for one in [*commit, *nightly])]
-    by_kind = {
-        kind: [f for f in candidates if f.kind == kind] for kind in sorted({f.kind for f in candidates})
-    }
-    draw = random.Random(options.seed)
-    share = options.faults // len(by_kind)
-    chosen = [f for of_kind in by_kind.values() for f in draw.sample(of_kind, min(share, len(of_kind)))]
-    rows = json.loads(options.out.read_text())["faults"] if options.out and options.out.exists() else []
-    known = {row["name"]: row for row in rows}
+    by_kind: dict[str, list[Fault]] = defaultdict(list)
+    for fault in faults():
+        by_kind[fault.kind].append(fault)
+    draw, share = random.Random(options.seed), options.faults // len(by_kind)
+    chosen = [fault for kind in sorted(by_kind) for fault in draw.sample(by_kind[kind], share)]
+    known: dict[str, Any] = {}
+    if options.out and options.out.exists():
+        known = {row["name"]: row for row in json.loads(options.out.read_text())["faults"]}
 
-    def look(fault: Fault) -> dict[str, Any]:
-        if fault.name in known:
-            return known[fault.name]
+    def searched(fault: Fault) -> dict[str, Any]:
+        before = known.get(fault.name, {"commit": "", "nightly": "", "maps": [], "seconds": 0})
         begin = time.perf_counter()
-        found = search(fault, commit)
-        later = "" if found else search(fault, nightly)
-        seconds = round(time.perf_counter() - begin)
-        return {"name": fault.name, **fault._asdict(), "commit": found, "nightly": later, "seconds": seconds}
+        looked = look(fault, commit, nightly, Looked(*(before[name] for name in Looked._fields)))
+        seconds = before["seconds"] + round(time.perf_counter() - begin)
+        return {"name": fault.name, **fault._asdict(), **looked._asdict(), "seconds": seconds}
 
     rows = []
     with ThreadPoolExecutor(options.processes) as pool:
-        for row in pool.map(look, chosen):
+        for row in pool.map(searched, chosen):
             rows.append(row)
             who = row["commit"] or (f"NIGHTLY {row['nightly']}" if row["nightly"] else "NOT FOUND")
             print(
@@ -284,7 +301,9 @@ def main() -> None:
                 flush=True,
             )
             if options.out:
-                options.out.write_text(json.dumps({"seed": options.seed, "faults": rows}, indent=1) + "\n")
+                rest = [of for name, of in known.items() if name not in {row["name"] for row in rows}]
+                record = {"seed": options.seed, "faults": [*rows, *rest]}
+                options.out.write_text(json.dumps(record, indent=1) + "\n")
     at_once, at_night = sum(bool(r["commit"]) for r in rows), sum(bool(r["nightly"]) for r in rows)
     print(
         f"{len(rows)} faults: {at_once} found for every commit, {at_night} more nightly, "
