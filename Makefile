@@ -17,6 +17,10 @@ comma := ,
 EXTRAS := dev$(if $(shell command -v nvcc),$(comma)cuda-check)
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 
+# Each takes an hour at most. Which package a part belongs to is in CONTRIBUTING.md.
+NIGHTLY := nightly-slow nightly-ranks nightly-composes nightly-guides nightly-order nightly-streams nightly-faults \
+  nightly-build
+
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
 test lint types native-test sanitize unit order promises mutants seeds $(NIGHTLY): export AVGPIPE_WERROR := 1
 
@@ -25,10 +29,6 @@ ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda
 
 # Environments with torch, one for each version of Python that wheels are made for; their torch needs no CUDA.
 PYTHONS ?= $(BIN)/python
-
-# Each takes an hour at most. Which package a part belongs to is in CONTRIBUTING.md.
-NIGHTLY := nightly-slow nightly-ranks nightly-composes nightly-guides nightly-order nightly-streams nightly-faults \
-  nightly-build
 
 .PHONY: demo test lint types unit order promises mutants seeds native-test sanitize docs wheels wheels-test gpu \
   older-installed older-torch nightly-all $(NIGHTLY) clean
@@ -127,7 +127,8 @@ nightly-build: $(VENV)/installed sanitize older-torch
 PYTHON312 ?= $(shell for python in python3.12 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.12*/bin/python3.12; do \
   "$$python" --version > /dev/null 2>&1 && command -v "$$python" && break; done)
 OLDER := .venv-torch211
-UNDER_OLDER := tests/runtime/test_batch.py tests/runtime/test_context.py tests/avgpipe_ext/test_library.py
+UNDER_OLDER := $(addprefix tests/,runtime/test_batch.py runtime/test_context.py runtime/test_auto.py runtime/test_mesh.py \
+  avgpipe_ext/test_library.py)
 
 ifeq ($(PYTHON312),)
 older-installed older-torch:
