@@ -22,7 +22,7 @@ NIGHTLY := nightly-slow nightly-ranks nightly-composes nightly-guides nightly-or
   nightly-build
 
 # Whoever checks the code has its warnings as errors; whoever only builds it has another compiler, with other warnings.
-test lint types native-test sanitize unit order promises mutants seeds $(NIGHTLY): export AVGPIPE_WERROR := 1
+test lint types native-test sanitize unit order promises older-torch mutants seeds $(NIGHTLY): export AVGPIPE_WERROR := 1
 
 ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
   tests/happens_before/on_gpu.py
@@ -31,7 +31,7 @@ ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda
 PYTHONS ?= $(BIN)/python
 
 .PHONY: demo test lint types unit order promises mutants seeds native-test sanitize docs wheels wheels-test gpu \
-  older-installed older-torch nightly-all $(NIGHTLY) clean
+  older-installed older-torch streams packages nightly-all $(NIGHTLY) clean
 
 demo: $(VENV)/installed
 	rm -rf runs/demo
@@ -98,8 +98,8 @@ nightly-slow nightly-ranks nightly-composes: nightly-%: $(VENV)/installed
 
 # The page of avgpipe report is opened in a browser, by a test that says so where there is none.
 nightly-guides: $(VENV)/installed docs
-	command -v chromium > /dev/null || (apt-get -q update && DEBIAN_FRONTEND=noninteractive apt-get -q install -y \
-	  --no-install-recommends chromium fonts-dejavu-core) > /dev/null 2>&1 || \
+	command -v chromium > /dev/null || (timeout 300 apt-get -q update && DEBIAN_FRONTEND=noninteractive \
+	  timeout 600 apt-get -q install -y --no-install-recommends chromium fonts-dejavu-core) > /dev/null 2>&1 || \
 	  echo "chromium cannot be installed: no page is opened in a browser"
 	$(PYTEST) --part guides
 
@@ -108,7 +108,10 @@ nightly-order: $(VENV)/installed
 	$(PYTEST) --happens-before -m "not host" $(addprefix --part ,unit promises slow ranks composes) \
 	  tests/runtime tests/checkpoint tests/systems
 
-nightly-streams: $(VENV)/installed mutants seeds
+nightly-streams: $(VENV)/installed
+	$(MAKE) --keep-going mutants seeds streams
+
+streams: $(VENV)/installed
 	$(PYTEST) --part streams
 
 # What nobody has thought of: faults at places that a new seed draws, which is printed.
@@ -116,7 +119,10 @@ nightly-faults: $(VENV)/installed
 	$(BIN)/avgpipe bench faults --seconds 600
 
 # What leaves this machine: sanitizers, wheels where there is no compiler, an older torch, the GPU suite without a GPU.
-nightly-build: $(VENV)/installed sanitize older-torch
+nightly-build: $(VENV)/installed
+	$(MAKE) --keep-going sanitize older-torch packages
+
+packages: $(VENV)/installed
 	$(MAKE) wheels wheels-test VARIANTS=cpu PYTHONS="$(BIN)/python $(if $(PYTHON312),$(OLDER)/bin/python)"
 	$(if $(PYTHON312),$(BIN)/python tools/without_compilers.py dist/*+cpu-cp312-*.whl --python $(OLDER)/bin/python)
 	$(if $(PYTHON312),OMP_NUM_THREADS=1 $(OLDER)/bin/python benchmarks/gpu_suite.py --no-build)

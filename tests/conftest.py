@@ -6,7 +6,6 @@ import os
 import signal
 
 import pytest
-import pytest_timeout
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -29,20 +28,24 @@ def pytest_configure(config):
     config.pluginmanager.register(parts)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item, settings):
     """The time limit of a test grows with the machine's load, before it begins and while it runs."""
+    import pytest_timeout  # which the GPU suite does without
+
     deadline = patience.Deadline(settings.timeout)
-    pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=deadline.left_s))
+    scaled = settings._replace(timeout=round(patience.limit(settings.timeout), 1))
+    pytest_timeout.pytest_timeout_set_timer(item, scaled)
     fail = signal.getsignal(signal.SIGALRM)
     if not callable(fail):  # the limit is a thread's
         return True
 
     def look_again(number, frame):
-        if deadline.has_passed:
+        left_s = deadline.left_s
+        if left_s <= 0:
             fail(number, frame)
         else:
-            signal.setitimer(signal.ITIMER_REAL, deadline.left_s)
+            signal.setitimer(signal.ITIMER_REAL, left_s)
 
     signal.signal(signal.SIGALRM, look_again)
     return True

@@ -1,6 +1,7 @@
-"""Which run a test is part of: ``pytest --part unit``. Every test has one, so none is lost and none runs twice.
+"""Which part of the tests a test is in: ``pytest --part unit``. Each is in exactly one, so none is lost.
 
-`unit`, `order` and `promises` are of every commit, the others nightly; CONTRIBUTING.md says whose they are.
+`unit`, `order` and `promises` run for every commit, the others nightly; CONTRIBUTING.md says which packages each
+belongs to.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _RUNTIME = (
     *("auto", "elastic", "evaluate", "on_ranks", "schedules", "shared_batch", "skips", "spread", "streams"),
     "warmup",
 )
-# Run with several pipelines, replicas, versions or stages: under --happens-before, and there alone.
+# Run with several pipelines, replicas, versions or stages: their quick tests run under --happens-before, and only so.
 _ORDERED = (*(f"runtime/test_{name}.py" for name in _RUNTIME), "checkpoint/test_checkpoint.py")
 # Every pair of options, families of models, compilers.
 _COMPOSES = (
@@ -50,9 +51,8 @@ def part_of(path: str, marks: Collection[str]) -> str:
 
 
 def _marks(item: Any, number: int) -> set[str]:
-    """Names of a test's marks. A promise has processes; the mark is for the cells that it numbers, or all of them."""
+    """Names of a test's marks; that of a promise is for the cells that it numbers, or all of them."""
     names = {mark.name for mark in item.iter_markers()}
-    names |= {"ranks"} if "promise" in names else set()
     cells = [cell for mark in item.iter_markers("promise") for cell in mark.args]
     return names - {"promise"} if cells and number not in cells else names
 
@@ -90,21 +90,32 @@ def _sample(items: list[Any]) -> None:
             grids[item.function].append(item)
     for function, cells in grids.items():
         quick = next(iter(cells[0].get_closest_marker("grid").args), _QUICK)
+        cells = [cell for cell in cells if not cell.get_closest_marker("slow")]
         for cell in set(cells) - set(random.Random(function.__name__).sample(cells, min(quick, len(cells)))):
             cell.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[Any]) -> None:
     _sample(items)
+    for item in items:
+        if item.get_closest_marker("promise"):
+            item.add_marker(pytest.mark.ranks)
     chosen = config.getoption(OPTION)
     if not chosen:
         return
     ours: dict[bool, list[Any]] = {True: [], False: []}
     cells: Counter[Any] = Counter()  # of each function, so far
+    last: Counter[Any] = Counter()  # number of a promise
     for item in items:
         path = item.path.relative_to(_HERE).as_posix()
         function = path, item.originalname
         ours[part_of(path, _marks(item, cells[function])) in chosen].append(item)
         cells[function] += 1
+        last[function] = max(
+            last[function], *(n for mark in item.iter_markers("promise") for n in (0, *mark.args)), 0
+        )
+    for function, number in last.items():
+        if number >= cells[function]:
+            raise pytest.UsageError(f"{function}: promise({number}), but there are {cells[function]} cells")
     config.hook.pytest_deselected(items=ours[False])
     items[:] = ours[True]

@@ -1,4 +1,4 @@
-"""How long tests wait: the one place that scales their wall limits.
+"""How long tests wait: the one place that scales their timeouts.
 
 A limit in a test is written for an idle machine. ``limit`` multiplies it by the processes that want to run for each
 core, or by ``AVGPIPE_TEST_PATIENCE`` where that is set, so that load alone fails no test. Time limits under test, such
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 VARIABLE = "AVGPIPE_TEST_PATIENCE"
+_MOST = 20.0  # a test that hangs should end some day
 T = TypeVar("T")
 
 
@@ -21,13 +22,13 @@ def patience() -> float:
     """The factor of all wall limits at this moment: 1 on an idle machine."""
     if chosen := os.environ.get(VARIABLE):
         return float(chosen)
-    return max(1.0, _wanting() / len(os.sched_getaffinity(0)))
+    return min(_MOST, max(1.0, _wanting() / len(os.sched_getaffinity(0))))
 
 
 def _wanting() -> float:
     """Processes that want a core: now, or over the last minute, whichever are more."""
-    fields = dict(line.split(maxsplit=1) for line in Path("/proc/stat").read_text().splitlines())
-    return max(float(fields["procs_running"]), os.getloadavg()[0])
+    _, _, behind = Path("/proc/stat").read_text().rpartition("procs_running ")
+    return max(float(behind.split()[0]), os.getloadavg()[0])
 
 
 def limit(seconds: float) -> float:

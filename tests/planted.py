@@ -1,11 +1,11 @@
-"""Question: which faults do the tests of every commit miss that the nightly ones find?
+"""Mutation testing. Question: which faults do the tests of every commit miss that the nightly ones find?
 
     python -m tests.planted --commit unit.cov promises.cov order.cov --nightly nightly.cov --out record.json
 
 Faults of five kinds are planted in the source, one at a time and drawn by a seed: a wrong sign, a dropped term, off by
 one, a missing wait, swapped arguments. Each is looked for by the tests of a commit that run its lines, and if none of
 them fails by the nightly ones. Which tests run which lines is what ``pytest -p tests.covering`` has written down; tests
-of a map whose name contains "order" run under ``--happens-before``. A record that is there is gone on from.
+of a map whose name contains "order" run under ``--happens-before``. An existing record is continued.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import copy
 import json
 import os
 import random
-import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "avgpipe"
 ROOMS = ("runtime", "elastic", "links", "ranks", "checkpoint")
 LIMIT_S = 1800  # for the tests of one map
+TIMED_OUT = "timed out"
 WAITS = {
     *(
         "wait",
@@ -200,40 +202,64 @@ class Map:
         return sorted(names, key=lambda name: (runs[name], name))
 
 
-def first_failure(fault: Fault, tests: Sequence[str], options: Sequence[str]) -> str:
-    """The first of these tests that fails with the fault, "" if none does."""
+@contextmanager
+def changed(fault: Fault, is_planted: bool = True) -> Iterator[dict[str, str]]:
+    """An environment in which avgpipe has the fault; else its file is written anew all the same, without it."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "python", "avgpipe")
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
         path = package / fault.file
-        path.write_text(planted(path.read_text(), fault))
+        source = path.read_text()
+        path.write_text(planted(source, fault) if is_planted else ast.unparse(ast.parse(source)))
+        python = f"{package.parent}{os.pathsep}{ROOT}"
+        yield os.environ | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
+
+
+def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str, str]) -> str:
+    """The first of these tests that fails, "" if none does."""
+    with tempfile.TemporaryDirectory() as folder:
         names = Path(folder, "tests.txt")
         names.write_text("\n".join(tests))
-        environment = os.environ | {
-            "PYTHONPATH": f"{package.parent}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",
-        }
         command = [
             sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-p",
-            "no:cacheprovider",
+            *["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"],
             *options,
             f"@{names}",
         ]
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+        with Path(folder, "output").open("w+") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
             )
-        except subprocess.TimeoutExpired:
-            return ""
-    if done.returncode == 0:
+            try:
+                code = process.wait(LIMIT_S)
+            except subprocess.TimeoutExpired:
+                return TIMED_OUT
+            finally:
+                with suppress(ProcessLookupError):  # ranks that outlive it
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            output.seek(0)
+            said = output.read()
+    if code == 0:
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (.*?)(?: - |$)", done.stdout, re.MULTILINE)
-    return failed[1] if failed else (done.stdout + done.stderr)[-200:]
+    failed = [name for name in tests if f"FAILED {name}" in said or f"ERROR {name}" in said]
+    if not failed:
+        raise RuntimeError(f"pytest ended with {code}:\n{said[-2000:]}")
+    return max(failed, key=len)
+
+
+def first_failure(fault: Fault, tests: list[str], options: Sequence[str]) -> str:
+    """The first of these tests that fails with the fault and passes without it, "" if none does."""
+    while tests:
+        with changed(fault) as environment:
+            found = failing(tests, options, environment)
+        if found in ("", TIMED_OUT):
+            return found
+        with changed(fault, is_planted=False) as environment:
+            if not failing([found], options, environment):
+                return found
+        tests = [name for name in tests if name != found]
+    return ""
 
 
 class Looked(NamedTuple):
@@ -280,12 +306,15 @@ def main() -> None:
         by_kind[fault.kind].append(fault)
     draw, share = random.Random(options.seed), options.faults // len(by_kind)
     chosen = [fault for kind in sorted(by_kind) for fault in draw.sample(by_kind[kind], share)]
-    known: dict[str, Any] = {}
+    known: dict[Any, Any] = {}
     if options.out and options.out.exists():
-        known = {row["name"]: row for row in json.loads(options.out.read_text())["faults"]}
+        rows = json.loads(options.out.read_text())["faults"]
+        known = {(row["name"], row["before"], row["after"]): row for row in rows}
 
     def searched(fault: Fault) -> dict[str, Any]:
-        before = known.get(fault.name, {"commit": "", "nightly": "", "maps": [], "seconds": 0})
+        before = known.get(
+            (fault.name, fault.before, fault.after), {"commit": "", "nightly": "", "maps": [], "seconds": 0}
+        )
         begin = time.perf_counter()
         looked = look(fault, commit, nightly, Looked(*(before[name] for name in Looked._fields)))
         seconds = before["seconds"] + round(time.perf_counter() - begin)
@@ -301,7 +330,7 @@ def main() -> None:
                 flush=True,
             )
             if options.out:
-                rest = [of for name, of in known.items() if name not in {row["name"] for row in rows}]
+                rest = [of for of in known.values() if of["name"] not in {row["name"] for row in rows}]
                 record = {"seed": options.seed, "faults": [*rows, *rest]}
                 options.out.write_text(json.dumps(record, indent=1) + "\n")
     at_once, at_night = sum(bool(r["commit"]) for r in rows), sum(bool(r["nightly"]) for r in rows)

@@ -7,13 +7,14 @@ import os
 import re
 import sys
 from collections.abc import Generator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
-MARKS = ("ranks", "promise")
 # Compilers, `ip` or `mount` are no processes in this sense, nor a bare interpreter that asks the system something (-S).
 _PYTHON = re.compile(r"(^|/)(python[\d.]*|avgpipe|torchrun)$")
+_IN_SCRIPT = re.compile(r"(^|[\s/'\"])python[\d.]*\b")
 _FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
 _started: list[str] = []  # since this process began to look
@@ -27,7 +28,8 @@ def _see(event: str, arguments: tuple[Any, ...]) -> None:
     elif event == "subprocess.Popen":
         command = arguments[1]
         words = command.split() if isinstance(command, str) else list(map(os.fsdecode, command))
-        if any(map(_PYTHON.search, words)) and "-S" not in words:
+        scripts = [text for option, text in pairwise(words) if option == "-c" and "sh" in words]
+        if (any(map(_PYTHON.search, words)) or any(map(_IN_SCRIPT.search, scripts))) and "-S" not in words:
             _started.append(" ".join(words))
 
 
@@ -35,9 +37,8 @@ def pytest_configure() -> None:
     sys.addaudithook(_see)
     start = multiprocessing.process.BaseProcess.start
 
-    def noted(
-        self: multiprocessing.process.BaseProcess,
-    ) -> None:  # a server may fork it, which nothing here hears of
+    # A server may fork it, which this process does not hear of.
+    def noted(self: multiprocessing.process.BaseProcess) -> None:
         _started.append(f"multiprocessing: {self.name}")
         start(self)
 
@@ -62,8 +63,10 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: Any) -> Generator[None, Any, Any]:
     result = yield
-    if not any(map(item.get_closest_marker, MARKS)):
+    if not item.get_closest_marker("ranks"):
         fixtures = [f for defs in item._fixtureinfo.name2fixturedefs.values() for f in defs]
         started = [*_started[item.stash[_BEFORE] :], *(p for f in fixtures for p in _of_fixtures.get(f, []))]
-        assert not started, f"a test that starts processes needs the mark 'ranks': {started[0][:200]}"
+        assert not started, (
+            f"a test that starts processes needs the mark 'ranks' or 'promise': {started[0][:200]}"
+        )
     return result

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from avgpipe_ext import ring
+from tests.patience import limit
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="shared-memory rings need Linux")
 
@@ -49,7 +50,7 @@ class End:
             if message is not None:
                 size, *words, lease = message
                 return words, torch.frombuffer(lease, dtype=torch.uint8, count=size) if lease else None
-            assert self.bell.wait(seen, LONG_S) != seen, "nothing came"
+            assert self.bell.wait(seen, limit(LONG_S)) != seen, "nothing came"
 
 
 def pattern(number, size):
@@ -109,7 +110,7 @@ class Peer:
         self.connection.send((function, arguments))
 
     def result(self):
-        assert self.connection.poll(LONG_S), "the other process does not answer"
+        assert self.connection.poll(limit(LONG_S)), "the other process does not answer"
         return self.connection.recv()
 
     def kill(self):
@@ -124,7 +125,7 @@ def shared_peer():
     yield peer
     assert sorted(os.listdir("/dev/shm")) == named
     peer.connection.send(None)
-    peer.process.join(LONG_S)
+    peer.process.join(limit(LONG_S))
     assert peer.process.exitcode == 0
 
 
@@ -473,14 +474,14 @@ def test_a_bell_wakes_a_thread():
 
     def reply():
         for seen in range(100):
-            bells[1].wait(seen, LONG_S)
+            bells[1].wait(seen, limit(LONG_S))
             bells[0].ring()
 
     thread = threading.Thread(target=reply)
     thread.start()
     for seen in range(100):
         bells[1].ring()
-        assert bells[0].wait(seen, LONG_S, spin_s=1e-5) == seen + 1
+        assert bells[0].wait(seen, limit(LONG_S), spin_s=1e-5) == seen + 1
     thread.join()
     assert [bell.count() for bell in bells] == [100, 100]
 
@@ -500,7 +501,7 @@ def test_a_signal_ends_a_wait_and_its_handler_runs():
     old = signal.signal(signal.SIGALRM, lambda *_: handled.append(1))
     signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
     try:
-        assert bell.wait(0, LONG_S) == 0
+        assert bell.wait(0, limit(LONG_S)) == 0
         assert handled
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -12,7 +12,7 @@ from avgpipe.ranks.launch import run_on_ranks
 from benchmarks.common import namespaces
 from benchmarks.common.namespaces import check_namespaces, network, remove_stale
 from tests.cli.command import ROOT, environment
-from tests.patience import wait_until
+from tests.patience import limit, wait_until
 
 
 def _can_make():
@@ -131,7 +131,7 @@ def test_an_interrupted_program_leaves_no_namespace(number):
     try:
         wait_until(lambda: sum(name.startswith(mine) for name in existing()) == 7)
         process.send_signal(number)
-        assert process.wait(30) != 0
+        assert process.wait(limit(30)) != 0
     finally:
         process.kill()
     assert not any(name.startswith(mine) for name in existing())

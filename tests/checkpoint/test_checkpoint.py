@@ -88,7 +88,6 @@ def resume_on_ranks(K: int, folder: str) -> bool:
 
 
 @pytest.mark.promise
-@pytest.mark.slow
 def test_resume_is_bitwise_on_ranks(tmp_path: Path) -> None:
     results = run(2, resume_on_ranks, K=2, folder=str(tmp_path))
     assert results == [True, True]

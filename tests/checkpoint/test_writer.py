@@ -17,6 +17,7 @@ from avgpipe import CheckpointError, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from tests.checkpoint.test_checkpoint import same
 from tests.checkpoint.test_snapshot import PLANS, batches, make, trained
+from tests.patience import limit
 from tests.runner import Ranks, run, touch
 
 PLAN = PLANS[-2]
@@ -33,7 +34,7 @@ class Disk:
     def __call__(self, descriptor: int) -> None:
         self.asked.set()
         self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-        assert self.goes_on.wait(60)
+        assert self.goes_on.wait(limit(60))
         if self._is_full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         self._fsync(descriptor)
@@ -272,7 +273,7 @@ def _train_while_the_disk_is_slow(folder: str) -> None:
         with slow_disk() as disk:
             p.save(folder, wait=False)
             list(p.train(batches(2)))
-            assert disk.asked.wait(60)
+            assert disk.asked.wait(limit(60))
             touch("writing")
             p.wait_for_save()  # until it is killed
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
+import avgpipe as avgpipe_package
 from avgpipe.cli.main import app
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = str(Path(avgpipe_package.__file__).parents[1])  # where this process has avgpipe from
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -32,7 +34,7 @@ class Run:
 
 def environment(**changes):
     env = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    path = os.pathsep.join([str(ROOT / "python"), str(ROOT)])
+    path = os.pathsep.join([PACKAGES, str(ROOT)])
     return {**env, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **changes}
 
 

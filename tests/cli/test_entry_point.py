@@ -1,4 +1,7 @@
-"""Every command once, as it is installed: a process of its own that ends well and prints what it should."""
+"""Commands as they are installed: a process of its own that ends well and prints what it should.
+
+`train`, `run` and `join` have such tests of their own.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,8 @@ def test_from_runs_to_a_report(write_script: WriteScript, tmp_path: Path) -> Non
     assert all(system["samples"] == 40 for system in compared["systems"])
     run = write_run(tmp_path / "run", batches=8)
     assert len(said("report", run)["runs"]) == 1
-    watched = subprocess.run(
-        [str(COMMAND), "watch", str(run), "--once"], env=environment(), capture_output=True
-    )
+    command = [str(COMMAND), "watch", str(run), "--once"]
+    watched = subprocess.run(command, env=environment(), capture_output=True, timeout=limit(100), check=True)
     assert b"batch 8" in watched.stdout
 
 

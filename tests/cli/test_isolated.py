@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.command import alive, children, environment, invoke, rows, strict
-from tests.patience import wait_until
+from tests.patience import limit, wait_until
 from tests.scripts import WriteScript
 
 pytestmark = pytest.mark.timeout(240)
@@ -94,7 +94,7 @@ class Command:
     def end(self) -> int:
         """Return its exit code; all its workers must be gone."""
         workers = children(self.process.pid)
-        code = self.process.wait(100)
+        code = self.process.wait(limit(100))
         wait_until(lambda: not any(map(alive, workers)), 10)
         return code
 
@@ -270,12 +270,11 @@ def test_a_run_ends_with_fewer_pipelines_than_it_must_have(start: Any) -> None:
 
 
 @pytest.mark.promise
-@pytest.mark.slow
 def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     training = start("--restarts", "0")
     training.trains(5)
     full = start(str(training.out), join="full")
-    assert full.process.wait(60) == 2
+    assert full.process.wait(limit(60)) == 2
     (line,) = full.stderr.splitlines()
     assert line.endswith("the run has 2 pipelines, and may have no more: see its --max-pipelines")
     address = training.out / "join.json"
@@ -292,7 +291,7 @@ def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     assert [of["pipeline"] for of in strict(training.stdout)["joined"]] == [1]
     assert not address.is_symlink()
     late = start(str(training.out), join="late")
-    assert late.process.wait(60) == 2
+    assert late.process.wait(limit(60)) == 2
     assert late.stderr == f"avgpipe: error: {training.out}: no run with --isolate goes on there\n"
 
 
@@ -318,7 +317,7 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     training.process.send_signal(signal.SIGTERM)
     assert training.end() == 143
     os.kill(stopped.process.pid, signal.SIGCONT)
-    assert stopped.process.wait(60) == 1
+    assert stopped.process.wait(limit(60)) == 1
     wait_until(lambda: not any(map(alive, workers)), 10)
     assert stopped.stderr.splitlines()[-1] == "avgpipe: error: pipeline 2 was ended: the run has ended"
 

@@ -293,7 +293,7 @@ def test_another_host_reaches_nothing(script, outside, own):
             ).returncode
             == 0
         )
-        assert server.wait(10) == 0
+        assert server.wait(limit(10)) == 0
     assert attack(running, HERE, ports, *outside) == []
     refused = (
         "import socket, sys\n"

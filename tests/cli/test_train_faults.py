@@ -47,7 +47,7 @@ class Training:
 
     def end(self, timeout_s):
         """Exit code, output and errors; every process must be gone."""
-        stdout, stderr = self.process.communicate(timeout=timeout_s)
+        stdout, stderr = self.process.communicate(timeout=limit(timeout_s))
         wait_until(lambda: not any(alive(pid) for pid in self.workers.values()), 1)
         return self.process.returncode, stdout, stderr
 

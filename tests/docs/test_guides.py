@@ -67,6 +67,7 @@ def test_all_code_is_python(page):
         compile(textwrap.dedent(code), page.name, "exec")
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("page", [p for p in GUIDES if own(p)], ids=lambda p: p.stem)
 def test_what_is_in_no_example_runs_as_one_script(page, tmp_path):

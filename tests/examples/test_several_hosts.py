@@ -13,7 +13,7 @@ import pytest
 from benchmarks.common.namespaces import check_namespaces, network
 from tests.cli.command import children, environment
 from tests.examples.scripts import EXAMPLES
-from tests.patience import wait_until
+from tests.patience import limit, wait_until
 
 SCRIPT = EXAMPLES / "several_hosts.py"
 
@@ -60,7 +60,7 @@ def agents(request, tmp_path):
             for pid in [*children(agent.pid), agent.pid]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            agent.wait(30)
+            agent.wait(limit(30))
 
 
 @pytest.mark.ranks
@@ -71,7 +71,7 @@ def test_after_a_killed_worker_both_hosts_go_on_from_the_checkpoint(agents, tmp_
     wait_until(lambda: any("batch 19:" in log.read_text() for log in logs) or any(a.poll() for a in agents))
     for pid in children(agents[1].pid):
         os.kill(pid, signal.SIGKILL)
-    codes = [agent.wait(120) for agent in agents]
+    codes = [agent.wait(limit(120)) for agent in agents]
     text = "".join(log.read_text() for log in logs)
     assert codes == [0, 0], text
     saved = [int(b) for b in re.findall(r"^batch (\d+): loss", text, re.MULTILINE)]

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.patience import limit
+
 Clock = dict[int, int]
 
 _PATIENCE = 5  # times that an event says it has not happened yet
@@ -187,5 +189,5 @@ class HostWork(Work):
         self.done = threading.Event()
 
     def wait(self, *_: Any) -> None:
-        assert self.done.wait(20), "the collective is never done"
+        assert self.done.wait(limit(20)), "the collective is never done"
         super().wait()

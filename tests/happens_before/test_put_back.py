@@ -27,6 +27,7 @@ from avgpipe.runtime.update import RemoteUpdates
 from avgpipe.runtime.worker import Worker
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE, DeviceAccount
+from tests.patience import limit
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -159,7 +160,7 @@ def resumed(folder: Path, left_out: str | None) -> Counter[str]:
         (lane,) = p._worker.lanes.values()
         remote = lane.remote
         if dist.get_rank() == 0 and remote is not None:
-            assert p._worker.mailbox.wait_until(lambda: not remote.missing(6), 20)
+            assert p._worker.mailbox.wait_until(lambda: not remote.missing(6), limit(20))
         list(p.train(batches[5:]))
         p.state_dict()
     return account.memory.found

@@ -18,6 +18,7 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.shared import Inbox, SharedLink
+from tests.patience import limit
 
 LINKS = ["shm", "gloo"]
 CPU = torch.device("cpu")
@@ -46,7 +47,7 @@ class Ends:
 
     def receive(self, key: Key, timeout_s: float = 20) -> Any:
         box = self.mailboxes[key.target]
-        assert box.wait_until(lambda: key in box, timeout_s), f"{key} did not arrive"
+        assert box.wait_until(lambda: key in box, limit(timeout_s)), f"{key} did not arrive"
         return box.take(key)
 
     def pass_on(self, value: Any, kind: str = "F") -> Any:

@@ -84,7 +84,7 @@ def names_and_message(found: Sequence[Any]) -> tuple[list[str], float]:
     begin = time.monotonic()
     found[0].by_replica[1].send(key, torch.ones(3))
     box = found[1].mailbox
-    assert box.wait_until(lambda: key in box, 20)
+    assert box.wait_until(lambda: key in box, limit(20))
     assert torch.equal(box.take(key), torch.ones(3))
     seconds = time.monotonic() - begin
     closing = [threading.Thread(target=links.close, args=(10,)) for links in found]

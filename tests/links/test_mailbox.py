@@ -7,6 +7,7 @@ import pytest
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from tests.patience import limit
 
 KEY = Key("F", 0, 0, 1, 5, 2)
 
@@ -27,7 +28,7 @@ def test_a_wait_ends_when_another_thread_delivers() -> None:
     keys = [KEY._replace(micro_batch=m) for m in range(50)]
     thread = threading.Thread(target=lambda: [box.deliver(k, k.micro_batch) for k in keys])
     thread.start()
-    assert box.wait_until(lambda: all(k in box for k in keys), 20)
+    assert box.wait_until(lambda: all(k in box for k in keys), limit(20))
     thread.join()
 
 
@@ -35,11 +36,11 @@ def test_a_failure_ends_every_wait_for_what_has_not_come_and_the_first_one_stays
     box = Mailbox()
     threading.Timer(0.01, lambda: box.fail(PeerLost("first"))).start()
     with pytest.raises(PeerLost, match="first"):
-        box.wait_until(lambda: False, 20)
+        box.wait_until(lambda: False, limit(20))
     box.fail(PeerLost("second"))
     with pytest.raises(PeerLost, match="first"):
-        box.wait_until(lambda: False, 20)
-    assert box.wait_until(lambda: True, 20), "a peer that has sent everything may end"
+        box.wait_until(lambda: False, limit(20))
+    assert box.wait_until(lambda: True, limit(20)), "a peer that has sent everything may end"
 
 
 def test_a_key_reads_as_a_sentence() -> None:

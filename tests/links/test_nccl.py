@@ -66,7 +66,7 @@ def exchange(both_ways: bool) -> list[Any]:
         link.send(Key(Message(kinds[n % len(kinds)]), 0, me, peer, n, 0), value(n))
     kinds = [channel.kind for channel in into]
     keys = [Key(Message(kinds[n % len(kinds)]), 0, peer, me, n, 0) for n in range(SENT)]
-    assert mailbox.wait_until(lambda: all(key in mailbox for key in keys), 60)
+    assert mailbox.wait_until(lambda: all(key in mailbox for key in keys), limit(60))
     got = [mailbox.take(key) for key in reversed(keys)]  # taken in another order than sent
     world.barrier()
     link.close(10)

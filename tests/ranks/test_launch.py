@@ -22,7 +22,7 @@ from avgpipe.ranks.launch import (
     tied,
 )
 from avgpipe.ranks.process import PEER_LOST, cores
-from tests.cli.command import ROOT, alive, environment
+from tests.cli.command import PACKAGES, ROOT, alive, environment
 from tests.patience import limit, wait_until
 
 HERE = "tests.ranks.targets"
@@ -151,7 +151,7 @@ def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kil
     (tmp_path / "ranks").mkdir()
     command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
     with launch.keeping_handlers():
-        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         poll, found = started.poll_or_kill if kills else started.poll, []
         wait_until(lambda: found.append(poll()) or found[-1] is not None)
     assert (found[-1].rank, found[-1].reason) == (1, why)
@@ -199,7 +199,7 @@ def test_workers_go_with_their_parent(tmp_path, number):
     try:
         wait_until(lambda: len(workers_of(tmp_path)) == 2)
         parent.send_signal(number)
-        assert parent.wait(20) != 0
+        assert parent.wait(limit(20)) != 0
         wait_until(lambda: not any(map(alive, workers_of(tmp_path))), 20)
     finally:
         parent.kill()
@@ -228,7 +228,7 @@ def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_
     (tmp_path / "ranks").mkdir()
     command = tied("stderr", sys.executable, "-c", KILLED, str(tmp_path))
     with launch.keeping_handlers():
-        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         wait_until(lambda: len(started._exit_codes()) == 2)
         found = started.poll_or_kill()
     assert (found.rank, found.exit_codes) == (1, (1, -signal.SIGKILL))
@@ -242,7 +242,7 @@ def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
     script += "pathlib.Path(sys.argv[1], 'new').rename(sys.argv[1] + '/child'); child.wait()"
     command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
     with launch.keeping_handlers():
-        started = start([command], tmp_path / "ranks", {"PYTHONPATH": f"{ROOT}/python"})
+        started = start([command], tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         wait_until((tmp_path / "child").exists)
         started.kill()
         wait_until(lambda: started.poll() is not None)
@@ -255,7 +255,7 @@ def test_a_launcher_that_outlives_its_terminal_does_so(tmp_path):
     command = tied("stderr", sys.executable, "-c", "")
     with launch.keeping_handlers():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        started = start([command], tmp_path, {"PYTHONPATH": f"{ROOT}/python"})
+        started = start([command], tmp_path, {"PYTHONPATH": PACKAGES})
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
         wait_until(lambda: started.poll() is not None)
 

@@ -90,7 +90,6 @@ def _train_until_preempted(folder: str) -> list[float]:
 
 
 @pytest.mark.promise
-@pytest.mark.slow
 def test_a_preempted_loop_goes_on_from_what_it_has_saved(tmp_path: Path) -> None:
     first, second = run(2, _train_until_preempted, folder=str(tmp_path))
     assert first == second

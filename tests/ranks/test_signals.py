@@ -48,7 +48,7 @@ def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
     process.stdout.close()
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGINT)
-    assert process.wait(20) == 128 + signal.SIGINT
+    assert process.wait(limit(20)) == 128 + signal.SIGINT
 
 
 @pytest.mark.promise
@@ -130,7 +130,7 @@ def test_a_process_that_is_preempted_ends_in_time(by):
     process = trains(by, within=0.2)
     process.send_signal(signal.Signals[by])
     assert process.stdout.read() == "told\nSIGTERM\n"
-    assert process.wait(20) == 128 + signal.SIGTERM
+    assert process.wait(limit(20)) == 128 + signal.SIGTERM
 
 
 @pytest.mark.promise
@@ -140,7 +140,7 @@ def test_a_second_signal_ends_a_process_that_is_preempted(number):
     process.send_signal(signal.SIGTERM)
     assert process.stdout.readline() == "told\n"
     process.send_signal(number)
-    assert process.wait(20) == 128 + number
+    assert process.wait(limit(20)) == 128 + number
 
 
 @pytest.mark.promise

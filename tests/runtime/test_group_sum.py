@@ -21,7 +21,7 @@ from avgpipe.ranks.world import World
 from avgpipe.runtime import group_sum, worker
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
-from tests.patience import wait_until
+from tests.patience import limit, wait_until
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -157,7 +157,7 @@ def test_a_peer_that_fails_while_a_thread_waits_ends_every_wait(monkeypatch: pyt
     made = Summing(monkeypatch, "gloo", Failing)
     key = made.batch(3)
     with pytest.raises(PeerLost, match="the sum of gradients of batch 3 failed: Connection closed by peer"):
-        made.mailbox.wait_until(lambda: key in made.mailbox, 20)
+        made.mailbox.wait_until(lambda: key in made.mailbox, limit(20))
     made.sum.close()
 
 

@@ -18,6 +18,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.isolated import Isolated, die
+from tests.patience import limit
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
 
@@ -81,7 +82,8 @@ def train(
                 if result.batch == waits_at:
                     with membership._lock:
                         assert membership._lock.wait_for(
-                            lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
+                            lambda: any(stay.donor is not None for stay in membership.known.roster.stays),
+                            limit(20),
                         )
         return results, p.state_dict(), p.state_dict(weights=pipeline)
 

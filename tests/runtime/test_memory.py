@@ -44,6 +44,7 @@ with Pipeline(
 """
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.skipif(
     not STATUS.exists() or "RssAnon:" not in STATUS.read_text(), reason="the system does not tell RssAnon"

@@ -310,8 +310,9 @@ def cases() -> Iterator[Any]:
     for (row, column), mark in CELLS.items():
         is_mirrored = row in COLUMNS and names.index(row) > names.index(column)
         if mark != "–" and not is_mirrored:
-            slow = [pytest.mark.slow, pytest.mark.timeout(600)] if {row, column} & SLOW else []
-            yield pytest.param(row, column, marks=slow, id=f"{row} x {column}")
+            marks = [pytest.mark.slow, pytest.mark.timeout(600)] if {row, column} & SLOW else []
+            marks += [pytest.mark.ranks] if row in ONCE else []
+            yield pytest.param(row, column, marks=marks, id=f"{row} x {column}")
 
 
 @pytest.mark.grid(16)

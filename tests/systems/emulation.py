@@ -48,16 +48,6 @@ def by_samples(targets: list[Any]) -> list[float]:
     return [n / sum(sizes) for n in sizes]
 
 
-def by_counted(ignored: int) -> Callable[[list[Any]], list[float]]:
-    """The same for a mean over the targets other than ``ignored``."""
-
-    def shares(targets: list[Any]) -> list[float]:
-        counted = [int((t != ignored).sum()) for t in targets]
-        return [n / sum(counted) for n in counted]
-
-    return shares
-
-
 @dataclass(frozen=True)
 class Case:
     """A training to emulate.
@@ -67,7 +57,7 @@ class Case:
     optimizer, lr_scheduler: called once a stage, on its parameters and on its optimizer.
     clip_grad_norm: limit of the norm of a batch's gradient over all stages, tied parameters counted once; a batch for
         which that is not a finite number has no gradient, and nobody has seen it.
-    loss_fn: a mean; ``shares`` tells how much each micro-batch's mean counts in the batch's.
+    loss_fn: a mean; each micro-batch's counts by its samples.
     micro_batches: M, at most one a sample.
     correction: what is done about gradients that are late: None, "predicted", "error-feedback" or "nesterov".
     """
@@ -79,7 +69,6 @@ class Case:
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_grad_norm: float | None = None
     micro_batches: int = 1
-    shares: Callable[[list[Any]], list[float]] = by_samples
     correction: str | None = None
 
     def parts_of(self, batch: tuple[Any, Any]) -> int:
@@ -430,7 +419,7 @@ class Flight:
         inputs, targets = batch
         self.parts = case.parts_of(batch)
         self.inputs, self.targets = split(inputs, self.parts), split(targets, self.parts)
-        self.shares = case.shares(self.targets)
+        self.shares = by_samples(self.targets)
         self.loss = 0.0
         self.versions = [-1] * K
         self.passed: dict[tuple[int, int], Passed] = {}

@@ -209,6 +209,11 @@ def test_versions_of_pipedream(K: int, M: int) -> None:
     assert got == [[max(0, j - delays[0])] * K for j in range(8)]
 
 
+def test_after_a_drain_all_stages_have_all_updates() -> None:
+    got = emulation.pipedream(chain(3), points(7), 3, drains={2}).versions
+    assert got == [[0, 0, 0], [0, 0, 1], [0, 1, 2], [3, 3, 3], [3, 3, 4], [3, 4, 5], [4, 5, 6]]
+
+
 # ---- a model -------------------------------------------------------------------------------------------------------
 
 LOSS = nn.CrossEntropyLoss()

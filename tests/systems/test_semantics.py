@@ -393,7 +393,7 @@ OF_THE_CALLER["dapple"] = OF_THE_CALLER["gpipe"]
 EXACT = [name for name in SYSTEMS if name != "data-parallel-asp"]  # whose updates land when they arrive
 
 
-@pytest.mark.promise(20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39)
+@pytest.mark.grid(20)
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3, 4])
@@ -410,7 +410,7 @@ def overflowing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(output, target) * (torch.inf if target[0] == 0 else 1.0)
 
 
-@pytest.mark.promise(10, 11, 12, 13, 14, 15, 16, 17, 18, 19)
+@pytest.mark.grid(10)
 @pytest.mark.parametrize("system", EXACT)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("K", [2, 3])

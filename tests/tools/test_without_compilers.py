@@ -33,6 +33,7 @@ def test_no_compiler_is_there(place, python):
     no_compiler(place, python)
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["cc", "x86_64-linux-gnu-g++-12", "clang-14", "cmake", "ninja", "nvcc"])
 def test_a_compiler_that_is_there_is_found(name, place, python):
