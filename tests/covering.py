@@ -7,7 +7,6 @@ The settings are those of ``[tool.coverage]`` in pyproject.toml. Every process l
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +49,3 @@ def in_rank() -> Iterator[None]:
     finally:
         measured.stop()
         measured.save()
-
-
-def test_of(context: str) -> str:
-    """The test that a context of a line names, "" if none."""
-    return re.sub(r"^.*\|(?=tests/)| \((setup|call|teardown)\)$", "", context)

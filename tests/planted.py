@@ -16,6 +16,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,6 @@ from typing import Any, NamedTuple
 
 from coverage import CoverageData
 
-from tests.covering import test_of
 from tests.happens_before.plugin import OPTION
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,6 +178,11 @@ def planted(source: str, fault: Fault) -> str:
 
 
 # ---- who finds them --------------------------------------------------------------------------------------------------
+
+
+def test_of(context: str) -> str:
+    """The test that a context of a line names, "" if none."""
+    return re.sub(r"^.*\|(?=tests/)| \((setup|call|teardown)\)$", "", context)
 
 
 class Map:

@@ -53,6 +53,6 @@ def test_every_fault_of_the_package_changes_its_file() -> None:
     assert {fault.kind for fault in faults} == {
         *("wrong sign", "dropped term", "off by one", "missing wait", "swapped arguments")
     }
-    for fault in faults[::97]:
+    for fault in faults[::400]:
         source = (planted.PACKAGE / fault.file).read_text()
         assert planted.planted(source, fault) != ast.unparse(ast.parse(source)), fault
