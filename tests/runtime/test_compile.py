@@ -151,21 +151,16 @@ def test_autocast_and_float32() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(120, func_only=True)
+@pytest.mark.usefixtures("default_backend")
 def test_the_default_backend() -> None:
-    from torch._inductor import config, cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        pytest.skip(f"the default backend needs a C++ compiler: {error}")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.GELU()), nn.Linear(8, 3))
     batches = [(torch.randn(n, 8), torch.randint(3, (n,))) for n in (6, 5)]
-    with config.patch(compile_threads=1):
-        compare(model, Plan(stages=2, micro_batches=2), batches, 1e-6, compile=True)
-        model.insert(1, nn.Dropout(0.5))  # its own random numbers, keyed as ever
-        ends = [train(model, Plan(stages=K, micro_batches=2), batches, compile=True)[1] for K in (1, 2)]
-        assert_same_state(ends[0], ends[1], 1e-6)
+    compare(model, Plan(stages=2, micro_batches=2), batches, 1e-6, compile=True)
+    model.insert(1, nn.Dropout(0.5))  # its own random numbers, keyed as ever
+    ends = [train(model, Plan(stages=K, micro_batches=2), batches, compile=True)[1] for K in (1, 2)]
+    assert_same_state(ends[0], ends[1], 1e-6)
 
 
 # ---- what is compiled, and how often -------------------------------------------------------------------------------

@@ -383,17 +383,11 @@ def test_many_at_once() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600, func_only=True)
+@pytest.mark.usefixtures("default_backend")
 def test_the_default_backend_computes_the_same_in_stages() -> None:
-    from torch._inductor import config, cpp_builder, exc
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except exc.InvalidCxxCompiler as error:
-        pytest.skip(f"the default backend needs a C++ compiler: {error}")
-    with config.patch(compile_threads=1):
-        for options in ({}, {"autocast": torch.bfloat16}, COLUMNS[FP8][0]):
-            check_plan(replace(Setup(), backend="inductor", **options), TWO, Ways())
+    for options in ({}, {"autocast": torch.bfloat16}, COLUMNS[FP8][0]):
+        check_plan(replace(Setup(), backend="inductor", **options), TWO, Ways())
 
 
 @pytest.mark.gpu
