@@ -132,6 +132,7 @@ def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdis
     assert sorted(filter(stray.search, names)) == []
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_the_wheel_has_the_libraries_and_nothing_of_an_earlier_build(wheel, unpacked):
     with zipfile.ZipFile(wheel) as archive:
@@ -144,6 +145,7 @@ def test_the_wheel_has_the_libraries_and_nothing_of_an_earlier_build(wheel, unpa
     assert names == modules | libraries | typed | page
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_an_example_runs_with_the_installed_wheel(environment, unpacked, tmp_path):
     script = unpacked / "examples" / "skip_connection.py"

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.happens_before.plugin import OPTION
+from tests.patience import limit
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "python" / "avgpipe"
@@ -167,14 +168,14 @@ def run(site: Site | None) -> tuple[str, float]:
                 "pytest",
                 "-x",
                 "-m",
-                "not slow",
+                "not slow or grid",
                 "-p",
                 "no:cacheprovider",
                 *tests,
             ]
             try:
                 done = subprocess.run(
-                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S
+                    command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit(LIMIT_S)
                 )
             except subprocess.TimeoutExpired:
                 return f"{tests[0]}: not ended after {LIMIT_S} s", time.perf_counter() - begin

@@ -69,6 +69,7 @@ def test_lower_case():
     assert subwords.decode(subwords.encode(["The DOG"])) == ["the dog"]
 
 
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_every_process_learns_the_same(subwords):
     output = subprocess.run(
