@@ -40,7 +40,7 @@ def pytest_unconfigure() -> None:
 
 @contextmanager
 def in_rank() -> Iterator[None]:
-    """Measure a rank that a server forked, which itself is measured: anew, for the test that asked for it."""
+    """Measure a rank in its own data file, for the test that started it: the server that forked it is measured too."""
     measured = coverage.Coverage(config_file=str(SETTINGS), data_suffix=True)
     measured.start()
     measured.switch_context(os.environ.get(TEST, ""))

@@ -209,7 +209,7 @@ class Map:
 
 @contextmanager
 def changed(fault: Fault, is_planted: bool = True) -> Iterator[dict[str, str]]:
-    """An environment in which avgpipe has the fault; else its file is written anew all the same, without it."""
+    """An environment in which avgpipe has the fault; without it, the file is still rewritten from its syntax tree."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "python", "avgpipe")
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))

@@ -55,8 +55,8 @@ class Ranks:
             port = self._store.port
         address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared = {**address, "TORCHELASTIC_USE_AGENT_STORE": "True", "TEST_FOLDER": self._folder.name}
-        told = (plugin.VARIABLE, "COVERAGE_PROCESS_START", "PYTEST_CURRENT_TEST")
-        shared |= {name: os.environ[name] for name in told if name in os.environ}
+        passed_on = (plugin.VARIABLE, "COVERAGE_PROCESS_START", "PYTEST_CURRENT_TEST")
+        shared |= {name: os.environ[name] for name in passed_on if name in os.environ}
         self._shared = {**shared, **(environment or {})}
         self._called = function, arguments
         self.processes: list[BaseProcess] = [self._start(rank, world_size) for rank in range(world_size)]

@@ -226,7 +226,7 @@ def assert_tied_copies_are_one(trained: Any) -> None:
 
 @pytest.mark.parametrize("M", [1, 3])
 def test_pipelines_differ_where_they_must(M: int) -> None:
-    """So that a comparison with the runtime can tell one from another. Embedding and decoder are tied."""
+    """A comparison with the runtime must tell one from another. Embedding and decoder are tied."""
     case, batches = (
         Case(language_model, LOSS, momentum, micro_batches=M, clip_grad_norm=0.3),
         token_batches(8, 9),
