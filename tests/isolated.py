@@ -123,6 +123,9 @@ class Isolated:
         """Whether what a group had told, before all of it ended, is here."""
         return number not in self._hosts or self._hosts[number].has_told()
 
+    def __repr__(self) -> str:
+        return "\n".join([*self.said, *(f"group {number}: {why}" for number, why in self.why.items())])
+
     def _outputs(self) -> str:
         texts = [
             f"group {n}, rank {r}: {text[-2000:]}"

@@ -117,6 +117,32 @@ def test_turns_before_another_host_has_a_part_are_counted_and_not_sent() -> None
         assert sides.slot(1, 0, 7) == sides.slot(0, 0, 7)
 
 
+def test_a_roster_that_comes_while_something_is_sent_counts_whole_from_the_next_time_on() -> None:
+    with trunks() as ends:
+        sides = Sides(*ends, firsts=(0, 2))
+        asked = []
+
+        def is_near(number: int) -> bool:
+            asked.append(number)
+            if asked == [0, 1, 0]:  # it has found that no other host has a part in any turn
+                mirror.learn([Stay(0, 0, 0), Stay(1, 1, 2)], (0, 1))
+                told.count(0).ring()
+                write(told.memory[0], 2, b"turn two")
+                told.count(0).ring()
+            return number == 0
+
+        sides.mirrors[0] = mirror = Mirror(ends[0], is_near)
+        for number in (0, 1):
+            mirror.memory(mirror.of(number, 1), 0, SLOTS * SLOT_BYTES)
+        told = mirror.of(0, 1)
+        told.count(0).ring()
+        sides.ship(0, 0)
+        assert asked == [0, 1, 0, 1]
+        ((*_, ranges),) = sides.ship(0, 1)
+        assert ranges
+        assert sides.slot(1, 0, 2) == sides.slot(0, 0, 2)
+
+
 def test_nothing_is_sent_of_a_pipeline_that_nobody_has_named() -> None:
     with trunks() as ends:
         mirror = Mirror(ends[0], lambda n: n == 0)

@@ -130,19 +130,19 @@ class Mirror:
     def ship(self) -> None:
         """Send what was told here and is not there yet. OSError where the other host is gone."""
         with self._shipping:
-            with self._lock:
-                known = dict(self._told)
+            with self._lock:  # all first turns of one roster: another one may be taken in meanwhile
+                known = [(number, told, told.first) for number, told in self._told.items()]
             # Turns before one in which a pipeline there has a part are told there to nobody.
-            theirs = min((told.first for n, told in known.items() if not self._is_near(n)), default=_UNKNOWN)
-            for number, told in known.items():
-                if self._is_near(number) and told.first != _UNKNOWN:
+            theirs = min((first for number, _, first in known if not self._is_near(number)), default=_UNKNOWN)
+            for number, told, first in known:
+                if self._is_near(number) and first != _UNKNOWN:
                     for place in list(told.memory):
-                        self._ship(number, told, place, theirs)
+                        self._ship(number, told, place, first, theirs)
 
-    def _ship(self, number: int, told: ToldMemory, place: int, theirs: int) -> None:
+    def _ship(self, number: int, told: ToldMemory, place: int, first: int, theirs: int) -> None:
         count = told.count(place).count()
-        for n in range(max(told.sent[place], theirs - told.first), count):
-            slot_number = (told.first + n) % SLOTS
+        for n in range(max(told.sent[place], theirs - first), count):
+            slot_number = (first + n) % SLOTS
             slot = told.slot(place, slot_number)
             text_end, begin, end = read_head(slot)
             ranges = [(a, b) for a, b in ((0, text_end), (begin, end)) if b > a]
