@@ -18,17 +18,29 @@ OPTION = "--part"
 COMMIT = ("unit", "order", "promises")
 NIGHTLY = ("slow", "ranks", "composes", "guides", "streams")
 
-_RUNTIME = (
-    *("auto", "elastic", "evaluate", "on_ranks", "schedules", "shared_batch", "skips", "spread", "streams"),
-    "warmup",
-)
 # Run with several pipelines, replicas, versions or stages: their quick tests run under --happens-before, and only so.
-_ORDERED = (*(f"runtime/test_{name}.py" for name in _RUNTIME), "checkpoint/test_checkpoint.py")
+_ORDERED = [
+    "checkpoint/test_checkpoint.py",
+    "runtime/test_auto.py",
+    "runtime/test_elastic.py",
+    "runtime/test_evaluate.py",
+    "runtime/test_on_ranks.py",
+    "runtime/test_schedules.py",
+    "runtime/test_shared_batch.py",
+    "runtime/test_skips.py",
+    "runtime/test_spread.py",
+    "runtime/test_streams.py",
+    "runtime/test_warmup.py",
+]
 # Every pair of options, families of models, compilers.
-_COMPOSES = (
-    *("runtime/test_what_composes.py", "runtime/test_compile.py", "runtime/test_vision.py"),
-    *("runtime/test_inplace.py", "interop/test_families.py", "interop/test_transformers.py"),
-)
+_COMPOSES = [
+    "interop/test_families.py",
+    "interop/test_transformers.py",
+    "runtime/test_compile.py",
+    "runtime/test_inplace.py",
+    "runtime/test_vision.py",
+    "runtime/test_what_composes.py",
+]
 _GUIDES = ("docs/", "examples/", "report/test_browser.py")
 _STREAMS = ("simulated_device/",)
 _HERE = Path(__file__).parent

@@ -7,7 +7,7 @@ from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 
 V_RUNS = torch.__version__ >= (2, 13)  # of torch's schedules, over gloo
-SMALL = (
+SMALL = [
     "bench",
     "schedules",
     "--stages",
@@ -18,7 +18,7 @@ SMALL = (
     "1",
     "--backward-ms",
     "2",
-)
+]
 SHORT = (*SMALL, "--activation", "4KiB", "--rounds", "1", "--batches", "1", "--pipelines", "1,2")
 
 
