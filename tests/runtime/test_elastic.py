@@ -128,6 +128,7 @@ def delayed(K: int) -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks
 def test_delays_change_nothing() -> None:
     ranks = [runner.run(2, delayed, K=2) for _ in range(2)]
     first = ranks[0][0]
