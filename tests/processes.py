@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 # Compilers, `ip` or `mount` are no processes in this sense, nor a bare interpreter that asks the system something (-S).
-_PYTHON = re.compile(r"(^|/)(python[\d.]*|avgpipe|torchrun)$")
+_PYTHON = re.compile(r"^([^-].*/)?(python[\d.]*|avgpipe|torchrun)$")
 _IN_SCRIPT = re.compile(r"(^|[\s/'\"])python[\d.]*\b")
 _FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 
