@@ -12,7 +12,8 @@ import torch
 def default_backend() -> Iterator[None]:
     """torch.compile's own backend: what it compiles for every process is compiled, outside the time limit of a test.
 
-    A test with it has the mark ``timeout(..., func_only=True)``.
+    A test with it has the marks ``timeout(..., func_only=True)`` and ``ranks``: it asks other processes for compilers
+    and what the processor can.
     """
     from torch._inductor import config, cpp_builder, exc
 

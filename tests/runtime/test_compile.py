@@ -152,6 +152,7 @@ def test_autocast_and_float32() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(120, func_only=True)
+@pytest.mark.ranks
 @pytest.mark.usefixtures("default_backend")
 def test_the_default_backend() -> None:
     torch.manual_seed(0)

@@ -384,6 +384,7 @@ def test_many_at_once() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600, func_only=True)
+@pytest.mark.ranks
 @pytest.mark.usefixtures("default_backend")
 def test_the_default_backend_computes_the_same_in_stages() -> None:
     for options in ({}, {"autocast": torch.bfloat16}, COLUMNS[FP8][0]):
