@@ -254,8 +254,7 @@ def test_one_stage_sends_nothing_that_could_be_cut():
     assert drawn == set(KINDS).difference(OF_LINES)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.promise
 def test_it_runs_for_some_seconds_and_says_how_to_repeat_it():
     options = (
         "--seed",

@@ -169,8 +169,7 @@ def test_either_end_of_the_line_may_go(start: Any) -> None:
     training.process.wait()
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.promise
 def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None:
     try:
         check_namespaces("this test")

@@ -42,6 +42,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
 
 
+@pytest.mark.promise(1)
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("pipelines", [1, 2])

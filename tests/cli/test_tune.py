@@ -69,8 +69,7 @@ def test_a_plan_for_a_cluster_file(profile, tmp_path):
     assert Plan.load(tmp_path / "plan.json").workers <= 4
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.promise
 def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
     """Two workers need two cores for trials; with fewer the plan is a prediction, which is said."""
     out = tmp_path / "plan.json"

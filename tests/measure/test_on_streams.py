@@ -13,7 +13,7 @@ from tests.happens_before.operators import DEVICE, DeviceAccount
 pytestmark = pytest.mark.host  # they have an account of their own
 
 
-@pytest.mark.ranks
+@pytest.mark.promise
 def test_a_profile_is_in_the_order_of_streams() -> None:
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)]
     with on_streams(DeviceAccount()) as account:

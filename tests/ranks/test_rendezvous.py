@@ -299,7 +299,7 @@ def test_a_failure_of_one_ends_the_others_waiting() -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.promise
 def test_connecting_without_an_answer_of_the_store_ends() -> None:
     with pytest.raises(
         PeerLost, match="rank 0 cannot connect to rank 1, rank 2, rank 3, which died or stands still: no"

@@ -52,6 +52,7 @@ def supervised(folder: Path, until: str, isolation: Isolation, *more: str) -> li
     return said
 
 
+@pytest.mark.promise
 def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

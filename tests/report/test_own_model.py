@@ -54,8 +54,7 @@ def test_systems_of_two_workers_train_the_same_and_are_compared(tmp_path):
     assert all((tmp_path / name).stat().st_size > 3_000 for name in ("bars.png", "curves.png"))
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
+@pytest.mark.promise
 def test_a_target_ends_runs_and_a_limit_has_plans_tuned():
     optimizer = partial(torch.optim.SGD, lr=0.05)
     found = compared(

@@ -207,6 +207,7 @@ def other_weights() -> dict[str, torch.Tensor]:
     return {name: 0.9 * value for name, value in model_of_blocks().state_dict().items()}
 
 
+@pytest.mark.promise(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_several_batches_make_an_update_of_weights_from_outside(how: str) -> None:
