@@ -221,7 +221,7 @@ def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str,
         names.write_text("\n".join(tests))
         command = [
             sys.executable,
-            *["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"],
+            *["-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"],
             *options,
             f"@{names}",
         ]
@@ -241,6 +241,8 @@ def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str,
             said = output.read()
     if code == 0:
         return ""
+    if code < 0:  # a crash of the whole process: the last test that has begun
+        return max(tests, key=lambda name: (said.rfind(name), len(name)))
     failed = [name for name in tests if f"FAILED {name}" in said or f"ERROR {name}" in said]
     if not failed:
         raise RuntimeError(f"pytest ended with {code}:\n{said[-2000:]}")
