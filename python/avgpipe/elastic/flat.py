@@ -219,7 +219,8 @@ def _buffers_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.T
         size, storage = layout.sizes[region.buffer], t.untyped_storage()
         if t.storage_offset() != region.offset or storage.nbytes() != size * t.element_size():
             return None
-        flat = flats.setdefault(region.buffer, t.detach().as_strided((size,), (1,), 0))
+        # not detach(), which shares the parameter's version counter: versions of weights copy into these buffers
+        flat = flats.setdefault(region.buffer, t.data.as_strided((size,), (1,), 0))
         if flat.untyped_storage().data_ptr() != storage.data_ptr():
             return None
     return [flats[b] for b in range(len(layout.keys))]
