@@ -40,7 +40,8 @@ class Plan:
         micro_batches: M, the parts of a batch. Pipelines that share a batch need one each: a smaller M is made N.
         schedule: what runs when, see ``build_schedule``.
         advance: of the schedule "advance-forward", see ``build_schedule``; "auto" lets a Pipeline measure and choose.
-        system: the name of the published system that this is, see ``Plan.for_system``.
+        system: the name of the published system that this is, whose row of ``avgpipe.systems`` the other attributes
+            must have: ``Plan.for_system`` gives them to you.
         partition: the first layer of stages 1..K-1 as indices, or as module names for a traced model; None: balanced by
             an estimate of the compute.
         alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
@@ -142,6 +143,18 @@ class Plan:
                 raise ValueError(f"{name}=True cannot have advance 'auto': give numbers")
         if self.isolate:
             self._check_isolation()
+        self._check_system()
+
+    def _check_system(self) -> None:
+        """A plan that is named after a published system must be one: a name alone changes nothing."""
+        if self.system == "avgpipe":  # what has no other name
+            return
+        for name, value in systems.fixed(self.system).items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"system {self.system!r} has {name} {value!r}, and this plan {getattr(self, name)!r}: write "
+                    f"Plan.for_system({self.system!r}, ...), which sets what belongs to the system"
+                )
 
     def _check_isolation(self) -> None:
         if not isinstance(self.isolate, bool):

@@ -51,6 +51,11 @@ def row(system: str, workers: int) -> dict[str, Any]:
     return found
 
 
+def fixed(system: str) -> dict[str, Any]:
+    """A system's options that are the same on any number of workers."""
+    return {name: value for name, value in SYSTEMS[system].items() if value not in (WORKERS, [WORKERS])}
+
+
 def micro_batches(system: str, stages: int, replication: Sequence[int] | None, wanted: int = 1) -> int:
     """The least number that a system can have, at least ``wanted``; as many for every replica of each stage."""
     weights = SYSTEMS[system].get("weights")

@@ -70,7 +70,8 @@ def best_of_system(
     near = [f for f in fitting if f.batch_s <= _CLOSE * best_s]
     best = min(near, key=lambda f: (max(f.memory_bytes), f.batch_s))
     if _is_apart(system):
-        best = replace(best, plan=replace(best.plan, pipelines=cluster.workers, spread=True))
+        plan = replace(best.plan, pipelines=cluster.workers, spread=True, system=system)
+        best = replace(best, plan=plan)
     return best
 
 
@@ -101,7 +102,7 @@ def _ways(system: str, options: Mapping[str, Any]) -> Iterator[Plan]:
     tried = {name: (options[name],) if name in options else values for name, values in own.items()}
     for recompute, advance in product(tried["recompute"], tried["advance"]):
         plan = Plan.for_system(system, **{**options, "recompute": recompute, "advance": advance})
-        yield replace(plan, pipelines=1, spread=False) if _is_apart(system) else plan
+        yield replace(plan, pipelines=1, spread=False, system="avgpipe") if _is_apart(system) else plan
 
 
 def _rough(ways: Sequence[OnCluster]) -> Forecast | None:

@@ -44,7 +44,7 @@ class PlanShape(NamedTuple):
             stages=self.stages,
             pipelines=self.pipelines,
             micro_batches=self.micro_batches,
-            system="data-parallel" if self.stages == 1 < self.width else "avgpipe",
+            system="data-parallel" if self.stages == self.pipelines == 1 < self.width else "avgpipe",
             schedule="1f1b" if self.stages == 1 else "advance-forward",
             replication=[self.width] * self.stages if self.width > 1 else None,
             recompute=recompute,
