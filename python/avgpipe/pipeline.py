@@ -38,7 +38,7 @@ from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device,
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
-from avgpipe.model.context import CallerGenerators
+from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
@@ -131,6 +131,17 @@ def _recovering(call: _Call) -> _Call:
                 return found
 
     return cast(_Call, again)
+
+
+def _in_own_modes(call: _Call) -> _Call:
+    """Run a method outside of the caller's ``no_grad`` or ``inference_mode``, in which weights could not train."""
+
+    @wraps(call)
+    def apart(*args: Any, **options: Any) -> Any:
+        with CallerModes():
+            return call(*args, **options)
+
+    return cast(_Call, apart)
 
 
 class Pipeline:
@@ -243,6 +254,7 @@ class Pipeline:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
     """
 
+    @_in_own_modes
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -524,17 +536,17 @@ class Pipeline:
             except _LOST as loss:
                 self._recover(loss, in_call)
 
-    def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[None]:
+    def _idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[CallerModes]:
         """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
         self._feed.drain()
         return self._settling(harmless)
 
     @contextmanager
-    def _settling(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def _settling(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[CallerModes]:
         """As of :meth:`_idle`, where batches may be in flight. Without any, what is being copied is whole before."""
-        with self._worker.running(harmless):
+        with self._worker.running(harmless) as modes:
             self._settle()
-            yield
+            yield modes
 
     def _settle(self) -> None:
         if self._feed.is_empty:
@@ -630,7 +642,8 @@ class Pipeline:
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
             try:
-                with CallerGenerators(self._device):  # functions that make initial weights may draw from them
+                # Functions that make initial weights may draw from the caller's generators.
+                with CallerGenerators(self._device), CallerModes():
                     self._connect()
                     if before.is_known:
                         self._worker.preemption.notice()
@@ -784,18 +797,19 @@ class Pipeline:
         if isinstance(self._options.loss_fn, nn.Module):
             self._options.loss_fn.eval()
 
-        def evaluate() -> dict[str, Any]:
-            sums = partial(MetricSums, self._options, metric_fn)
-            parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, batches, sums))
+        def evaluate(modes: CallerModes) -> dict[str, Any]:
+            sums, given = partial(MetricSums, self._options, metric_fn), modes.made_outside(batches)
+            parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, given, sums))
             return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
 
         if isinstance(which, int):
             self._come_in()
-            with self._settling():
-                return EvaluationResult(**evaluate())
-        with self._settling():
-            found = self._once(f"evaluation of {which}", evaluate)
-            deque(batches, maxlen=0)  # what has drawn from it goes on alike in all pipelines
+            with self._settling() as modes:
+                return EvaluationResult(**evaluate(modes))
+        with self._settling() as modes:
+            found = self._once(f"evaluation of {which}", partial(evaluate, modes))
+            # What has drawn from it goes on alike in all pipelines.
+            deque(modes.made_outside(batches), maxlen=0)
         return EvaluationResult(**found)
 
     @_recovering

@@ -10,7 +10,7 @@ value per micro-batch and stays right under recomputation. Other layers need not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -174,3 +174,50 @@ class CallerGenerators:
             yield
         finally:
             self.__enter__()
+
+
+@contextmanager
+def given_back(generators: CallerGenerators, modes: CallerModes) -> Iterator[None]:
+    """Let the caller's own code run inside this block as if nothing of ours ran around it."""
+    with generators.given_back(), modes.given_back():
+        yield
+
+
+_END = object()
+
+
+class CallerModes:
+    """Puts the caller's ``no_grad`` and ``inference_mode`` aside inside the ``with`` block, where gradients are made.
+
+    A generator that yields inside of a mode leaves it to whoever asked for the next value, as a loader with a teacher
+    does: what the caller's code has left behind in :meth:`given_back` is there again at the end, and not before.
+    """
+
+    def __init__(self) -> None:
+        self._ours = ExitStack()
+
+    def __enter__(self) -> CallerModes:
+        self._ours.enter_context(torch.inference_mode(False))
+        self._ours.enter_context(torch.enable_grad())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ours.close()
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Let the caller's own code run inside this block, in its own modes."""
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    def made_outside(self, values: Iterator[Any]) -> Iterator[Any]:
+        """Yield the values that the caller's own code makes, in its own modes."""
+        while True:
+            with self.given_back():
+                found = next(values, _END)
+            if found is _END:
+                return
+            yield found

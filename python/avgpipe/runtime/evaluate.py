@@ -93,13 +93,15 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
     lanes = [lane for row in worker.rows_of(pipeline) for lane in row.lanes.values() if lane.route.evaluates]
     key = result_key(worker.placement, worker.world.rank, pipeline, batch)
     awaited = [] if collector is not None else [key]
-    worker.scheduler.run_until(
-        lambda: (
-            all(lane.has_ended(batch) for lane in lanes) and (collector is not None or key in worker.mailbox)
-        ),
-        awaited=awaited,
-        recorded=False,
-    )
+    with torch.no_grad():  # whatever mode a generator of batches has left
+        worker.scheduler.run_until(
+            lambda: (
+                all(lane.has_ended(batch) for lane in lanes)
+                and (collector is not None or key in worker.mailbox)
+            ),
+            awaited=awaited,
+            recorded=False,
+        )
     for lane in lanes:
         lane.finish(batch)
     if collector is None:

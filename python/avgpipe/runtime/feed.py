@@ -9,9 +9,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from avgpipe.device import ReadyOnEvent
@@ -24,7 +26,7 @@ from avgpipe.model.batch import (
     sizes_of,
     split,
 )
-from avgpipe.model.context import CallerGenerators, Position
+from avgpipe.model.context import CallerGenerators, Position, given_back
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
 from avgpipe.runtime.integrity import Verification
@@ -246,11 +248,11 @@ class Feed:
                 left.pop()
             return not left and all(key in mailbox for key in messages.values())
 
-        with worker.running(), CallerGenerators(worker.device) as generators:
+        with worker.running() as modes, CallerGenerators(worker.device) as generators:
 
             def fetch() -> bool:
                 start = time.perf_counter()
-                fetched = self._loader.fetch(generators.given_back)
+                fetched = self._loader.fetch(partial(given_back, generators, modes))
                 scheduler.note_host("loader", self.next_batch - 1, start, time.perf_counter())
                 return fetched
 
@@ -300,6 +302,10 @@ def cut(values: list[Any], parts: list[int]) -> list[Any]:
 
 Pairs = list[tuple[Any, Any]]  # of (inputs, targets)
 Batch = tuple[Pairs, ReadyOnEvent | None]
+
+def _autocasts() -> bool:
+    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+
 
 _LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
 
@@ -369,7 +375,14 @@ class Prefetch:
         try:
             # What it would give next if it began anew: the batch that is fetched now may never be trained on.
             self._state = tell() if callable(tell) else None
+            was = _autocasts()
             pairs = [pair(batch) for batch in islice(self._source, self._count)]
+            if _autocasts() and not was:
+                raise ValueError(
+                    "the loader has left torch.autocast on, as a generator does that yields inside of it: which layers "
+                    "it reaches would depend on when batches are fetched. Yield outside of it, and train with "
+                    "Pipeline(..., autocast=torch.bfloat16) if that is what you want"
+                )
             self._ended = len(pairs) < self._count
             if pairs:
                 self._ahead.append((pairs, self._copy(pairs)))

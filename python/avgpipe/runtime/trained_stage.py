@@ -274,7 +274,7 @@ class TrainedStage:
     ) -> Iterator[None]:
         """Be in evaluation mode inside, on the flat ``weights`` (None: its own), with carried state set aside.
 
-        ``buffers`` stand in for its own of these names.
+        Forwards run without gradients if their caller says so. ``buffers`` stand in for its own of these names.
         """
         carries = self.stage.carries
         kept = [c.values for c in carries]
@@ -285,7 +285,7 @@ class TrainedStage:
             for c in carries:
                 c.values = {}
             self.stage.eval()
-            with shown, self._reading(buffers or {}), torch.no_grad():
+            with shown, self._reading(buffers or {}):
                 yield
         finally:
             if self.prepared is not None:

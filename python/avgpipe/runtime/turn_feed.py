@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
 from avgpipe.model.batch import loss_weights, sample_count, share_out, sizes_of
-from avgpipe.model.context import CallerGenerators, Position
+from avgpipe.model.context import CallerGenerators, Position, given_back
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.exchange import Turn
@@ -343,11 +344,11 @@ class TurnFeed:
                 left.pop()
             return not left and turn in self._exchange.turns
 
-        with worker.running(), CallerGenerators(worker.device) as generators:
+        with worker.running() as modes, CallerGenerators(worker.device) as generators:
 
             def fetch() -> bool:
                 start = time.perf_counter()
-                fetched = self._loader.fetch(generators.given_back)
+                fetched = self._loader.fetch(partial(given_back, generators, modes))
                 worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
                 return fetched
 

@@ -17,6 +17,7 @@ from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
+from avgpipe.model.context import CallerModes
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.plan import Plan
 from avgpipe.ranks.membership import Membership
@@ -411,17 +412,18 @@ class Worker:
             self.scheduler.run_until_done(current_stream(self.device).record_event(), recorded)
 
     @contextmanager
-    def running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    def running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[CallerModes]:
         """Tell the other ranks what fails inside, which ends this worker, but for what is ``harmless``.
 
-        A harmless exception is one that all ranks raise.
+        A harmless exception is one that all ranks raise. The modes that the caller is in are put aside.
         """
         if self._closed:
             raise PipelineError("this Pipeline is closed")
         if self.failure is not None:
             raise PipelineError(f"this Pipeline has failed before: {self.failure}") from self.failure
         try:
-            yield
+            with CallerModes() as modes:
+                yield modes
         except harmless:
             raise
         except Exception as error:
