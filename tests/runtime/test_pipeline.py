@@ -255,7 +255,7 @@ def test_bad_input_is_refused_with_the_value_and_the_way_out() -> None:
         error=TypeError,
         match=r"pairs \(inputs, targets\), or mappings .* as 'labels', not Tensor",
     )
-    refuse(clip_grad_norm=0.0, match="clip_grad_norm must be positive, not 0")
+    refuse(clip_grad_norm=0.0, match="clip_grad_norm must be a number above 0, not 0")
     refuse(timeout_s=0, match="timeout_s must be positive and finite, not 0")
     refuse(timeout_s=float("nan"), match="timeout_s must be positive and finite, not nan")
     refuse(plan="1f1b", error=TypeError, match="plan must be an avgpipe.Plan, not '1f1b'")

@@ -114,6 +114,7 @@ class BatchState:
         losses: of micro-batches, with their factors.
         counts: what the losses are sums of, where the loss function says it.
         without_loss: micro-batches whose loss is the mean over nothing.
+        has_graph: whether some loss here leads back to what wants gradients.
         loss_scale: what the losses' gradients are multiplied with until the update.
         part: what this replica of the last stage knows of the loss.
         outcome: of the whole batch, float64, known after the last backward: the loss; or, where gradients must be
@@ -135,6 +136,7 @@ class BatchState:
     losses: list[tuple[torch.Tensor, float]] = field(default_factory=list)
     counts: list[torch.Tensor | float] = field(default_factory=list)
     without_loss: int = 0
+    has_graph: bool = False
     loss_scale: float = 1.0
     part: torch.Tensor | None = None
     outcome: torch.Tensor | None = None
@@ -304,6 +306,7 @@ class Compute:
         self._arrivals, self._departures = route.skips
         self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
+        self._has_learnt = False
         self.measures = False
         self.saved_bytes = 0
         self.kept: Given | None = None
@@ -325,6 +328,7 @@ class Compute:
         del value  # the message's memory is free again once nothing needs it
         if route.last:
             edges = _edges(output)
+            state.has_graph |= bool(edges)
             state.saved[m] = SavedForward(
                 inputs, edges, [self._seed(state, m, output)] if edges else [], arrived
             )
@@ -487,6 +491,7 @@ class Compute:
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:
+            self._check_learns(state)
             state.part = state.sum_losses()
             if not route.peers:
                 state.set_outcome(state.part)
@@ -499,6 +504,16 @@ class Compute:
         for skip, tensors in zip(self._arrivals, saved.arrived):
             to = route.at(skip.stage, m)
             self._port.send(Message.SKIP_GRADIENT, to, step.batch, m, [x.grad for x in tensors])
+
+    def _check_learns(self, state: BatchState) -> None:
+        """Refuse a batch that has losses, and no gradient of any; as of a share of a batch, of which one may do."""
+        self._has_learnt |= state.has_graph
+        is_share = state.work.draws is not None or self._group_sum is not None
+        if state.losses and not (self._has_learnt if is_share else state.has_graph):
+            raise StageError(
+                "the loss leads back to no parameter that wants a gradient, so nothing would be trained: loss_fn or a "
+                "layer has detached it (by detach(), item(), argmax or no_grad), or everything is frozen"
+            )
 
     def _take_gradients(
         self, state: BatchState, step: Step, saved: SavedForward

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
@@ -12,12 +13,13 @@ import torch
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, with_names
 from avgpipe.runtime.requirements import check_lr_scheduler, checked_optimizer
 
+_log = logging.getLogger("avgpipe")
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
 def maker_of(function: OptimizerFn, names: Sequence[str]) -> Maker:
     """Return what makes the optimizer of parameters that have these names, in their order; several become one."""
-    function = with_names(function, names)
+    function, has_warned = with_names(function, names), False
 
     def make(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
         try:
@@ -29,15 +31,55 @@ def maker_of(function: OptimizerFn, names: Sequence[str]) -> Maker:
                 f"optimizer makes one of no parameters on a stage that has {_listed(names)}: a stage may lack a kind. "
                 'Give each optimizer a group, [{"params": parameters}], which may be empty'
             ) from error
-        if not isinstance(made, list | tuple):
-            return checked_optimizer(made)
-        if not made:
+        if isinstance(made, list | tuple) and not made:
             raise TypeError("optimizer returned no optimizer: a list must have one at least")
-        members = [checked_optimizer(one) for one in made]
-        _check_shared_out(members, dict(zip(names, parameters)))
-        return Optimizers(members)
+        members = [checked_optimizer(one) for one in (made if isinstance(made, list | tuple) else [made])]
+        named = dict(zip(names, parameters))
+        _check_whose(members, named)
+        if isinstance(made, list | tuple):
+            _check_shared_out(members, named)
+            return Optimizers(members)
+        nonlocal has_warned
+        left = [] if has_warned else _left_out(members[0], named)
+        has_warned = has_warned or bool(left)
+        if left:
+            _log.warning(
+                "optimizer leaves out %s, which want gradients and so stay as they are: freeze them by "
+                "requires_grad_(False), or give them to it",
+                _listed(left),
+            )
+        return members[0]
 
     return make
+
+
+def _check_whose(made: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> None:
+    """Raise ValueError for an optimizer that would step other tensors than the stage's: nothing would be trained."""
+    known = {id(p) for p in parameters.values()}
+    memory = {_address(p) for p in parameters.values()}
+    for one in made:
+        of_others = [
+            p for g in one.param_groups for p in g["params"] if id(p) not in known and _address(p) not in memory
+        ]
+        if of_others:
+            raise ValueError(
+                f"optimizer returned a {type(one).__name__} over {len(of_others)} tensors that it was not given, such "
+                f"as one of shape {list(of_others[0].shape)}, which a Pipeline would never train: it trains a copy of "
+                "the model, so write optimizer=lambda params: "
+                f"{type(one).__name__}(params, ...), not over model.parameters()"
+            )
+
+
+def _address(p: torch.Tensor) -> int | None:
+    """Where a tensor lies, None if it has no memory; views of a parameter may stand for it."""
+    return p.untyped_storage().data_ptr() or None if p.layout == torch.strided and p.numel() else None
+
+
+def _left_out(made: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> list[str]:
+    """Name the parameters that an optimizer does not step, if its own are all of them parameters."""
+    stepped = {id(p) for group in made.param_groups for p in group["params"]}
+    known = {id(p) for p in parameters.values()}
+    return [name for name, p in parameters.items() if id(p) not in stepped] if stepped <= known else []
 
 
 def _check_shared_out(made: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> None:

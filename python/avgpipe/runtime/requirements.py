@@ -100,9 +100,10 @@ def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
 
 def check_options(options: TrainingOptions) -> None:
     """Refuse values that no model and device could do with."""
+    _check_functions(options)
     limit, scale = options.clip_grad_norm, options.loss_scale
-    if limit is not None and not limit > 0:
-        raise ValueError(f"clip_grad_norm must be positive, not {limit}")
+    if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+        raise ValueError(f"clip_grad_norm must be a number above 0, not {limit!r}")
     if not (type(options.accumulate) is int and options.accumulate >= 1):
         raise ValueError(f"accumulate must be a number of batches of at least 1, not {options.accumulate!r}")
     if options.verify_every is not None:
@@ -124,6 +125,36 @@ def check_options(options: TrainingOptions) -> None:
         raise ValueError(
             f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {options.wire_dtype}"
         )
+
+
+def _check_functions(options: TrainingOptions) -> None:
+    """Refuse what should be a function, and is what such a function returns, or something else."""
+    for name, value, example in (
+        ("loss_fn", options.loss_fn, "nn.CrossEntropyLoss(), or lambda output, target: ..."),
+        ("optimizer", options.optimizer, "lambda params: torch.optim.AdamW(params, lr=1e-3)"),
+        (
+            "lr_scheduler",
+            options.lr_scheduler,
+            "lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)",
+        ),
+        ("loss_weight", options.loss_weight, "lambda target: (target != 0).sum()"),
+    ):
+        is_optional = name in ("lr_scheduler", "loss_weight") and value is None
+        if not is_optional and not callable(value):
+            why = (
+                "; each stage makes its own, of its own parameters"
+                if isinstance(value, torch.optim.Optimizer) or hasattr(value, "step")
+                else ""
+            )
+            raise TypeError(f"{name} must be a function, such as {example}, not {_an(value)}{why}")
+    if isinstance(options.loss_fn, nn.Module):
+        training = [name for name, p in options.loss_fn.named_parameters() if p.requires_grad]
+        if training:
+            raise ValueError(
+                f"loss_fn has parameters that want gradients, such as {training[0]!r}, and optimizers get those of the "
+                "model alone, so it would never be trained: let the model own it, whose last layer returns it beside "
+                "the output, or freeze it by loss_fn.requires_grad_(False)"
+            )
 
 
 def check_copies(options: TrainingOptions, plan: Plan, every_s: float, is_part: bool) -> None:
@@ -317,6 +348,11 @@ def _required(method: Any) -> bool:
         return False
     ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.kind in ones and p.default is inspect.Parameter.empty for p in parameters)
+
+
+def _an(value: Any) -> str:
+    kind = type(value).__name__
+    return f"{value!r}" if isinstance(value, str | int | float) else f"a {kind}"
 
 
 def _kind(value: Any) -> str:
