@@ -249,6 +249,9 @@ class Pipeline:
             each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
             stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
             :meth:`predict` and :meth:`state_dict`; checkpoints have it. Buffers are not averaged over time.
+        check: "first-batch": in the first batches look whether training is what was asked for, and raise or warn where
+            it is not; "off": do not. Ranks must be given the same batches, of which some are compared, and loaders must
+            end with the same one.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -287,6 +290,7 @@ class Pipeline:
         verify_every: int | None = None,
         ema_decay: float | None = None,
         copies_every_s: float | None = None,
+        check: str = "first-batch",
     ) -> None:
         become_a_rank(first=_import_late)
         if not isinstance(plan, Plan):
@@ -321,6 +325,7 @@ class Pipeline:
             ema_decay=ema_decay,
             copies=copies_every_s is not None,
             prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
+            check=check,
         )
         check_options(options)
         if copies_every_s is not None:
@@ -352,6 +357,7 @@ class Pipeline:
         self._timeout_s, self._members, self._compiling = timeout_s, members, compiling
         self._layers, self._seed, self._initial = layers, seed, initial
         self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
+        self._predicted = 0  # how often predict was called
         self._called = 0  # batches before the last call that is not made again
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
         self._connect()
@@ -456,6 +462,7 @@ class Pipeline:
         self.drain()
         self._forget_results()  # of batches that an abandoned loop left in flight
         self._loader.open(loader)
+        self._worker.alike.begin_anew()
         while True:
             try:
                 ended = self._train_on()
@@ -799,7 +806,8 @@ class Pipeline:
 
         def evaluate(modes: CallerModes) -> dict[str, Any]:
             sums, given = partial(MetricSums, self._options, metric_fn), modes.made_outside(batches)
-            parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, given, sums))
+            with self._worker.alike.loop(f"evaluation {self._worker.evaluated}"):
+                parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, given, sums))
             return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
 
         if isinstance(which, int):
@@ -822,7 +830,8 @@ class Pipeline:
         which, inputs = self._which(weights), plain(inputs)
         sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
         self._come_in()
-        with self._idle():
+        self._predicted += 1
+        with self._idle(), self._worker.alike.loop("predict", seen=self._predicted - 1):
             (output,) = run_evaluation(
                 self._worker, self.plan.micro_batches, which, [(inputs, None)], OutputCollector
             )
@@ -999,6 +1008,7 @@ class Pipeline:
             self._called = feed.next_batch
 
     def _resume(self) -> None:
+        self._worker.alike.begin_anew()
         if self._verification is not None:
             self._verification.resume(self._feed.next_batch)
         for row in self._worker.rows:

@@ -157,6 +157,13 @@ class World:
         except RuntimeError:
             return True
 
+    def first(self, name: str, text: str) -> str:
+        """Return what the first rank has put of this name: this ``text``, unless another one came before.
+
+        RuntimeError where the store does not answer.
+        """
+        return self._board.put_first(name, text)
+
     def tell(self, doing: str) -> None:
         """Let the other ranks know what this one is doing."""
         with suppress(RuntimeError):  # as in report
@@ -344,7 +351,7 @@ class Watchdog:
         doing: Says what the main thread is at.
         processes: Those of ranks on this host, by rank.
         pace: What it tells besides, to be compared on the first rank.
-        look: Is called now and then.
+        looks: Are called now and then.
     """
 
     def __init__(
@@ -354,10 +361,10 @@ class Watchdog:
         doing: Callable[[], str],
         processes: Mapping[int, int],
         pace: PaceOfRank | None = None,
-        look: Callable[[], None] = lambda: None,
+        looks: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._world, self._waits, self._doing = world, waits, doing
-        self._pace, self._look = pace, look
+        self._pace, self._looks = pace, looks
         self._poll = select.poll()
         self._ranks: dict[int, int] = {}  # by descriptor
         for rank, process in processes.items():
@@ -391,7 +398,8 @@ class Watchdog:
                 self._world.tell_pace(pace)
                 if self._world.rank == 0:
                     self._pace.compare(self._world.paces())
-            self._look()
+            for look in self._looks:
+                look()
             if (loss := self._world.reported()) is not None:
                 self._waits.fail(loss)
 

@@ -74,6 +74,7 @@ def run_evaluation(
         # Numbered over all evaluations: a process may still await a result of the one before.
         for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
             worker.evaluated = batch + 1
+            worker.alike.batch(batch, inputs, targets)
             parts = min(micro_batches, sample_count(inputs))
             collecting = collector() if first_replicas[-1] in worker.held else None
             work = Work(
@@ -84,6 +85,7 @@ def run_evaluation(
             pending.append((batch, collecting))
             if len(pending) > _AHEAD:
                 yield _result(worker, pipeline, *pending.pop(0))
+        worker.alike.end(worker.evaluated)
         for item in pending:
             yield _result(worker, pipeline, *item)
 

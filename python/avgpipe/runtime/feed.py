@@ -148,6 +148,8 @@ class Feed:
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
         plan, batch = self._plan, self.next_batch
+        with self._worker.running():
+            self._worker.alike.batch(batch, *zip(*given))
         if self.kept is not None:
             self.kept.append(given)
         counts = [sample_count(inputs, targets) for inputs, targets in given]
@@ -226,6 +228,8 @@ class Feed:
         start = time.perf_counter()
         batch = self._loader.next()
         if batch is None:
+            with self._worker.running():
+                self._worker.alike.end(self.next_batch)
             self.end()
             return False
         self._worker.scheduler.note_host("loader", self.next_batch, start, time.perf_counter())

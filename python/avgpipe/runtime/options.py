@@ -27,7 +27,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check"),
 )
 
 
@@ -44,6 +44,7 @@ class TrainingOptions:
         copies: whether processes keep copies of each other's state.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
+        check: how it is looked whether training is what was asked for.
     """
 
     loss_fn: LossFn
@@ -66,6 +67,7 @@ class TrainingOptions:
     verify_wire: bool = False
     verify_every: int | None = None
     prepare: Callable[[Any], Any] | None = None
+    check: str = "first-batch"
 
     @property
     def needs_norm(self) -> bool:

@@ -208,6 +208,9 @@ class TurnFeed:
                 return False
             self._at += 1
         if not self._has_losses and (self._membership.has_stopped or not self._loader.has_more):
+            if not self._membership.has_stopped:
+                with self._worker.running():
+                    self._worker.alike.end(self.next_batch)
             self.end()
             return False
         self._worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
@@ -236,6 +239,7 @@ class TurnFeed:
         self.is_member = True
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
+        self._worker.alike.batch(self.next_batch, *zip(*given))
         counts = [sample_count(inputs, targets) for inputs, targets in given]
         parts = [min(self._micro_batches, samples) for samples in counts]
         mark, answers = _mark(given), cut([targets for _, targets in given], parts)

@@ -24,6 +24,7 @@ from avgpipe.ranks.membership import Membership
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
+from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.exchange import TurnExchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
@@ -57,6 +58,7 @@ class Worker:
         lanes: by replica and pipeline.
         exchange: with other pipelines; None unless they are isolated.
         preemption: whether its ranks are to stop.
+        alike: compares what its ranks are given.
         rows: one for each pipeline on each worker of the plan that this process is.
         pace: of this process; None where it is the only one.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
@@ -87,6 +89,7 @@ class Worker:
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
+        self.alike = Alike(world, self.mailbox.fail, options.check != "off")
         self.streams = streams_of(device)
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}
@@ -126,8 +129,8 @@ class Worker:
         self.pace = Pace(self.scheduler, world, placement) if world.size > 1 else None
         self._watchdog: Watchdog | None = None
         if world.size > 1:
-            doing, look = self.scheduler.doing, self.preemption.look
-            self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, look)
+            doing, looks = self.scheduler.doing, (self.preemption.look, self.alike.look)
+            self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, looks)
 
     @property
     def place(self) -> dict[str, Any]:

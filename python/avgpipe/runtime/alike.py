@@ -1,0 +1,155 @@
+"""Whether all ranks are given the same: the batches of their loaders, where loaders end, and inputs to predict.
+
+The first stage reads a batch's inputs and the last one its targets, each from the loader of its own rank. A loader that
+draws otherwise on one of them would pair inputs with the targets of other samples, and nothing would look wrong. So each
+rank marks its batches, and compares its marks with those that came first to the store which all of them have: nobody
+waits for anybody.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.utils import _pytree as pytree
+
+from avgpipe.errors import PipelineError
+from avgpipe.ranks.world import World
+
+_FIRST, _EVERY = 3, 100  # batches that are marked: the first of a loop, and then one in so many
+_ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
+_ADVICE = (
+    "every rank must give the same batches in the same order. What draws must be seeded alike on all of them before it "
+    "draws (torch.manual_seed, random.seed, numpy.random.seed; avgpipe run does so unless told otherwise by --seed), or "
+    "have a generator of its own with a fixed seed"
+)
+
+
+def mark(value: Any) -> list[Any]:
+    """Return a checksum of a pytree's tensors and plain values, and the shapes of its tensors.
+
+    Of large tensors it reads the beginnings of some samples.
+    """
+    found, shapes = 0, []
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor):
+            found = crc32(repr(leaf).encode(), found)
+            continue
+        shapes.append(f"{list(leaf.shape)} {str(leaf.dtype)[6:]}")
+        found = crc32(shapes[-1].encode(), found)
+        if leaf.layout is torch.strided and not leaf.is_meta and leaf.numel():
+            found = crc32(_some(leaf.detach()).numpy().data, found)
+    return [found, ", ".join(shapes)]
+
+
+def _some(tensor: torch.Tensor) -> torch.Tensor:
+    """Some of a tensor's bytes, on the CPU."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor[:: -(-len(tensor) // _ROWS)]
+    some = rows.reshape(len(rows), -1)[:, : _ROW_BYTES // tensor.element_size()]
+    return some.resolve_neg().contiguous().view(torch.uint8).reshape(-1).cpu()
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """Batches of one loader.
+
+    Attributes:
+        session: what came before has other names: a batch's number may come again, as after a load.
+        begun: the number after that of the newest batch here; 0 before the first one.
+        seen: how many have begun here.
+        has_ended: whether there is no more, on this rank.
+    """
+
+    session: int = 0
+    name: str = "train"
+    begun: int = 0
+    seen: int = 0
+    has_ended: bool = False
+
+    @property
+    def end(self) -> str:
+        return f"{self.session}/{self.name}/end"
+
+
+class Alike:
+    """Compares what this rank is given with what others are.
+
+    Args:
+        fail: ends a wait of this rank.
+        is_on: whether anything is compared.
+    """
+
+    def __init__(self, world: World, fail: Callable[[BaseException], None], is_on: bool) -> None:
+        self._world, self._fail = world, fail
+        self._is_on = is_on and world.size > 1
+        self._loop = _Loop()  # replaced as a whole: a thread looks at it
+
+    def begin_anew(self) -> None:
+        """Batches of another loader come, or numbers may come again; every rank calls this."""
+        loop = self._loop
+        self._loop = _Loop(loop.session + bool(loop.seen or loop.has_ended))
+
+    @contextmanager
+    def loop(self, name: str, seen: int = 0) -> Iterator[None]:
+        """Batches of their own come inside, numbered as no others of this session are, after ``seen`` of their kind."""
+        before = self._loop
+        self._loop = _Loop(before.session, name, seen=seen)
+        try:
+            yield
+        finally:
+            self._loop = before
+
+    def batch(self, number: int, inputs: Any, targets: Any) -> None:
+        """Compare a batch that begins here. ValueError where another rank has another one."""
+        if not self._is_on:
+            return
+        loop = self._loop = replace(self._loop, begun=number + 1, seen=self._loop.seen + 1)
+        if loop.seen <= _FIRST or not number % _EVERY:
+            self._compare(f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets)
+
+    def _compare(self, name: str, what: str, inputs: Any, targets: Any) -> None:
+        mine = {"inputs": mark(inputs), "targets": mark(targets)}
+        rank, theirs = json.loads(self._world.first(name, json.dumps([self._world.rank, mine])))
+        different = [part for part in mine if mine[part] != theirs[part]]
+        if different:
+            shapes = [of[different[0]][1] for of in (theirs, mine)]
+            how = f"{shapes[0]} and {shapes[1]}" if shapes[0] != shapes[1] else f"other values of {shapes[0]}"
+            raise ValueError(
+                f"{what} is not the same on rank {rank} and rank {self._world.rank}: its {' and '.join(different)} "
+                f'differ ({how}); {_ADVICE}. check="off" leaves this out'
+            )
+
+    # ---- the ends of loaders -----------------------------------------------------------------------------------------
+
+    def end(self, number: int) -> None:
+        """Say that the loader here has ended before a batch of this number."""
+        loop = self._loop
+        if not self._is_on or loop.has_ended:
+            return
+        self._loop = replace(loop, has_ended=True)
+        rank, at = json.loads(self._world.first(loop.end, json.dumps([self._world.rank, number])))
+        if at != number:
+            raise self._other_end(rank, at, f"at batch {number}")
+
+    def look(self) -> None:
+        """See whether this rank has begun a batch that another one does not have; called now and then by a thread."""
+        loop = self._loop
+        if not self._is_on or not loop.begun or loop.has_ended:
+            return
+        with suppress(RuntimeError):  # the store does not answer: next time
+            text = self._world.noted(loop.end)
+            if text is not None and json.loads(text)[1] < loop.begun:
+                self._fail(self._other_end(*json.loads(text), "later"))
+
+    def _other_end(self, rank: int, at: int, mine: str) -> PipelineError:
+        return PipelineError(
+            f"the loader of rank {rank} has ended before batch {at}, and that of rank {self._world.rank} ends {mine}: "
+            f"{_ADVICE}"
+        )
