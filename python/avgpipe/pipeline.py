@@ -357,7 +357,7 @@ class Pipeline:
         self._timeout_s, self._members, self._compiling = timeout_s, members, compiling
         self._layers, self._seed, self._initial = layers, seed, initial
         self._copies = None if copies_every_s is None else StateCopies(copies_every_s)
-        self._predicted = 0  # how often predict was called
+        self._stepped = self._predicted = 0  # how often step and predict were called
         self._called = 0  # batches before the last call that is not made again
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
         self._connect()
@@ -513,7 +513,9 @@ class Pipeline:
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
         self._loader.give([[share] for share in zip(split(inputs, n), split(targets, n))])
-        self._until_done(self._train_on_given)
+        self._stepped += 1
+        with self._worker.alike.loop("step", seen=self._stepped - 1):
+            self._until_done(self._train_on_given)
         counted = [(result.loss, weight) for result, weight in self._feed.results if weight]
         self._forget_results()
         if self._is_due:

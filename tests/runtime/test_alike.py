@@ -1,0 +1,172 @@
+"""All ranks are given the same batches, and their loaders end together, or the difference is named at once."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from avgpipe import PeerLost, Pipeline, PipelineError, Plan
+from avgpipe.runtime.alike import Alike, mark
+from tests.runner import run
+from tests.runtime.cases import momentum
+
+LOSS = nn.MSELoss()
+
+
+class Ranks:
+    """The store of some ranks, and what each is: in one process."""
+
+    def __init__(self, count: int, is_on: bool = True) -> None:
+        self.texts: dict[str, str] = {}
+        self.failures: list[BaseException] = []
+        self.alike = [Alike(self.Of(self, n, count), self.failures.append, is_on) for n in range(count)]  # type: ignore[arg-type]
+
+    class Of:
+        def __init__(self, ranks: Ranks, rank: int, size: int) -> None:
+            self._ranks, self.rank, self.size = ranks, rank, size
+
+        def first(self, name: str, text: str) -> str:
+            return self._ranks.texts.setdefault(name, text)
+
+        def noted(self, name: str) -> str | None:
+            return self._ranks.texts.get(name)
+
+    def batch(self, number: int, *values: float) -> None:
+        for alike, value in zip(self.alike, values, strict=True):
+            alike.batch(number, [torch.full((2, 3), value)], [torch.zeros(2)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.bool, torch.int64])
+def test_a_mark_sees_values_shapes_and_dtypes(dtype: torch.dtype) -> None:
+    value = torch.arange(12).to(dtype).reshape(3, 4)
+    assert mark(value) == mark(value.clone())
+    assert mark(value) != mark(value.flip(0))
+    assert mark(value) != mark(value.reshape(4, 3))
+    assert mark(value)[1] == f"[3, 4] {str(dtype)[6:]}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"x": torch.ones(2), "names": ["a", "b"]}, {"x": torch.ones(2), "names": ["b", "a"]}),
+        ((torch.ones(2), 3), (torch.ones(2), 4)),
+        (torch.zeros(1000, 5), torch.zeros(1000, 5).index_fill(0, torch.tensor(0), 1)),
+        (torch.tensor(1.0), torch.tensor(2.0)),
+        (torch.ones(0, 2), torch.ones(0, 3)),
+        (torch.eye(3).to_sparse(), torch.eye(4).to_sparse()),
+        (torch.ones(2, 2, dtype=torch.complex64).mH, torch.ones(2, 2, dtype=torch.complex64).mH * 2),
+    ],
+)
+def test_marks_of_different_values_differ(one: Any, other: Any) -> None:
+    assert mark(one) == mark(one)
+    assert mark(one) != mark(other)
+
+
+def test_the_first_batches_and_some_later_ones_are_compared() -> None:
+    ranks = Ranks(3)
+    for number in range(3):
+        ranks.batch(number, 1, 1, 1)
+    ranks.batch(3, 1, 2, 3)  # not looked at
+    with pytest.raises(ValueError, match=r"batch 100 of train is not the same on rank 0 and rank 2: its inputs"):
+        ranks.batch(100, 1, 1, 2)
+
+
+def test_numbers_that_come_again_are_of_another_session() -> None:
+    ranks = Ranks(2)
+    ranks.batch(0, 1, 1)
+    for alike in ranks.alike:
+        alike.begin_anew()
+    ranks.batch(0, 2, 2)
+    for alike in ranks.alike:
+        with alike.loop("evaluation 0"):
+            alike.batch(0, [torch.ones(1)], [None])
+            alike.end(1)
+    ranks.batch(1, 3, 3)
+    assert not ranks.failures
+
+
+def test_a_loader_that_ends_early_is_seen_by_who_goes_on_and_by_who_ends_later() -> None:
+    ranks = Ranks(2)
+    ranks.batch(0, 1, 1)
+    ranks.alike[0].end(1)
+    ranks.alike[1].look()
+    assert not ranks.failures
+    ranks.alike[1].batch(1, [torch.ones(1)], [torch.ones(1)])
+    ranks.alike[1].look()
+    (failure,) = ranks.failures
+    assert "the loader of rank 0 has ended before batch 1, and that of rank 1 ends later" in str(failure)
+    with pytest.raises(PipelineError, match="rank 0 has ended before batch 1, and that of rank 1 ends at batch 2"):
+        ranks.alike[1].end(2)
+
+
+@pytest.mark.parametrize(("count", "is_on"), [(1, True), (2, False)])
+def test_alone_or_switched_off_nothing_is_compared(count: int, is_on: bool) -> None:
+    ranks = Ranks(count, is_on)
+    ranks.batch(0, *range(count))
+    for n, alike in enumerate(ranks.alike):
+        alike.end(n)
+        alike.look()
+    assert not ranks.texts
+    assert not ranks.failures
+
+
+# ---- with real ranks -------------------------------------------------------------------------------------------------
+
+WHAT = {
+    "other values": r"batch 0 of train is not the same .*: its inputs and targets differ \(other values of \[6, 4\]",
+    "other targets": r"batch 0 of train is not the same .*: its targets differ",
+    "other sizes": r"batch 0 of train .*\(\[[36], 4\] float32 and \[[36], 4\] float32\)",
+    "rank 0 ends early": r"the loader of rank 0 has ended before batch 3, and that of rank 1 ends later",
+    "rank 1 ends early": r"the loader of rank 1 has ended before batch 3, and that of rank 0 ends later",
+    "other evaluation": r"batch 0 of evaluation 0 is not the same .*: its inputs differ",
+    "short evaluation": r"has ended before batch [23], and that of rank [01] ends",
+    "other step": r"batch 5 of step is not the same",
+    "other prediction": r"batch 3 of predict is not the same",
+}
+
+
+def used(what: str) -> str:
+    """Return what went wrong with a pipeline that this rank gives something else than the other one does."""
+    rank = int(os.environ["RANK"])
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    if what == "other values":
+        torch.manual_seed(rank)
+    data = [(torch.randn(6, 4), torch.randn(6, 2)) for _ in range(5)]
+    if what == "other targets" and rank:
+        data = [(x, y.flip(0)) for x, y in data]
+    if what == "other sizes" and rank:
+        data = [(x[:3], y[:3]) for x, y in data]
+    if what == f"rank {rank} ends early":
+        data = data[:3]
+    evaluated = [(torch.full((4, 4), float(what == "other evaluation" and rank)), torch.zeros(4, 2))] * 3
+    evaluated = evaluated[: 2 if what == "short evaluation" and rank else 3]
+    plan = Plan(stages=2, micro_batches=2)
+    try:
+        with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, timeout_s=60) as pipeline:
+            list(pipeline.train(data))
+            pipeline.evaluate(evaluated)
+            pipeline.step(data[0][0] + rank * (what == "other step"), data[0][1])
+            pipeline.predict(torch.full((3, 4), float(rank * (what == "other prediction"))))
+            pipeline.state_dict()
+    except (ValueError, PipelineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.promise(0, 3)
+@pytest.mark.parametrize("what", WHAT)
+def test_what_differs_between_ranks_ends_the_run_and_is_named_on_both(what: str) -> None:
+    told = run(2, used, what=what)
+    assert all(re.search(WHAT[what], text) for text in told), told
+    assert sorted(text.split(":")[0] == PeerLost.__name__ for text in told) == [False, True]
+
+
+@pytest.mark.ranks
+def test_what_is_alike_trains() -> None:
+    assert run(2, used, what="nothing") == ["", ""]
