@@ -57,6 +57,7 @@ from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, tell_of_lost_peers, warn_of_threads
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.ranks.world import World
+from avgpipe.runtime.alike import check_weights
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import (
     EvaluationResult,
@@ -399,6 +400,8 @@ class Pipeline:
             self.world.require_same(
                 "initial value of shared parameters", json.dumps(self._model.shared_values(layers))
             )
+            if options.check != "off":
+                check_weights(self.world, placement, self._model, layers)
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))

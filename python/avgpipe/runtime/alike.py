@@ -9,17 +9,23 @@ waits for anybody.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from zlib import crc32
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import PipelineError
+from avgpipe.model.model import Model, stage_layers
 from avgpipe.ranks.world import World
+from avgpipe.runtime.placement import Placement
+
+_log = logging.getLogger("avgpipe")
 
 _FIRST, _EVERY = 3, 100  # batches that are marked: the first of a loop, and then one in so many
 _ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
@@ -54,6 +60,38 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor[:: -(-len(tensor) // _ROWS)]
     some = rows.reshape(len(rows), -1)[:, : _ROW_BYTES // tensor.element_size()]
     return some.resolve_neg().contiguous().view(torch.uint8).reshape(-1).cpu()
+
+
+def check_weights(world: World, placement: Placement, model: Model, layers: Sequence[nn.Module]) -> None:
+    """Refuse initial weights that differ where several ranks train copies of a stage; elsewhere warn. All ranks call it.
+
+    ValueError on all of them.
+    """
+    if world.size == 1:
+        return
+    here = [_weights_of(model, layers, k) for k in range(model.stages)]
+    marks = world.gather([mark(list(of_stage.values()))[0] for of_stage in here])
+    apart = [k for k in range(model.stages) if len({of_rank[k] for of_rank in marks}) > 1]
+    for k in apart:
+        ranks = sorted({placement.rank_of(n) for i in placement.pipelines for n in placement.replicas_of(k, i)})
+        if len({marks[rank][k] for rank in ranks}) > 1:
+            found = world.gather({name: mark(tensor)[0] for name, tensor in here[k].items()})
+            first = next(name for name in here[k] if len({found[rank].get(name) for rank in ranks}) > 1)
+            raise ValueError(
+                f"ranks {ranks} train copies of stage {k}, and begin with different weights, as in {first!r}: every "
+                "rank must make the same model. Seed it alike on all of them, by torch.manual_seed before the model is "
+                "made (avgpipe run does so unless told otherwise by --seed), or load the same weights"
+            )
+    if apart and not world.rank:
+        _log.warning(
+            "ranks have made models with different weights, and each stage trains those of its own rank: what is "
+            "trained is a mixture. Call torch.manual_seed with one number on every rank before the model is made"
+        )
+
+
+def _weights_of(model: Model, layers: Sequence[nn.Module], stage: int) -> dict[str, torch.Tensor]:
+    state = nn.ModuleList(stage_layers(layers, *model.bounds[stage : stage + 2])).state_dict()
+    return {entry.names[0]: state[entry.local] for entry in model.entries[stage]}
 
 
 @dataclass(frozen=True)
