@@ -109,8 +109,12 @@ def test_systems_fill_in_what_depends_on_the_workers() -> None:
 def test_a_name_alone_makes_no_system(system: str) -> None:
     made = Plan.for_system(system, stages=2)
     assert Plan.from_json(made.to_json()) == made
-    with pytest.raises(ValueError, match=rf"system '{system}' has .*, and this plan .*: write Plan.for_system"):
-        Plan(stages=3, micro_batches=4, schedule="looped-bfs", pipelines=4, stages_per_worker=3, system=system)
+    with pytest.raises(
+        ValueError, match=rf"system '{system}' has .*, and this plan .*: write Plan.for_system"
+    ):
+        Plan(
+            stages=3, micro_batches=4, schedule="looped-bfs", pipelines=4, stages_per_worker=3, system=system
+        )
     with pytest.raises(ValueError, match="schedule 'pipedream-2bw', and this plan 'advance-forward'"):
         Plan(stages=2, micro_batches=2, system="pipedream-2bw")
 

@@ -72,7 +72,9 @@ def test_the_first_batches_and_some_later_ones_are_compared() -> None:
     for number in range(3):
         ranks.batch(number, 1, 1, 1)
     ranks.batch(3, 1, 2, 3)  # not looked at
-    with pytest.raises(ValueError, match=r"batch 100 of train is not the same on rank 0 and rank 2: its inputs"):
+    with pytest.raises(
+        ValueError, match=r"batch 100 of train is not the same on rank 0 and rank 2: its inputs"
+    ):
         ranks.batch(100, 1, 1, 2)
 
 
@@ -100,7 +102,9 @@ def test_a_loader_that_ends_early_is_seen_by_who_goes_on_and_by_who_ends_later()
     ranks.alike[1].look()
     (failure,) = ranks.failures
     assert "the loader of rank 0 has ended before batch 1, and that of rank 1 ends later" in str(failure)
-    with pytest.raises(PipelineError, match="rank 0 has ended before batch 1, and that of rank 1 ends at batch 2"):
+    with pytest.raises(
+        PipelineError, match="rank 0 has ended before batch 1, and that of rank 1 ends at batch 2"
+    ):
         ranks.alike[1].end(2)
 
 

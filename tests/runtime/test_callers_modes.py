@@ -41,7 +41,9 @@ def model() -> nn.Sequential:
 
 def batches(count: int = 5) -> list[tuple[torch.Tensor, torch.Tensor]]:
     draw = torch.Generator().manual_seed(4)
-    return [tuple(torch.randn(12, n, dtype=torch.float64, generator=draw) for n in (3, 2)) for _ in range(count)]  # type: ignore[misc]
+    return [
+        tuple(torch.randn(12, n, dtype=torch.float64, generator=draw) for n in (3, 2)) for _ in range(count)
+    ]  # type: ignore[misc]
 
 
 def trained(
@@ -122,7 +124,9 @@ def test_autocast_around_training_is_torchs_and_one_that_a_loader_leaves_on_is_r
         with torch.autocast("cpu", torch.bfloat16):
             assert len(list(pipeline.train(batches()))) == 5
         before = pipeline.state_dict()
-        with pytest.raises(ValueError, match="the loader has left torch.autocast on.*autocast=torch.bfloat16"):
+        with pytest.raises(
+            ValueError, match=r"the loader has left torch.autocast on.*autocast=torch.bfloat16"
+        ):
             list(pipeline.train(loader()))
         torch.set_autocast_enabled("cpu", False)  # as the generator would, had it gone on
         assert all(torch.equal(before[name], value) for name, value in pipeline.state_dict().items())

@@ -79,7 +79,9 @@ def as_images(module: nn.Module) -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "linear without bias": lambda: nn.Linear(WIDTH, WIDTH, bias=False),
-    "bilinear": lambda: Apply(lambda x, inner: inner(torch.tanh(x), x), nn.Bilinear(WIDTH, WIDTH, WIDTH, bias=False)),
+    "bilinear": lambda: Apply(
+        lambda x, inner: inner(torch.tanh(x), x), nn.Bilinear(WIDTH, WIDTH, WIDTH, bias=False)
+    ),
     "matmul": lambda: Apply(lambda x, w: x @ w),
     "matmul of a transpose": lambda: Apply(lambda x, w: x @ w.mT),
     "einsum": lambda: Apply(lambda x, w: torch.einsum("bld,od->blo", x, w)),

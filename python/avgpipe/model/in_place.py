@@ -37,6 +37,13 @@ def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.No
         changed = _changed(node, model)
         if changed is None:
             continue
+        if any(
+            member.op == "get_attr" for member in sharing[changed]
+        ):  # a buffer, of which each stage has its own
+            users = {user for member in sharing[changed] for user in member.users if user in piece_of}
+            places = [piece_of[user] for user in users]
+            first[max(places)] = min(first[max(places)], *places)
+            continue
         group = [other for other in sharing[changed] if order[other] < order[node]]
         if any(
             order.get(user, len(order)) > order[node] for n in group if n is not changed for user in n.users
@@ -78,6 +85,7 @@ def _viewed(node: fx.Node, model: nn.Module) -> fx.Node | None:
         is_view = isinstance(module, _VIEW_MODULES) or not type(module).__module__.startswith("torch.nn.")
     else:
         is_view = node.op in ("call_method", "call_function") and _name(node) in _VIEWS
+        is_view |= hasattr(node.target, "function")  # what a custom one does is not known either
     return source if is_view else None
 
 

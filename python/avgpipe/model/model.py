@@ -28,6 +28,7 @@ from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.example import prove
 from avgpipe.model.pieces import BlockChain, Piece
+from avgpipe.model.recording import buffers_kept, generators, restore_generators, sharing_copy
 from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
 from avgpipe.planning import balance
 
@@ -126,6 +127,16 @@ def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[
 
 def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
     example_inputs = plain(example_inputs)
+    model = sharing_copy(model)  # the caller's stays as it is
+    before = generators()
+    try:
+        with buffers_kept(model):
+            return _recorded(model, example_inputs)
+    finally:
+        restore_generators(before)
+
+
+def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
     try:
         layers = traced(model)
     except CannotTrace as error:

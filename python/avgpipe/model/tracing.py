@@ -7,7 +7,8 @@ module; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from avgpipe.errors import reason
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.in_place import joined
 from avgpipe.model.modes import CHOICE, Choice, Differs, in_mode, merged, reads_mode
+from avgpipe.model.recording import Knowledge, Lost, applying, functions_called, generators, moved
 
 
 class Values(NamedTuple):
@@ -65,8 +67,9 @@ def arguments(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[s
     is_collection = len(names) != 1 or names[0].startswith("*")
     if isinstance(value, dict) and (is_collection or list(names) == list(value)):
         return (), value
-    if isinstance(value, tuple) and (is_collection or len(value) == 1):
-        return value, {}
+    # Torch's default collation makes lists of tuples.
+    if isinstance(value, tuple | list) and (is_collection or (isinstance(value, tuple) and len(value) == 1)):
+        return tuple(value), {}
     return (value,), {}
 
 
@@ -75,14 +78,40 @@ class CannotTrace(ValueError):
 
 
 class _Tracer(fx.Tracer):
-    """Calls as they are: compiled modules, which cannot be traced through, and ``leaves``."""
+    """Calls as they are: compiled modules, which cannot be traced through, ``leaves``, and custom functions.
 
-    def __init__(self, leaves: frozenset[nn.Module] = frozenset()) -> None:
+    Args:
+        reads_buffers: whether buffers are read anew in each forward, so that code may not ask for their values.
+
+    Attributes:
+        drawn: what was drawn from, and the innermost module in whose code.
+    """
+
+    def __init__(self, leaves: frozenset[nn.Module] = frozenset(), reads_buffers: bool = True) -> None:
         super().__init__()
-        self._leaves = leaves
+        self._leaves, self.proxy_buffer_attributes = leaves, reads_buffers
+        self.drawn: tuple[list[str], str] | None = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return is_compiled(m) or m in self._leaves or super().is_leaf_module(m, module_qualified_name)
+
+    def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        with self._watching(self.path_of_module(m)):
+            return super().call_module(m, forward, args, kwargs)
+
+    def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
+        def instead(function: type, args: Any, kwargs: Any) -> Any:
+            return self.create_proxy("call_function", applying(function), args, kwargs)
+
+        with functions_called(instead, lambda value: isinstance(value, fx.Proxy)), self._watching(""):
+            return super().trace(root, concrete_args)
+
+    @contextmanager
+    def _watching(self, name: str) -> Iterator[None]:
+        before = generators()
+        yield
+        if self.drawn is None and (found := moved(before, generators())):
+            self.drawn = found, name
 
 
 def traced(model: nn.Module) -> list[TracedLayer]:
@@ -125,6 +154,8 @@ def _graph(model: nn.Module) -> fx.GraphModule:
             if leaves == frozenset(aware):
                 raise
         return _in_both_modes(model, frozenset(aware))
+    except Lost as error:
+        raise CannotTrace(f"{type(model).__name__} cannot be traced: {error}") from None
     except Differs as error:
         raise ValueError(
             f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
@@ -138,16 +169,48 @@ def _graph(model: nn.Module) -> fx.GraphModule:
 
 
 def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module]) -> fx.GraphModule:
+    """Trace in both modes; buffers are constants only where code asks for their values, and then none may change."""
+    try:
+        return _with(model, leaves, reads_buffers=True)
+    except (Lost, Differs):
+        raise
+    except Exception as error:  # of any kind: it runs the model
+        try:
+            return _with(model, leaves, reads_buffers=False)
+        except (Lost, Differs):
+            raise
+        except Exception:
+            raise error from None
+
+
+def _with(model: nn.Module, leaves: frozenset[nn.Module], reads_buffers: bool) -> fx.GraphModule:
     graphs = []
     for training in (True, False):
         with in_mode(model, training):
-            tracer = _Tracer(leaves)
+            tracer, knowledge = _Tracer(leaves, reads_buffers), Knowledge(model)
             graphs.append(tracer.trace(model))
+            _refuse_losses(model, tracer, knowledge)
     value = partial(attribute, tracer.root)  # also of constants that it met
     chosen = merged(graphs[0], graphs[1], value, value)
     if not chosen:
         return fx.GraphModule(model, graphs[0], type(model).__name__)
     return fx.GraphModule(with_choice(model, graphs[0]), graphs[0], type(model).__name__)
+
+
+def _refuse_losses(model: nn.Module, tracer: _Tracer, knowledge: Knowledge) -> None:
+    """Raise Lost for what has happened once while it was recorded, and would not in a graph."""
+    if tracer.drawn is not None:
+        generators, name = tracer.drawn
+        where = f"module {name!r}" if name else f"the forward of {type(model).__name__}"
+        raise Lost(
+            f"{where} draws from {' and '.join(generators)} while it is recorded, and would get the same numbers in "
+            "every batch; draw with the shape of an input (torch.rand_like, or F.dropout), in a layer of a list, or"
+        )
+    if (changed := knowledge.changed()) is not None:
+        raise Lost(
+            f"its forward changes {changed!r}, which a recorded graph would do once and never again; make it a buffer "
+            "that is changed in place (self.count.add_(1)), a layer of a list, or"
+        )
 
 
 def with_choice(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:

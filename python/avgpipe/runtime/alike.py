@@ -1,9 +1,9 @@
 """Whether all ranks are given the same: the batches of their loaders, where loaders end, and inputs to predict.
 
 The first stage reads a batch's inputs and the last one its targets, each from the loader of its own rank. A loader that
-draws otherwise on one of them would pair inputs with the targets of other samples, and nothing would look wrong. So each
-rank marks its batches, and compares its marks with those that came first to the store which all of them have: nobody
-waits for anybody.
+draws otherwise on one of them would pair inputs with the targets of other samples, and nothing would look wrong. So
+each rank marks its batches, and compares its marks with those that came first to the store which all of them have. No
+rank waits for another.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FIRST, _EVERY = 3, 100  # batches that are marked: the first of a loop, and the
 _ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
 _ADVICE = (
     "every rank must give the same batches in the same order. What draws must be seeded alike on all of them before it "
-    "draws (torch.manual_seed, random.seed, numpy.random.seed; avgpipe run does so unless told otherwise by --seed), or "
+    "draws (torch.manual_seed, random.seed, numpy.random.seed; avgpipe run does so unless --seed says otherwise), or "
     "have a generator of its own with a fixed seed"
 )
 
@@ -63,9 +63,9 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_weights(world: World, placement: Placement, model: Model, layers: Sequence[nn.Module]) -> None:
-    """Refuse initial weights that differ where several ranks train copies of a stage; elsewhere warn. All ranks call it.
+    """Refuse initial weights that differ where several ranks train copies of a stage; elsewhere warn.
 
-    ValueError on all of them.
+    Every rank calls this. ValueError on all of them.
     """
     if world.size == 1:
         return
@@ -73,7 +73,9 @@ def check_weights(world: World, placement: Placement, model: Model, layers: Sequ
     marks = world.gather([mark(list(of_stage.values()))[0] for of_stage in here])
     apart = [k for k in range(model.stages) if len({of_rank[k] for of_rank in marks}) > 1]
     for k in apart:
-        ranks = sorted({placement.rank_of(n) for i in placement.pipelines for n in placement.replicas_of(k, i)})
+        ranks = sorted(
+            {placement.rank_of(n) for i in placement.pipelines for n in placement.replicas_of(k, i)}
+        )
         if len({marks[rank][k] for rank in ranks}) > 1:
             found = world.gather({name: mark(tensor)[0] for name, tensor in here[k].items()})
             first = next(name for name in here[k] if len({found[rank].get(name) for rank in ranks}) > 1)
@@ -150,7 +152,9 @@ class Alike:
             return
         loop = self._loop = replace(self._loop, begun=number + 1, seen=self._loop.seen + 1)
         if loop.seen <= _FIRST or not number % _EVERY:
-            self._compare(f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets)
+            self._compare(
+                f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets
+            )
 
     def _compare(self, name: str, what: str, inputs: Any, targets: Any) -> None:
         mine = {"inputs": mark(inputs), "targets": mark(targets)}
@@ -184,7 +188,8 @@ class Alike:
         with suppress(RuntimeError):  # the store does not answer: next time
             text = self._world.noted(loop.end)
             if text is not None and json.loads(text)[1] < loop.begun:
-                self._fail(self._other_end(*json.loads(text), "later"))
+                rank, at = json.loads(text)
+                self._fail(self._other_end(rank, at, "later"))
 
     def _other_end(self, rank: int, at: int, mine: str) -> PipelineError:
         return PipelineError(

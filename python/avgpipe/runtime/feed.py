@@ -307,6 +307,7 @@ def cut(values: list[Any], parts: list[int]) -> list[Any]:
 Pairs = list[tuple[Any, Any]]  # of (inputs, targets)
 Batch = tuple[Pairs, ReadyOnEvent | None]
 
+
 def _autocasts() -> bool:
     return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
 

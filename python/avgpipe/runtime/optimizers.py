@@ -59,7 +59,10 @@ def _check_whose(made: Sequence[torch.optim.Optimizer], parameters: dict[str, to
     memory = {_address(p) for p in parameters.values()}
     for one in made:
         of_others = [
-            p for g in one.param_groups for p in g["params"] if id(p) not in known and _address(p) not in memory
+            p
+            for g in one.param_groups
+            for p in g["params"]
+            if id(p) not in known and _address(p) not in memory
         ]
         if of_others:
             raise ValueError(

@@ -1,0 +1,220 @@
+"""A model's forward while it is recorded as a graph: the caller's model stays as it is, and what a graph lacks is seen.
+
+Whoever records a forward runs the model's own code once. What that code does beside computing, a graph would do once
+and never again: a coin that is thrown is the same in every batch, a counter stands still, a number that was drawn is a
+constant. And a custom ``autograd.Function`` would be its forward alone, without the backward that it was written for.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch import utils as functorch
+from torch.utils import _pytree as pytree
+
+from avgpipe.errors import reason
+from avgpipe.model.compiled import is_compiled
+
+
+class Lost(ValueError):
+    """A forward does what a graph of it would not; the message says what, and where."""
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have.
+
+    ValueError names a module that holds what cannot be copied.
+    """
+    memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
+    memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:  # what a forward has left there
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # of any kind: objects say how they are copied
+        raise ValueError(_uncopied(model, memo) or f"the model cannot be copied: {reason(error)}") from error
+
+
+@contextmanager
+def buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Let forwards inside write to buffers; afterwards they have the values of before."""
+    kept = [
+        (module, name, t, t.detach().clone()) for module in model.modules() for name, t in _buffers_of(module)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, t, value in kept:
+                if not t.is_meta:
+                    t.copy_(value)
+                module._buffers[name] = t
+
+
+def _buffers_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, t) for name, t in module._buffers.items() if t is not None]
+
+
+def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str | None:
+    """Say which attribute of which module cannot be copied."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:
+                where = f"module {name!r}" if name else "the model"
+                return (
+                    f"{where} ({type(module).__name__}) cannot be copied, as its attribute {key!r} is a "
+                    f"{type(value).__name__} ({reason(error)}), and a Pipeline trains a copy: make it in forward, or "
+                    "give the module a __deepcopy__"
+                )
+    return None
+
+
+# ---- random numbers --------------------------------------------------------------------------------------------------
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of what a forward may draw from, by name."""
+    states: dict[str, Any] = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy.random"] = numpy.random.get_state()
+    return states
+
+
+def restore_generators(states: dict[str, Any]) -> None:
+    random.setstate(states["random"])
+    torch.default_generator.set_state(states["torch"])
+    if "numpy.random" in states:
+        sys.modules["numpy"].random.set_state(states["numpy.random"])
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return what was drawn from between two states."""
+    same: dict[str, Callable[[Any, Any], bool]] = {
+        "random": lambda a, b: bool(a == b),
+        "torch": torch.equal,
+        "numpy.random": lambda a, b: bool(a[2:] == b[2:] and (a[1] == b[1]).all()),
+    }
+    return [name for name in before if not same[name](before[name], after[name])]
+
+
+# ---- what modules know -----------------------------------------------------------------------------------------------
+
+_OWN = ("_parameters", "_buffers", "_modules", "training")
+
+
+class Knowledge:
+    """What modules know beside their tensors, and how often tensors were written to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._values = self._known()
+        self._tensors = [
+            (f"{name}.{key}" if name else key, module, key, value, value._version)
+            for name, module in model.named_modules()
+            for key, value in (*module._buffers.items(), *vars(module).items())
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        ]
+
+    def _known(self) -> dict[str, Any]:
+        return {
+            f"{name}.{key}" if name else key: _plain(value)
+            for name, module in self._model.named_modules()
+            for key, value in vars(module).items()
+            if key not in _OWN
+        }
+
+    def changed(self) -> str | None:
+        """Name the first attribute or tensor that is another one now; None if there is none.
+
+        What a forward keeps of its values, such as an output to be looked at later, is no concern: nobody reads it.
+        """
+        for name, module, key, tensor, version in self._tensors:
+            if tensor._version != version or (key in module._buffers and module._buffers[key] is not tensor):
+                return name
+        for name, value in self._known().items():
+            before = self._values.get(name, _UNKNOWN)
+            if value is not _UNKNOWN and before is not _UNKNOWN and value != before:
+                return name
+        return None
+
+
+_UNKNOWN = object()
+
+
+def _plain(value: Any) -> Any:
+    """Return numbers, words and collections of them as they are now, to be compared; _UNKNOWN for what is none."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, list | tuple | dict | set):
+        items = [*value.items()] if isinstance(value, dict) else list(value)
+        plain = [_plain(item) for item in items]
+        return _UNKNOWN if any(item is _UNKNOWN for item in plain) else (type(value).__name__, plain)
+    return _UNKNOWN
+
+
+# ---- custom functions ------------------------------------------------------------------------------------------------
+
+Instead = Callable[[type, tuple[Any, ...], dict[str, Any]], Any]
+
+
+@contextmanager
+def functions_called(by: Instead, is_recorded: Callable[[Any], bool]) -> Iterator[None]:
+    """Have ``by(function, args, kwargs)`` stand for ``function.apply`` inside, on values that are recorded.
+
+    An alias of ``apply`` that was made before is not seen, and refused by Lost.
+    """
+    function: Any = torch.autograd.Function
+    own, unwrap = (
+        vars(function)["apply"],
+        functorch.unwrap_dead_wrappers,
+    )  # which the latter calls, and so do aliases
+
+    def has_recorded(args: Any) -> bool:
+        return any(map(is_recorded, pytree.tree_leaves(args)))
+
+    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if has_recorded((args, kwargs)):
+            return by(cls, args, kwargs)
+        return own.__get__(None, cls)(*args, **kwargs)
+
+    def unwrap_or_refuse(args: Any) -> Any:
+        if has_recorded(args):
+            cls = sys._getframe(1).f_locals.get("cls", function)
+            raise Lost(
+                f"{cls.__name__}, an autograd.Function, is called by another name than {cls.__name__}.apply, so that "
+                f"its backward would be lost: write {cls.__name__}.apply(...) where it is called"
+            )
+        return unwrap(args)
+
+    function.apply, functorch.unwrap_dead_wrappers = classmethod(apply), unwrap_or_refuse
+    try:
+        yield
+    finally:
+        function.apply, functorch.unwrap_dead_wrappers = own, unwrap
+
+
+@lru_cache(maxsize=1024)
+def applying(function: Any) -> Callable[..., Any]:
+    """Return a function that applies an ``autograd.Function``, for a graph to call."""
+
+    def apply(*args: Any, **kwargs: Any) -> Any:
+        return function.apply(*args, **kwargs)
+
+    apply.__name__ = apply.__qualname__ = re.sub(r"\W", "_", f"apply_{function.__qualname__}")
+    apply.function = function  # type: ignore[attr-defined]
+    return apply
