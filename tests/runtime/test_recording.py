@@ -24,7 +24,9 @@ STRUCTURED = Plan(stages=2, micro_batches=2)
 
 def batches(count: int = 4) -> list[Any]:
     draw = torch.Generator().manual_seed(1)
-    return [tuple(torch.randn(6, n, dtype=torch.float64, generator=draw) for n in (4, 3)) for _ in range(count)]
+    return [
+        tuple(torch.randn(6, n, dtype=torch.float64, generator=draw) for n in (4, 3)) for _ in range(count)
+    ]
 
 
 class Base(nn.Module):
@@ -107,7 +109,7 @@ def test_the_module_that_draws_is_named() -> None:
         def between(self, x: torch.Tensor) -> torch.Tensor:
             return self.blocks[1](self.blocks[0](x))
 
-    with pytest.raises(ValueError, match="module 'blocks.1' draws from random"):
+    with pytest.raises(ValueError, match=r"module 'blocks.1' draws from random"):
         Pipeline(Model(), STRUCTURED, loss_fn=LOSS, optimizer=momentum)
 
 
@@ -257,7 +259,9 @@ def test_an_alias_of_apply_is_refused() -> None:
         def between(self, x: torch.Tensor) -> torch.Tensor:
             return aliased(x)
 
-    with pytest.raises(ValueError, match=r"Reverse, an autograd.Function, .*write Reverse.apply\(...\) where"):
+    with pytest.raises(
+        ValueError, match=r"Reverse, an autograd.Function, .*write Reverse.apply\(...\) where"
+    ):
         Pipeline(Model(), STRUCTURED, loss_fn=LOSS, optimizer=momentum)
     x = torch.ones(2, requires_grad=True)
     aliased(x).sum().backward()
@@ -277,5 +281,7 @@ def test_what_cannot_be_copied_is_named(thing: Any) -> None:
     if callable(thing):
         assert trained(model, STRUCTURED, batches())[0]
         return
-    with pytest.raises(ValueError, match=r"module 'b' \(Linear\) cannot be copied, as its attribute 'thing' is a "):
+    with pytest.raises(
+        ValueError, match=r"module 'b' \(Linear\) cannot be copied, as its attribute 'thing' is a "
+    ):
         Pipeline(model, STRUCTURED, loss_fn=LOSS, optimizer=momentum)

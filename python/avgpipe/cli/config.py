@@ -49,6 +49,14 @@ def _parse_count_or_none(name: str, text: str) -> int:
     return 0 if text.strip() == "0" else parse_count(name, text)
 
 
+def _parse_seed(name: str, text: str) -> int:
+    if text.strip() == "none":
+        return -1
+    if not (text.strip().isdigit() and int(text) < 2**32):
+        raise ValueError(f"{name} {text}: must be a whole number from 0 to {2**32 - 1}, or none")
+    return int(text)
+
+
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
     names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
     for number, system in enumerate(names):
@@ -554,6 +562,8 @@ class RunConfig(IsolationOptions):
         pipelines: How many pipelines, with --isolate.
         spares: Processes that wait to take the place of a worker that is killed; 0 starts a new one then. The script's
             Pipeline must have copies_every_s. Default: a worker that is killed ends the run.
+        seed: What torch, random and numpy begin with on every worker, so that all of them make the same model and draw
+            the same batches; "none" leaves that to the script.
         json: Print one JSON object and nothing else; what the script prints goes to standard error.
     """
 
@@ -563,6 +573,7 @@ class RunConfig(IsolationOptions):
     isolate: bool = False
     pipelines: Count = 2
     spares: CountOrNone | None = None
+    seed: Annotated[int, Value("NUMBER|none", _parse_seed)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)

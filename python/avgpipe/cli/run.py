@@ -30,6 +30,11 @@ def run(config: RunConfig) -> None:
         isolation = isolation_of(config, config.pipelines)
     command, codes = [sys.executable, "-u", config.script, *config.args], (0,) * config.stages
     failure, out = "", "stderr" if config.json else "stdout"
+    if config.seed >= 0:
+        command[2:2] = ["-m", "avgpipe.ranks.seeded", str(config.seed)]
+        note(
+            f"torch, random and numpy begin with seed {config.seed} on every rank (--seed none leaves them alone)"
+        )
     try:
         if config.spares is not None:
             Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()

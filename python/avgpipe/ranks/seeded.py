@@ -1,0 +1,54 @@
+"""A script on one of several ranks: what it draws is drawn alike on all of them.
+
+``python -m avgpipe.ranks.seeded SEED SCRIPT ARGS...`` seeds torch, random and NumPy, then runs SCRIPT as
+``python SCRIPT ARGS...`` does.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import types
+from types import TracebackType
+from typing import Any
+
+
+def seed_generators(seed: int) -> None:
+    """Seed what a script may draw from. ``seed``: from 0 to below 2**32."""
+    import numpy
+    import torch
+
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def main() -> None:
+    seed, script, *args = sys.argv[1:]
+    with open(script, "rb") as file:
+        code = compile(file.read(), script, "exec")
+    seed_generators(int(seed))
+    module = types.ModuleType("__main__")
+    vars(module).update(__file__=script, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = module
+    sys.argv, sys.path[0] = [script, *args], os.path.dirname(os.path.abspath(script))
+    _show_from(script)
+    exec(code, vars(module))
+
+
+def _show_from(script: str) -> None:
+    """Have an uncaught error's traceback begin with the script, as it does without this."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        found = trace
+        while found is not None and found.tb_frame.f_code.co_filename != script:
+            found = found.tb_next
+        before(kind, error.with_traceback(found or trace), found or trace)
+
+    sys.excepthook = show
+
+
+if __name__ == "__main__":
+    main()
