@@ -42,6 +42,7 @@ from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
+from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.generation import (
@@ -327,6 +328,8 @@ class Pipeline:
             copies=copies_every_s is not None,
             prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
             check=check,
+            keeps_modes=not is_evaluated([model] if isinstance(model, nn.Module) else model),
+            loss_modes=Modes(loss_fn) if isinstance(loss_fn, nn.Module) else None,
         )
         check_options(options)
         if copies_every_s is not None:
@@ -362,6 +365,12 @@ class Pipeline:
         self._called = 0  # batches before the last call that is not made again
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
         self._connect()
+        if not (options.keeps_modes or self.world.rank) and tells_modes_apart(layers):
+            _log.warning(
+                "the model is in evaluation mode as a whole, as one that was loaded, and is trained in training mode, "
+                "with its dropout and batch statistics: call model.train() to say so, and eval() of the modules that "
+                "are to stay as they are"
+            )
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None
@@ -806,8 +815,8 @@ class Pipeline:
         self.drain()
         which = self._which(weights)
         batches = map(pair, _not_empty(loader))
-        if isinstance(self._options.loss_fn, nn.Module):
-            self._options.loss_fn.eval()
+        if self._options.loss_modes is not None:
+            self._options.loss_modes.train(False)
 
         def evaluate(modes: CallerModes) -> dict[str, Any]:
             sums, given = partial(MetricSums, self._options, metric_fn), modes.made_outside(batches)

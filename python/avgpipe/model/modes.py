@@ -8,7 +8,7 @@ constant is chosen anew in every forward.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,12 +34,41 @@ class Differs(ValueError):
     """A module does other things in training than in evaluation, by more than constants; the message says what."""
 
 
+def is_evaluated(modules: Iterable[Any]) -> bool:
+    """Whether all modules are in evaluation mode, as a model that was loaded: then it was not put there to stay."""
+    of_all = (m for whole in modules if isinstance(whole, nn.Module) for m in whole.modules())
+    return not any(module.training for module in of_all)
+
+
+def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
+    """Whether some layer of torch's does other things in training than in evaluation."""
+    kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
+    return any(isinstance(m, kinds) and getattr(m, "p", 1) > 0 for whole in modules for m in whole.modules())
+
+
+class Modes:
+    """Has a module train, or not, but for what is in evaluation mode now: whoever put it there wants it so.
+
+    ``keeps``: False where nothing is to stay there.
+    """
+
+    def __init__(self, module: nn.Module, keeps: bool = True) -> None:
+        self._module = module
+        self._kept = [m for m in module.modules() if keeps and not m.training]
+
+    def train(self, training: bool = True) -> None:
+        self._module.train(training)
+        for module in self._kept:
+            module.training = False
+
+
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Have a model and all that is in it train, or not, inside of the ``with`` block."""
+    """Have a model and all that is in it train, or not, inside of the ``with`` block; as of :class:`Modes`."""
     before = [(module, module.training) for module in model.modules()]
-    for module, _ in before:
-        module.training = training
+    keeps = training and not is_evaluated([model])
+    for module, was in before:
+        module.training = training and (was or not keeps)
     try:
         yield
     finally:

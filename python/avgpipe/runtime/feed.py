@@ -14,7 +14,6 @@ from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.model.batch import (
@@ -177,8 +176,8 @@ class Feed:
             else [(batch % plan.pipelines, work)]
         )
         works = dict(shares)
-        if isinstance(loss_fn, nn.Module):
-            loss_fn.train()
+        if (modes := self._options.loss_modes) is not None:
+            modes.train()
         with self._worker.running():
             for pipeline, part in works.items():
                 if self._verification is not None:

@@ -12,6 +12,7 @@ import torch
 
 from avgpipe.model.batch import LossFn
 from avgpipe.model.compiled import Compiler
+from avgpipe.model.modes import Modes
 from avgpipe.ranks.mesh import whole_mesh
 from avgpipe.runtime.loss import is_mean_by_kind
 
@@ -45,6 +46,8 @@ class TrainingOptions:
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
         check: how it is looked whether training is what was asked for.
+        keeps_modes: whether modules that were given in evaluation mode stay there in training.
+        loss_modes: of a loss function that is a module.
     """
 
     loss_fn: LossFn
@@ -68,6 +71,8 @@ class TrainingOptions:
     verify_every: int | None = None
     prepare: Callable[[Any], Any] | None = None
     check: str = "first-batch"
+    keeps_modes: bool = False
+    loss_modes: Modes | None = None
 
     @property
     def needs_norm(self) -> bool:

@@ -16,6 +16,7 @@ from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
 from avgpipe.model.compiled import Compiler, compiler_error, reason_of
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
+from avgpipe.model.modes import Modes
 from avgpipe.runtime.batch_norm import defer_batch_norms
 
 
@@ -23,8 +24,8 @@ class Stage(nn.Module):
     """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned.
 
     The layers are copied, and compiled by ``compiler``. ``materialise``: gives the copies memory on ``device``, and
-    values, where they have none. ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed
-    when it is done.
+    values, where they have none. ``keeps_modes``: whether what is in evaluation mode stays there in training.
+    ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when it is done.
     """
 
     def __init__(
@@ -36,9 +37,11 @@ class Stage(nn.Module):
         device: torch.device,
         compiler: Compiler | None = None,
         materialise: Callable[[nn.Module], None] | None = None,
+        keeps_modes: bool = False,
     ):
         super().__init__()
         self.layers = (compiler or Compiler()).copied(layers)
+        self._modes = Modes(self.layers, keeps_modes)
         if materialise is not None:
             materialise(self.layers)
         self.layers.to(device)
@@ -49,6 +52,11 @@ class Stage(nn.Module):
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._see: Callable[[int, Any], None] | None = None
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
+
+    def train(self, mode: bool = True) -> Stage:
+        self.training = mode
+        self._modes.train(mode)
+        return self
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
         """Run the layers. ``again``: the same value comes for another forward."""

@@ -19,7 +19,6 @@ from typing import Any
 from zlib import crc32
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent
@@ -297,8 +296,8 @@ class TurnFeed:
             work = Work(turn, 0, [], [], idles=True, is_step=bool(parts))
         else:
             loss_fn = self._options.loss_fn
-            if isinstance(loss_fn, nn.Module):
-                loss_fn.train()
+            if (modes := self._options.loss_modes) is not None:
+                modes.train()
             work = Work(
                 turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place
             )

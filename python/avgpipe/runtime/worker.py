@@ -196,7 +196,10 @@ class Worker:
         fill = None
         if self._initial is not None:
             fill = partial(self._initial.materialise, entries=self.model.entries[k], device=self.device)
-        stages = [Stage(own, first, k, self._seed, self.device, options.compiler, fill) for _ in pipelines]
+        stages = [
+            Stage(own, first, k, self._seed, self.device, options.compiler, fill, options.keeps_modes)
+            for _ in pipelines
+        ]
         prepare = options.prepare
         prepared = [None if prepare is None else prepare(stage) for stage in stages]
         arenas = [
