@@ -61,6 +61,8 @@ def batch_size(value: Any) -> int:
 
 def sample_count(inputs: Any, targets: Any = None) -> int:
     """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs."""
+    _refuse_arrays(inputs, "inputs")
+    _refuse_arrays(targets, "targets")
     samples = batch_size(inputs)
     if samples == 0:
         raise ValueError("a batch has no samples: leave it out, or give it at least one")
@@ -72,6 +74,16 @@ def sample_count(inputs: Any, targets: Any = None) -> int:
             f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample"
         )
     return samples
+
+
+def _refuse_arrays(value: Any, what: str) -> None:
+    """Refuse arrays of NumPy, which layers would fail on in words of their own."""
+    for leaf in tree_leaves(value):
+        if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ == "numpy":
+            raise TypeError(
+                f"the {what} of a batch have a numpy {type(leaf).__name__}: give tensors, as torch.from_numpy, "
+                "torch.as_tensor or the default collation of a DataLoader makes them"
+            )
 
 
 def sizes_of(samples: int, parts: int) -> list[int]:
