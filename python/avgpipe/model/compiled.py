@@ -22,6 +22,7 @@ from torch import fx, nn
 
 from avgpipe.errors import nearest, reason
 from avgpipe.model.context import Carry
+from avgpipe.model.copies import copied
 
 # What makes a compiled function of a function, with the options it was made with.
 _Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -49,7 +50,7 @@ class Compiler:
         originals = nn.ModuleList(layers)
         # A copy of torch.compile(module) would lose some of its options: it keeps the very context instead.
         kept = {id(c): c for c in (_context_of(m) for m in originals.modules() if _is_wrapper(m))}
-        copies = copy.deepcopy(originals, kept)
+        copies = copied(originals, kept)
         chain = {id(part) for layer in originals for part in _parts(layer)}
         compiled = bool(kept)
         for original, mine in zip(originals.modules(), copies.modules()):

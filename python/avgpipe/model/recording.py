@@ -7,7 +7,6 @@ constant. And a custom ``autograd.Function`` would be its forward alone, without
 
 from __future__ import annotations
 
-import copy
 import random
 import re
 import sys
@@ -21,8 +20,8 @@ from torch import nn
 from torch._functorch import utils as functorch
 from torch.utils import _pytree as pytree
 
-from avgpipe.errors import reason
 from avgpipe.model.compiled import is_compiled
+from avgpipe.model.copies import copied
 
 
 class Lost(ValueError):
@@ -30,20 +29,10 @@ class Lost(ValueError):
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have.
-
-    ValueError names a module that holds what cannot be copied.
-    """
+    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have."""
     memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
     memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:  # what a forward has left there
-                memo[id(value)] = value.detach().clone()
-    try:
-        return copy.deepcopy(model, memo)
-    except Exception as error:  # of any kind: objects say how they are copied
-        raise ValueError(_uncopied(model, memo) or f"the model cannot be copied: {reason(error)}") from error
+    return copied(model, memo)
 
 
 @contextmanager
@@ -64,24 +53,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, t) for name, t in module._buffers.items() if t is not None]
-
-
-def _uncopied(model: nn.Module, memo: dict[int, Any]) -> str | None:
-    """Say which attribute of which module cannot be copied."""
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if key in ("_modules", "_parameters", "_buffers"):
-                continue
-            try:
-                copy.deepcopy(value, dict(memo))
-            except Exception as error:
-                where = f"module {name!r}" if name else "the model"
-                return (
-                    f"{where} ({type(module).__name__}) cannot be copied, as its attribute {key!r} is a "
-                    f"{type(value).__name__} ({reason(error)}), and a Pipeline trains a copy: make it in forward, or "
-                    "give the module a __deepcopy__"
-                )
-    return None
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
