@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from avgpipe.model.recording import generators, restore_generators
+from avgpipe.model.recording import generators, set_generators
 from avgpipe.ranks import seeded
 
 SCRIPT = """
@@ -46,7 +46,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         seeded.main()
 
     yield run
-    restore_generators(before)
+    set_generators(before)
 
 
 def test_it_draws_from_the_seed_and_finds_what_lies_beside_it(

@@ -16,8 +16,8 @@ M = TypeVar("M", bound=nn.Module)
 def copied(model: M, memo: dict[int, Any]) -> M:
     """Return a deep copy. ``memo``: by identity, what stands in the copy for something.
 
-    What a forward has left in an attribute, a tensor with a graph, is copied without it. ValueError names the module and
-    the attribute that cannot be copied.
+    What a forward has left in an attribute, a tensor with a graph, is copied without it. ValueError names the module
+    and the attribute that cannot be copied.
     """
     for module in model.modules():
         for value in vars(module).values():

@@ -28,7 +28,7 @@ from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.example import prove
 from avgpipe.model.pieces import BlockChain, Piece
-from avgpipe.model.recording import buffers_kept, generators, restore_generators, sharing_copy
+from avgpipe.model.recording import buffers_kept, generators, set_generators, sharing_copy
 from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
 from avgpipe.planning import balance
 
@@ -133,7 +133,7 @@ def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
         with buffers_kept(model):
             return _recorded(model, example_inputs)
     finally:
-        restore_generators(before)
+        set_generators(before)
 
 
 def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:

@@ -58,19 +58,29 @@ def _buffers_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
 # ---- random numbers --------------------------------------------------------------------------------------------------
 
 
-def generators() -> dict[str, Any]:
-    """Return the states of what a forward may draw from, by name."""
-    states: dict[str, Any] = {"random": random.getstate(), "torch": torch.default_generator.get_state()}
+def callers_generators() -> dict[str, Any]:
+    """Return the states of Python's and NumPy's generators, by name."""
+    states: dict[str, Any] = {"random": random.getstate()}
     if numpy := sys.modules.get("numpy"):
         states["numpy.random"] = numpy.random.get_state()
     return states
 
 
-def restore_generators(states: dict[str, Any]) -> None:
-    random.setstate(states["random"])
-    torch.default_generator.set_state(states["torch"])
-    if "numpy.random" in states:
-        sys.modules["numpy"].random.set_state(states["numpy.random"])
+def generators() -> dict[str, Any]:
+    """Return the states of what a forward may draw from, by name."""
+    return {**callers_generators(), "torch": torch.default_generator.get_state()}
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Go on from states, of all or of some."""
+    put: dict[str, Callable[[Any], Any]] = {
+        "random": random.setstate,
+        "torch": torch.default_generator.set_state,
+    }
+    if numpy := sys.modules.get("numpy"):
+        put["numpy.random"] = numpy.random.set_state
+    for name, state in states.items():
+        put[name](state)
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -56,7 +56,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
                 "fully_shard on each stage by Pipeline(prepare_stage=...)"
             )
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
-        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+        if torch.nn.parameter.is_lazy(tensor):
             raise ValueError(
                 f"{name!r} of a lazy module has no shape yet: run the model once on a batch, as "
                 "model(next(iter(loader))[0]), before it is cut into stages"

@@ -18,6 +18,7 @@ from avgpipe.model.compiled import Compiler, compiler_error, reason_of
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 from avgpipe.model.modes import Modes
 from avgpipe.runtime.batch_norm import defer_batch_norms
+from avgpipe.runtime.repeated import Repeated
 
 
 class Stage(nn.Module):
@@ -52,6 +53,7 @@ class Stage(nn.Module):
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._see: Callable[[int, Any], None] | None = None
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
+        self._repeated = Repeated(self.layers)
 
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
@@ -110,8 +112,9 @@ class Stage(nn.Module):
 
     def recomputed(self, value: Any, place: Position) -> Any:
         """Run the layers, keep only ``value``, and run them again in the backward."""
-        # The generators are keyed, so the second forward draws what the first one drew without saving their state.
-        return checkpoint(self, value, place, True, use_reentrant=False, preserve_rng_state=False)
+        # Torch's generators are keyed, so the second forward draws what the first one drew without saving their state.
+        twice = self._repeated.forward(self)
+        return checkpoint(twice, value, place, True, use_reentrant=False, preserve_rng_state=False)
 
     def _call(self, number: int, layer: nn.Module, value: Any) -> Any:
         try:
