@@ -50,6 +50,7 @@ TESTS = (
         "tests/runtime/test_on_ranks.py",
         OPTION,
     ),
+    ("tests/checkpoint/test_snapshot.py", "tests/checkpoint/test_writer.py", OPTION),
     ("tests/simulated_device/test_device.py", "tests/simulated_device/test_training.py"),
 )
 LIMIT_S = 240
