@@ -38,7 +38,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setitem(sys.modules, module, sys.modules.get(module, sys))
     monkeypatch.delitem(sys.modules, "beside")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "elsewhere"), *sys.path[1:]])
-    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch may have put its own there
     before = generators()
 
     def run(seed: int, *args: str) -> None:

@@ -32,10 +32,9 @@ def run(config: RunConfig) -> None:
     failure, out = "", "stderr" if config.json else "stdout"
     if config.seed >= 0:
         command[2:2] = ["-m", "avgpipe.ranks.seeded", str(config.seed)]
-        note(
-            f"torch, random and numpy begin with seed {config.seed} on every rank (--seed none leaves them alone)"
-        )
     try:
+        if not config.isolate:
+            _tell_of_seed(config)
         if config.spares is not None:
             Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
         elif config.isolate:
@@ -45,6 +44,7 @@ def run(config: RunConfig) -> None:
                     note(f"one more pipeline is started by: avgpipe join {folder}")
                 with arguments():
                     supervisor = Supervisor(job, isolation, Path(folder), note)
+                _tell_of_seed(config)
                 supervisor.run()
         else:
             run_command(command, config.stages, out=out)
@@ -59,3 +59,10 @@ def run(config: RunConfig) -> None:
     if failure:
         say(failure)
         raise typer.Exit(FAILED)
+
+
+def _tell_of_seed(config: RunConfig) -> None:
+    if config.seed >= 0:
+        note(
+            f"torch, random and numpy begin with seed {config.seed} on each rank; --seed none leaves them alone"
+        )
