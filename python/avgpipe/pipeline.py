@@ -822,6 +822,7 @@ class Pipeline:
             sums, given = partial(MetricSums, self._options, metric_fn), modes.made_outside(batches)
             with self._worker.alike.loop(f"evaluation {self._worker.evaluated}"):
                 parts = list(run_evaluation(self._worker, self.plan.micro_batches, which, given, sums))
+                self._worker.alike.end(self._worker.evaluated)
             return asdict(result_of(parts, self._options.sums_loss, metric_fn is not None))
 
         if isinstance(which, int):

@@ -157,6 +157,9 @@ def used(what: str) -> str:
             pipeline.evaluate(evaluated)
             pipeline.step(data[0][0] + rank * (what == "other step"), data[0][1])
             pipeline.predict(torch.full((3, 4), float(rank * (what == "other prediction"))))
+            pipeline.evaluate(evaluated[:1])
+            for _ in range(2):
+                pipeline.predict(torch.ones(2, 4))
             pipeline.state_dict()
     except (ValueError, PipelineError) as error:
         return f"{type(error).__name__}: {error}"

@@ -85,7 +85,6 @@ def run_evaluation(
             pending.append((batch, collecting))
             if len(pending) > _AHEAD:
                 yield _result(worker, pipeline, *pending.pop(0))
-        worker.alike.end(worker.evaluated)
         for item in pending:
             yield _result(worker, pipeline, *item)
 

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, with_names
 from avgpipe.runtime.requirements import check_lr_scheduler, checked_optimizer
@@ -74,8 +75,10 @@ def _check_whose(made: Sequence[torch.optim.Optimizer], parameters: dict[str, to
 
 
 def _address(p: torch.Tensor) -> int | None:
-    """Where a tensor lies, None if it has no memory; views of a parameter may stand for it."""
-    return p.untyped_storage().data_ptr() or None if p.layout == torch.strided and p.numel() else None
+    """Where a tensor lies, None if it has no memory of its own; views of a parameter may stand for it."""
+    if type(p) not in (torch.Tensor, nn.Parameter) or p.layout != torch.strided:
+        return None
+    return p.untyped_storage().data_ptr() or None
 
 
 def _left_out(made: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> list[str]:
