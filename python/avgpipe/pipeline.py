@@ -519,12 +519,12 @@ class Pipeline:
         self._forget_results()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        samples = sample_count(inputs, targets)
+        samples = sample_count(inputs, targets, is_whole=n == self.plan.micro_batches == 1)
         if samples < n:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
-        self._loader.give([[share] for share in zip(split(inputs, n), split(targets, n))])
+        self._loader.give([[share] for share in zip(split(inputs, n, samples), split(targets, n, samples))])
         self._stepped += 1
         with self._worker.alike.loop("step", seen=self._stepped - 1):
             self._until_done(self._train_on_given)
@@ -843,7 +843,8 @@ class Pipeline:
         :meth:`evaluate`.
         """
         which, inputs = self._which(weights), plain(inputs)
-        sample_count(inputs)  # raises what is wrong with them before the pipeline is at it
+        # Raises what is wrong with them before the pipeline is at it.
+        sample_count(inputs, is_whole=self.plan.micro_batches == 1)
         self._come_in()
         self._predicted += 1
         with self._idle(), self._worker.alike.loop("predict", seen=self._predicted - 1):

@@ -366,3 +366,18 @@ def test_a_graph_s_statistics_are_read_from_its_memory() -> None:
         slow.end_of_batch()
     for name, value in slow.named_buffers():
         torch.testing.assert_close(stage.layers[0].state_dict()[name], value)
+
+
+@pytest.mark.parametrize("plan", [{}, {"pipelines": 2}, {"pipelines": 2, "batch": "per-pipeline"}], ids=str)
+@pytest.mark.parametrize("last", [1, 2, 3, 5, 7])
+def test_a_short_last_batch_is_cut_into_what_can_be_normalised(plan: dict[str, Any], last: int) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    batches = [(torch.randn(n, 4), torch.randn(n, 3)) for n in (16, 16, last)]
+    made = Plan(stages=2, micro_batches=4, **plan)
+    with Pipeline(model, made, loss_fn=nn.MSELoss(), optimizer=momentum) as pipeline:
+        if last == 1:  # as on one device
+            with pytest.raises(StageError, match="Expected more than 1 value per channel"):
+                list(pipeline.train(batches))
+            return
+        assert [result.samples for result in pipeline.train(batches)] == [16, 16, last]

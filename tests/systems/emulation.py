@@ -59,6 +59,8 @@ class Case:
         which that is not a finite number has no gradient, and nobody has seen it.
     loss_fn: a mean; each micro-batch's counts by its samples.
     micro_batches: M, at most one a sample.
+    full: the samples of a full batch, where micro-batches of a shorter one must have two samples at least, as BatchNorm
+        needs them.
     correction: what is done about gradients that are late: None, "predicted", "error-feedback" or "nesterov".
     """
 
@@ -70,10 +72,14 @@ class Case:
     clip_grad_norm: float | None = None
     micro_batches: int = 1
     correction: str | None = None
+    full: int | None = None
 
     def parts_of(self, batch: tuple[Any, Any]) -> int:
         """Micro-batches of a batch: a short one makes fewer."""
-        return min(self.micro_batches, samples_of(batch[0]))
+        samples = samples_of(batch[0])
+        parts = min(self.micro_batches, samples)
+        is_short = self.full is not None and samples < self.full and self.full // self.micro_batches > 1
+        return max(1, min(parts, samples // 2)) if is_short else parts
 
 
 @dataclass(frozen=True)

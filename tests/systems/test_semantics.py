@@ -71,6 +71,7 @@ def case_of(model: nn.Sequential, options: dict[str, Any], K: int, M: int) -> em
         clip_grad_norm=options.get("clip"),
         micro_batches=M,
         correction=options.get("correction"),
+        full=9 if any(isinstance(layer, nn.BatchNorm1d) for layer in model) else None,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+_log = logging.getLogger("avgpipe")
 # Of output and target: a scalar tensor, or (scalar tensor, count); or one of the two and a dict of metrics.
 LossFn = Callable[[Any, Any], Any]
 
@@ -54,15 +57,24 @@ def batch_size(value: Any) -> int:
     if len(sizes) != 1:
         found = "no tensor with a batch dimension" if not sizes else f"sizes {sorted(sizes)}"
         raise ValueError(
-            f"every tensor of a batch must have the samples as dimension 0, all alike; found {found}"
+            f"every tensor of a batch must have the samples as dimension 0, all alike; found {found}. A batch that is "
+            "not cut may have others: use micro_batches=1 and one pipeline"
         )
     return sizes.pop()
 
 
-def sample_count(inputs: Any, targets: Any = None) -> int:
-    """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs."""
+def sample_count(inputs: Any, targets: Any = None, is_whole: bool = False) -> int:
+    """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs.
+
+    ``is_whole``: nothing is cut, so dimension 0 may be anything; it is that of the first target, or else input.
+    """
     _refuse_arrays(inputs, "inputs")
     _refuse_arrays(targets, "targets")
+    if is_whole:
+        leaves = (*tree_leaves(targets), *tree_leaves(inputs))
+        sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
+        if sizes and sizes[0] > 0:
+            return sizes[0]
     samples = batch_size(inputs)
     if samples == 0:
         raise ValueError("a batch has no samples: leave it out, or give it at least one")
@@ -91,15 +103,78 @@ def sizes_of(samples: int, parts: int) -> list[int]:
     return [samples // parts + (m < samples % parts) for m in range(parts)]
 
 
-def split(value: Any, parts: int) -> list[Any]:
-    """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample."""
+def split(value: Any, parts: int, samples: int | None = None) -> list[Any]:
+    """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample.
+
+    So is a list of plain values cut, or a tuple of strings, that has one for each of so many ``samples``.
+    """
+    if parts == 1:
+        return [value]
     if isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
         return list(value.tensor_split(parts))
-    leaves, spec = tree_flatten(value)
-    pieces = [
-        t.tensor_split(parts) if isinstance(t, torch.Tensor) and t.dim() > 0 else (t,) * parts for t in leaves
-    ]
+    leaves, spec = tree_flatten(value, is_leaf=partial(is_column, samples=samples))
+    bounds = None if samples is None else list(accumulate(sizes_of(samples, parts), initial=0))
+    pieces = [_cut(leaf, parts, bounds) for leaf in leaves]
     return [tree_unflatten([p[m] for p in pieces], spec) for m in range(parts)]
+
+
+def _cut(leaf: Any, parts: int, bounds: list[int] | None) -> Sequence[Any]:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
+        return leaf.tensor_split(parts)
+    if isinstance(leaf, list | tuple) and bounds is not None:
+        return [leaf[a:b] for a, b in pairwise(bounds)]
+    return (leaf,) * parts
+
+
+_PLAIN = str | bytes | bool | int | float | None
+
+
+def _is_plain_list(value: Any) -> bool:
+    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, _PLAIN) for item in value)
+
+
+def is_column(value: Any, samples: int | None) -> bool:
+    """Whether a value has something for each sample, as the default collation makes of strings."""
+    if samples is None or not _is_plain_list(value) or len(value) != samples:
+        return False
+    return isinstance(value, list) or isinstance(value[0], str | bytes)
+
+
+class Columns:
+    """Sees to it that lists of plain values are alike in all batches: one value for each sample, or whole."""
+
+    def __init__(self) -> None:
+        self._first: list[bool] | None = None
+
+    def check(self, batch: Any, samples: int) -> None:
+        """Look at a batch that is cut. ValueError where a list would be cut in one batch and not in another one."""
+        if isinstance(batch, torch.Tensor) or all(isinstance(part, torch.Tensor) for part in batch):
+            return
+        lists = [leaf for leaf in tree_leaves(batch, is_leaf=_is_plain_list) if _is_plain_list(leaf)]
+        now = [is_column(value, samples) for value in lists]
+        if self._first is None:
+            self._first = now
+            for value in lists:
+                if len(value) == samples and not is_column(value, samples):
+                    _log.warning(
+                        "a batch of %d samples has the tuple %s, which goes whole to every micro-batch: make it a list "
+                        "if it has a value for each sample",
+                        *(samples, _shown(value)),
+                    )
+        elif now != self._first:
+            value = next(
+                (v for v, a, b in zip(lists, now, self._first) if a != b), lists[-1] if lists else ()
+            )
+            raise ValueError(
+                f"a batch of {samples} samples has the list {_shown(value)}, which the first batch had otherwise: a "
+                "list with a value for each sample is cut as tensors are. Make it a tuple if it goes whole to every "
+                "micro-batch, or give every batch as many values as samples"
+            )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def concatenate(values: list[Any]) -> Any:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from avgpipe.errors import reason
 from avgpipe.model.batch import plain
@@ -291,6 +292,7 @@ class Model:
         skips: of each stage, the values that skip the stages beside it.
         unused: copies of what no stage holds, as no forward uses it.
         versions: of the modules' state, by their names, as in the ``_metadata`` of the unsplit model's ``state_dict``.
+        normalises: whether some layer normalises what it trains on by the statistics of all its samples.
     """
 
     bounds: list[int]
@@ -302,6 +304,7 @@ class Model:
     skips: list[Skips]
     unused: dict[str, torch.Tensor]
     versions: dict[str, dict[str, Any]]
+    normalises: bool
 
     @classmethod
     def cut(
@@ -340,6 +343,7 @@ class Model:
             skips=_skips(layers, bounds),
             unused={name: t.detach().clone() for name, t in tensors.items() if name not in saved},
             versions=_versions(model),
+            normalises=any(isinstance(m, _BatchNorm) for stage in held for m in stage.modules()),
         )
 
     @property

@@ -20,7 +20,7 @@ from avgpipe.faults.fault import Fault
 from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
-from avgpipe.model.batch import LossWeights, batch_size, to_device
+from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
 from avgpipe.runtime.graphs import StageGraphs
@@ -369,7 +369,8 @@ class Compute:
         if route.last:
             if work.collector is not None:
                 target = to_device(work.targets[m], self._device)
-                work.collector.add(output, target, batch_size(work.inputs[m]), work.targets[m])
+                samples = sample_count(work.inputs[m], is_whole=work.micro_batches == 1)
+                work.collector.add(output, target, samples, work.targets[m])
             return
         output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
         self._port.send_as(route.evaluation_key(route.stage, route.stage + 1, step.batch, m), output)

@@ -75,10 +75,16 @@ def run_evaluation(
         for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
             worker.evaluated = batch + 1
             worker.alike.batch(batch, inputs, targets)
-            parts = min(micro_batches, sample_count(inputs))
+            samples = sample_count(inputs, is_whole=micro_batches == 1)
+            parts = min(micro_batches, samples)
             collecting = collector() if first_replicas[-1] in worker.held else None
             work = Work(
-                batch, parts, split(inputs, parts), split(targets, parts), collector=collecting, trains=False
+                batch,
+                parts,
+                split(inputs, parts, samples),
+                split(targets, parts, samples),
+                collector=collecting,
+                trains=False,
             )
             for row in worker.rows_of(pipeline):
                 row.evaluate(work)

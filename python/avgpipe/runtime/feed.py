@@ -17,6 +17,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.model.batch import (
+    Columns,
     LossWeights,
     loss_weights,
     pair,
@@ -109,6 +110,8 @@ class Feed:
         # Batches, none beside another one.
         self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
+        self._columns = Columns()
+        self._samples = 0  # of the largest batch
         self._sums_loss = options.sums_loss
         # The last batches that have begun.
         self.kept: list[Pairs] | None = [] if options.copies and worker.world.size > 1 else None
@@ -151,7 +154,11 @@ class Feed:
             self._worker.alike.batch(batch, *zip(*given))
         if self.kept is not None:
             self.kept.append(given)
-        counts = [sample_count(inputs, targets) for inputs, targets in given]
+        is_whole = self._parts == 1
+        counts = [sample_count(inputs, targets, is_whole) for inputs, targets in given]
+        if not is_whole:
+            for one, samples in zip(given, counts):
+                self._columns.check(one, samples)
         if counts[0] < self._parts and not self.begun and not self._worker.world.rank:
             _log.warning(
                 "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
@@ -160,15 +167,15 @@ class Feed:
                 counts[0],
                 self._parts,
             )
-        parts = [min(self._parts, samples) for samples in counts]  # as a short last batch does
+        parts = [self._parts_of(samples) for samples in counts]
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        answers = cut([targets for _, targets in given], parts)
+        answers = cut([targets for _, targets in given], parts, counts)
         loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
         weights = loss_weights(loss_fn, answers, sizes, loss_weight)
         if copied is not None:
             given = copied.value
-            answers = cut([targets for _, targets in given], parts)
-        inputs = cut([inputs for inputs, _ in given], parts)
+            answers = cut([targets for _, targets in given], parts, counts)
+        inputs = cut([inputs for inputs, _ in given], parts, counts)
         work = Work(batch, len(sizes), inputs, answers, weights, copied)
         shares = (
             enumerate(self._share_out(work, weights))
@@ -190,6 +197,16 @@ class Feed:
         self._in_flight.append(InFlight(batch, sum(counts), totals))
         if batch < self._alone:
             self.end()
+
+    def _parts_of(self, samples: int) -> int:
+        """Into how many micro-batches a batch is cut: fewer where it is a short last one.
+
+        BatchNorm cannot train on one sample alone, which on one device none of a short batch's would be.
+        """
+        parts, full = min(self._parts, samples), self._samples or samples
+        self._samples = max(full, samples)
+        is_short = self._worker.model.normalises and samples < full and full // self._parts > 1
+        return max(1, min(parts, samples // 2)) if is_short else parts
 
     def _share_out(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
         """Cut a batch into the pipelines' shares; they draw what one pipeline would draw for the whole of it."""
@@ -298,9 +315,9 @@ def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
     return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
-def cut(values: list[Any], parts: list[int]) -> list[Any]:
+def cut(values: list[Any], parts: list[int], samples: list[int]) -> list[Any]:
     """Cut each of several values into as many micro-batches as ``parts`` says, and return all in a row."""
-    return [piece for value, count in zip(values, parts) for piece in split(value, count)]
+    return [piece for value, *sizes in zip(values, parts, samples) for piece in split(value, *sizes)]
 
 
 Pairs = list[tuple[Any, Any]]  # of (inputs, targets)

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
-from avgpipe.model.batch import loss_weights, sample_count, share_out, sizes_of
+from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
 from avgpipe.model.context import CallerGenerators, Position, given_back
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
@@ -121,6 +121,7 @@ class TurnFeed:
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
+        self._columns = Columns()
         self._enter: Callable[[], Counts | None] = enter
         self._verification = verification
         self.next_batch: int = self._membership.batches
@@ -240,12 +241,14 @@ class TurnFeed:
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         self._worker.alike.batch(self.next_batch, *zip(*given))
         counts = [sample_count(inputs, targets) for inputs, targets in given]
+        for one, samples in zip(given, counts):
+            self._columns.check(one, samples)
         parts = [min(self._micro_batches, samples) for samples in counts]
-        mark, answers = _mark(given), cut([targets for _, targets in given], parts)
+        mark, answers = _mark(given), cut([targets for _, targets in given], parts, counts)
         if copied is not None:
             given = copied.value
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        inputs, targets = (cut([pair[n] for pair in given], parts) for n in (0, 1))
+        inputs, targets = (cut([pair[n] for pair in given], parts, counts) for n in (0, 1))
         self.next_batch += 1
         return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 
