@@ -108,7 +108,7 @@ def test_who_is_told_something_there_finds_it_in_memory_here(tmp_path: Path) -> 
 
 
 def hand_over(connection: Connection, number: int, name: str, state: bytes) -> None:
-    memory = ask_for_memory(connection, name, len(state))
+    memory = ask_for_memory(connection, name, len(state) + 64)  # as memory of a longer state before
     memoryview(memory)[: len(state)] = state
     connection.send_bytes(encoded(["hand over", number, name, [memory.path, memory.bytes, len(state)]]))
 

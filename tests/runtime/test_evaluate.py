@@ -15,7 +15,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.model import batch
 from avgpipe.model.batch import LossWeights, loss_weights
 from avgpipe.runtime import evaluate
-from avgpipe.runtime.evaluate import MetricSums, OutputCollector
+from avgpipe.runtime.evaluate import MetricSums, OutputCollector, result_of
 from avgpipe.runtime.options import TrainingOptions
 from tests.runtime.cases import momentum
 
@@ -45,6 +45,9 @@ def test_what_counts_for_nothing_is_not_asked_for_its_loss() -> None:
     found = sums(lambda o, t: torch.tensor(math.nan), loss_weight=lambda t: 0)
     found.add(OUTPUT, TARGET, 2, TARGET)
     assert found.result()[0].tolist() == [0.0, 0.0, 2.0]
+    of_nothing = result_of([found.result()], sums_loss=False, has_metric=False)
+    assert math.isnan(of_nothing.loss)
+    assert of_nothing.samples == 2
 
 
 def test_metrics_are_summed_by_name_times_samples() -> None:
