@@ -140,3 +140,20 @@ def test_a_loss_with_parameters_is_refused_and_frozen_ones_are_not() -> None:
 def test_what_should_be_a_function_is_refused_with_an_example(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Pipeline(model(), PLANS["one"], **{"loss_fn": LOSS, "optimizer": momentum, **options})
+
+
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+@pytest.mark.parametrize("rule", ["mean-gradient", "avgpipe"])
+def test_sparse_gradients_that_pipelines_would_make_dense_are_refused(rule: str, batch: str) -> None:
+    embedding = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, 3))
+    plan = Plan(stages=2, pipelines=2, micro_batches=2, rule=rule, batch=batch)
+    with pytest.raises(ValueError, match="SparseAdam takes sparse gradients alone"):
+        Pipeline(
+            embedding,
+            plan,
+            loss_fn=LOSS,
+            optimizer=lambda params: [
+                torch.optim.SparseAdam(params) if tuple(p.shape) == (9, 4) else torch.optim.SGD([p], lr=0.1)
+                for p in params
+            ],
+        )

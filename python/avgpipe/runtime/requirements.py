@@ -327,6 +327,15 @@ def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: b
             )
 
 
+def check_dense(made: Sequence[Any], *, alone: bool) -> None:
+    """Refuse an optimizer for sparse gradients where pipelines average theirs, which makes them dense."""
+    if not alone and any(isinstance(one, torch.optim.SparseAdam) for one in made):
+        raise ValueError(
+            "SparseAdam takes sparse gradients alone, and those of several pipelines are averaged as dense ones: use "
+            "pipelines=1, or Adam, SGD or Adagrad for the embedding"
+        )
+
+
 def check_lr_scheduler(made: Any) -> None:
     """Refuse what cannot step by itself. ``made``: what the caller's function returned."""
     if not callable(getattr(made, "step", None)):

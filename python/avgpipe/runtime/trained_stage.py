@@ -22,9 +22,9 @@ from avgpipe.elastic import (
 )
 from avgpipe.rules import Correction
 from avgpipe.runtime.loss import LossScale
-from avgpipe.runtime.optimizers import Maker, schedule_of, with_modes
+from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
-from avgpipe.runtime.requirements import check_modes
+from avgpipe.runtime.requirements import check_dense, check_modes
 from avgpipe.runtime.stage import Stage
 
 if TYPE_CHECKING:  # it imports what takes long, and few need
@@ -77,6 +77,7 @@ class TrainedStage:
         if arena.parameters:
             inner = self.optimizer = optimizer(arena.parameters)
             self._modes = with_modes(inner)
+            check_dense(members_of(inner), alone=reference is None)
             check_modes(
                 self._modes,
                 alone=reference is None,
