@@ -144,7 +144,7 @@ def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for other in others:
         assert other.process.wait(limit(100)) in (0, 1, 2), (
             other.stderr
-        )  # the run may be over before it has come
+        )  # the run may end before this host joins it
 
 
 @pytest.mark.ranks

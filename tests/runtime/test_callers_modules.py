@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from avgpipe import Pipeline, Plan
-from tests.runtime.cases import assert_same_training, momentum
+from tests.runtime.cases import assert_same_training, momentum, train_on_one_device
 
 PLANS = {
     "one": Plan(stages=2, micro_batches=2),
@@ -75,18 +74,6 @@ def batches(count: int = 4) -> list[Any]:
     ]
 
 
-def plain(model: nn.Module, loss_fn: Any, data: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = copy.deepcopy(model)
-    optimizer, losses = momentum(list(model.parameters())), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = loss_fn(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.state_dict())
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("kind", ["module", "example", "sequential"])
 def test_what_is_in_evaluation_mode_stays_there(kind: str, plan: str) -> None:
@@ -99,7 +86,9 @@ def test_what_is_in_evaluation_mode_stays_there(kind: str, plan: str) -> None:
         losses += [result.loss for result in pipeline.train(data[2:])]
         state = pipeline.state_dict()
     if plan != "versions":
-        assert_same_training((losses, state), plain(model, Distilled().double(), data))
+        assert_same_training(
+            (losses, state), train_on_one_device(model, data, Distilled().double(), momentum)
+        )
     name = next(name for name in state if name.endswith("running_mean"))
     assert torch.equal(state[name], model.state_dict()[name])
     assert [m.training for m in model.modules()] == flags

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from avgpipe import Pipeline, Plan
-from tests.runtime.cases import assert_same_training, momentum
+from tests.runtime.cases import assert_trains_as_one_device, momentum, train_pipeline
 
 LOSS = nn.MSELoss()
 ONE = Plan(stages=2, micro_batches=1)
@@ -42,23 +42,6 @@ class Weighed(nn.Module):
         return self.b(torch.tanh(torch.stack(rows)) * scale)
 
 
-def plain(model: nn.Module, data: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = copy.deepcopy(model)
-    optimizer, losses = momentum(list(model.parameters())), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.state_dict())
-
-
-def trained(model: Any, plan: Plan, data: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum) as pipeline:
-        return [result.loss for result in pipeline.train(data)], pipeline.state_dict()
-
-
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
@@ -80,7 +63,7 @@ def test_lists_with_a_value_for_each_sample_are_cut(plan: str, names: Any) -> No
     torch.manual_seed(1)
     model = nn.Sequential(Weighed(), nn.Linear(3, 3)).double()
     data = [worded(n, names) for n in (8, 8, 5)]
-    assert_same_training(trained(model, PLANS[plan], data), plain(model, data))
+    assert_trains_as_one_device(model, PLANS[plan], data, LOSS, momentum)
     with Pipeline(model, PLANS[plan], loss_fn=LOSS, optimizer=momentum) as pipeline:
         losses = [LOSS(model(x), y).item() * len(y) for x, y in data]
         assert pipeline.evaluate(data).loss == pytest.approx(sum(losses) / 21)
@@ -94,7 +77,7 @@ def test_a_tuple_of_numbers_as_long_as_the_batch_goes_whole_and_is_told_of(
     model = nn.Sequential(Weighed(), nn.Linear(3, 3)).double()
     data = [worded(2)]
     with caplog.at_level(logging.WARNING, "avgpipe"):
-        assert_same_training(trained(model, PLANS["two micro-batches"], data), plain(model, data))
+        assert_trains_as_one_device(model, PLANS["two micro-batches"], data, LOSS, momentum)
     assert "a batch of 2 samples has the tuple (3, 4), which goes whole" in caplog.text
 
 
@@ -109,7 +92,7 @@ def test_a_list_that_is_cut_in_one_batch_alone_is_refused() -> None:
     with pytest.raises(
         ValueError, match=r"a batch of 3 samples has the list \[1, 2, 3\], which the first batch had oth"
     ):
-        trained(nn.Sequential(Given(), *model), PLANS["two micro-batches"], data)
+        train_pipeline(nn.Sequential(Given(), *model), PLANS["two micro-batches"], data, LOSS, momentum)
 
 
 Packed = namedtuple("Packed", "offsets longest")
@@ -148,14 +131,14 @@ def test_a_batch_that_is_not_cut_may_have_any_form(form: str) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(Masked(), nn.Linear(3, 3)).double()
     data = [((randn(6, 4), FORMS[form]()), randn(6, 3)) for _ in range(3)]
-    assert_same_training(trained(model, ONE, data), plain(model, data))
+    assert_trains_as_one_device(model, ONE, data, LOSS, momentum)
     with Pipeline(model, ONE, loss_fn=LOSS, optimizer=momentum) as pipeline:
         assert pipeline.step(*data[0]) == pytest.approx(LOSS(model(data[0][0]), data[0][1]).item())
         assert [result.samples for result in pipeline.train(data)] == [6, 6, 6]
         assert pipeline.evaluate(data).samples == 18
         assert pipeline.predict(data[0][0]).shape == (6, 3)
     with pytest.raises(ValueError, match="use micro_batches=1 and one pipeline"):
-        trained(model, PLANS["two micro-batches"], data)
+        train_pipeline(model, PLANS["two micro-batches"], data, LOSS, momentum)
 
 
 class Two(nn.Module):

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from avgpipe import Pipeline, Plan
 from avgpipe.model.recording import generators, moved
-from tests.runtime.cases import assert_same_training, momentum
+from tests.runtime.cases import assert_trains_as_one_device, momentum, train_pipeline
 
 LOSS = nn.MSELoss()
 STRUCTURED = Plan(stages=2, micro_batches=2)
@@ -46,23 +46,6 @@ class Base(nn.Module):
 
     def between(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-
-def plain(model: nn.Module, data: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    model = copy.deepcopy(model)
-    optimizer, losses = momentum(list(model.parameters())), []
-    for x, y in data:
-        optimizer.zero_grad()
-        loss = LOSS(model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, dict(model.state_dict())
-
-
-def trained(model: Any, plan: Plan, data: Any, **options: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, **options) as pipeline:
-        return [result.loss for result in pipeline.train(data)], pipeline.state_dict()
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -155,7 +138,7 @@ def test_what_is_read_or_kept_trains_as_plain_torch(kind: type[Base], example: b
     model, data = kind(), batches()
     options = {"example_inputs": data[0][0]} if example else {}
     for plan in (STRUCTURED, Plan(stages=3, micro_batches=3, recompute="always")):
-        assert_same_training(trained(model, plan, data, **options), plain(model, data))
+        assert_trains_as_one_device(model, plan, data, LOSS, momentum, **options)
     assert not model.seen
     assert not hasattr(model, "last")
 
@@ -175,10 +158,10 @@ def test_a_buffer_that_moves_moves_in_a_graph(stages: int) -> None:
             return x - self.mean * (self.steps > 1)
 
     model, data = InPlace(), batches()
-    assert_same_training(trained(model, Plan(stages=stages, micro_batches=1), data), plain(model, data))
+    assert_trains_as_one_device(model, Plan(stages=stages, micro_batches=1), data, LOSS, momentum)
     assert not model.steps
     with pytest.raises(ValueError, match="changes 'steps'"):
-        trained(Always(), Plan(stages=stages, micro_batches=1), data)
+        train_pipeline(Always(), Plan(stages=stages, micro_batches=1), data, LOSS, momentum)
 
 
 # ---- custom functions ------------------------------------------------------------------------------------------------
@@ -250,7 +233,7 @@ class Custom(Base):
 def test_a_custom_function_keeps_its_backward(plan: Plan, example: bool) -> None:
     model, data = Custom(), batches()
     options = {"example_inputs": data[0][0]} if example else {}
-    assert_same_training(trained(model, plan, data, **options), plain(model, data))
+    assert_trains_as_one_device(model, plan, data, LOSS, momentum, **options)
     assert torch.autograd.Function.apply.__func__.__module__.startswith("torch.")
 
 
@@ -279,7 +262,7 @@ def test_what_cannot_be_copied_is_named(thing: Any) -> None:
     model = Base()
     model.b.thing = thing
     if callable(thing):
-        assert trained(model, STRUCTURED, batches())[0]
+        assert train_pipeline(model, STRUCTURED, batches(), LOSS, momentum)[0]
         return
     with pytest.raises(
         ValueError, match=r"module 'b' \(Linear\) cannot be copied, as its attribute 'thing' is a "

@@ -14,8 +14,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import StageError
-from tests.runtime.cases import assert_same_training, momentum
-from tests.runtime.test_callers_modules import plain
+from tests.runtime.cases import assert_same_training, momentum, train_on_one_device
 
 LOSS = nn.MSELoss()
 
@@ -113,7 +112,10 @@ def test_a_forward_that_runs_again_moves_nothing(kind: str, stages: int) -> None
     model, data = chain(KINDS[kind]()), batches()
     random.seed(3)
     np.random.seed(3)
-    expected, following = plain(model, LOSS, data), (random.random(), np.random.rand())
+    expected, following = (
+        train_on_one_device(model, data, LOSS, momentum),
+        (random.random(), np.random.rand()),
+    )
     for recompute in ("never", "always"):
         plan = Plan(stages=stages, micro_batches=1, recompute=recompute)
         assert_same_training(trained(model, plan, data), expected)
@@ -137,9 +139,9 @@ def test_a_buffer_of_several_modules_moves_once_for_each() -> None:
     model, data = chain(shared()), batches()
     plan = Plan(stages=2, micro_batches=1, recompute="always", partition=[3])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        plain(model, LOSS, data)  # a product keeps it for the backward
+        train_on_one_device(model, data, LOSS, momentum)  # a product keeps it for the backward
     model[1][0].forward = model[1][2].forward = lambda x: x + 0  # type: ignore[method-assign]
-    assert_same_training(trained(model, plan, data), plain(model, LOSS, data))
+    assert_same_training(trained(model, plan, data), train_on_one_device(model, data, LOSS, momentum))
 
 
 def test_a_buffer_that_begins_to_move_late_ends_the_run() -> None:

@@ -106,7 +106,7 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 def split(value: Any, parts: int, samples: int | None = None) -> list[Any]:
     """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample.
 
-    So is a list of plain values cut, or a tuple of strings, that has one for each of so many ``samples``.
+    Lists of plain values, and tuples of strings, are cut too if they are ``samples`` long.
     """
     if parts == 1:
         return [value]

@@ -10,7 +10,7 @@ value per micro-batch and stays right under recomputation. Other layers need not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -152,8 +152,21 @@ def seed_generators(device: torch.device, key: int) -> None:
         generator_of(device).manual_seed(key)
 
 
-class CallerGenerators:
-    """Keeps the caller's generators, as they were, while layers seed the default ones inside the ``with`` block."""
+class _PutAside(AbstractContextManager[Any]):
+    """Puts something of the caller's aside inside the ``with`` block."""
+
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Run the caller's own code inside this block with what was put aside."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+class CallerGenerators(_PutAside):
+    """Puts the states of the caller's generators aside, while layers seed the default ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = generators_of(device)
@@ -166,31 +179,15 @@ class CallerGenerators:
         for generator, state in zip(self._generators, self._states):
             generator.set_state(state)
 
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """Let the caller's own code, inside this block, draw as if no layer had run."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
-
-@contextmanager
-def given_back(generators: CallerGenerators, modes: CallerModes) -> Iterator[None]:
-    """Let the caller's own code run inside this block as if nothing of ours ran around it."""
-    with generators.given_back(), modes.given_back():
-        yield
-
 
 _END = object()
 
 
-class CallerModes:
-    """Puts the caller's ``no_grad`` and ``inference_mode`` aside inside the ``with`` block, where gradients are made.
+class CallerModes(_PutAside):
+    """Puts the caller's ``no_grad`` and ``inference_mode`` aside, which would leave nothing to train.
 
-    A generator that yields inside of a mode leaves it to whoever asked for the next value, as a loader with a teacher
-    does: what the caller's code has left behind in :meth:`given_back` is there again at the end, and not before.
+    A generator that yields inside such a mode leaves it on for its caller, as a loader with a teacher does. A mode that
+    the caller's code leaves on in :meth:`given_back` is on again after the ``with`` block, and off inside it.
     """
 
     def __init__(self) -> None:
@@ -204,20 +201,18 @@ class CallerModes:
     def __exit__(self, *_: object) -> None:
         self._ours.close()
 
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
-        """Let the caller's own code run inside this block, in its own modes."""
-        self.__exit__()
-        try:
-            yield
-        finally:
-            self.__enter__()
-
     def made_outside(self, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield the values that the caller's own code makes, in its own modes."""
+        """Yield values that the caller's own code makes, in the caller's modes."""
         while True:
             with self.given_back():
                 found = next(values, _END)
             if found is _END:
                 return
             yield found
+
+
+@contextmanager
+def given_back(generators: CallerGenerators, modes: CallerModes) -> Iterator[None]:
+    """Run the caller's own code inside this block with its generators and modes."""
+    with generators.given_back(), modes.given_back():
+        yield

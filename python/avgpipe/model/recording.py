@@ -122,7 +122,7 @@ class Knowledge:
     def changed(self) -> str | None:
         """Name the first attribute or tensor that is another one now; None if there is none.
 
-        What a forward keeps of its values, such as an output to be looked at later, is no concern: nobody reads it.
+        Activations that a forward stores in an attribute, as for logging, do not count: the graph never reads them.
         """
         for name, module, key, tensor, version in self._tensors:
             if tensor._version != version or (key in module._buffers and module._buffers[key] is not tensor):

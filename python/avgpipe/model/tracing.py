@@ -81,7 +81,8 @@ class _Tracer(fx.Tracer):
     """Calls as they are: compiled modules, which cannot be traced through, ``leaves``, and custom functions.
 
     Args:
-        reads_buffers: whether buffers are read anew in each forward, so that code may not ask for their values.
+        reads_buffers: whether the graph reads buffers in each forward. If so, the model's code cannot branch on their
+            values; if not, they are constants of the graph.
 
     Attributes:
         drawn: what was drawn from, and the innermost module in whose code.

@@ -27,7 +27,7 @@ from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
 
-_FIRST, _EVERY = 3, 100  # batches that are marked: the first of a loop, and then one in so many
+_FIRST, _EVERY = 3, 100  # ranks compare the first batches of each loop, then every hundredth
 _ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
 _ADVICE = (
     "every rank must give the same batches in the same order. What draws must be seeded alike on all of them before it "
@@ -82,7 +82,7 @@ def check_weights(world: World, placement: Placement, model: Model, layers: Sequ
             raise ValueError(
                 f"ranks {ranks} train copies of stage {k}, and begin with different weights, as in {first!r}: every "
                 "rank must make the same model. Seed it alike on all of them, by torch.manual_seed before the model is "
-                "made (avgpipe run does so unless told otherwise by --seed), or load the same weights"
+                "made (avgpipe run does so unless --seed says otherwise), or load the same weights"
             )
     if apart and not world.rank:
         _log.warning(
