@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.checkpoint import Snapshot, restore
+from avgpipe.checkpoint import Snapshot, restore, snapshot
 from avgpipe.checkpoint.snapshot import may_run
 from tests.checkpoint.test_checkpoint import Summer, same
 from tests.runner import run
@@ -119,6 +120,20 @@ def test_a_snapshot_uses_its_memory_again() -> None:
         take(snapshot, p)
         assert places() == before
         assert snapshot.batches == 8
+
+
+def test_a_snapshot_is_whole_when_the_device_has_made_its_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    event = SimpleNamespace(synchronize=lambda: order.append("waited"))
+    stream = SimpleNamespace(record_event=lambda: order.append("recorded") or event)
+    monkeypatch.setattr(snapshot, "current_stream", lambda device: stream)
+    monkeypatch.setattr(snapshot, "changed_by_updates", lambda *_: {"copied": order.append("copied")})
+    worker: Any = SimpleNamespace(held=[0], lanes={}, streams=object(), device=torch.device("cpu"))
+    made = Snapshot()
+    made.begin(None, worker, 3, lambda: None)  # type: ignore[arg-type]
+    made.finish()
+    assert made.whole() == {0: {"copied": None}}
+    assert order == ["copied", "recorded", "waited"]
 
 
 def while_they_run(plan: Plan) -> bool:
