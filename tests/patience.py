@@ -59,3 +59,17 @@ def wait_until(condition: Callable[[], T], seconds: float = 60) -> T:
         assert not deadline.has_passed, "the condition did not come true in time"
         time.sleep(0.01)
     return value
+
+
+class SharedMemory:
+    """The names in /dev/shm, to see that what runs leaves none behind. Others' programs come and go there, too."""
+
+    def __init__(self) -> None:
+        self._before = self._names()
+
+    def _names(self) -> set[str]:
+        """Return all but semaphores, which multiprocessing makes and removes for each of its processes."""
+        return {path.name for path in Path("/dev/shm").iterdir() if not path.name.startswith("sem.")}
+
+    def assert_nothing_is_left(self) -> None:
+        wait_until(lambda: self._names() <= self._before, 10)

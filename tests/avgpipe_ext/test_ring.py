@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from avgpipe_ext import ring
-from tests.patience import limit
+from tests.patience import SharedMemory, limit
 
 pytestmark = pytest.mark.skipif(not ring.supported(), reason="shared-memory rings need Linux")
 
@@ -120,10 +120,10 @@ class Peer:
 
 @pytest.fixture(scope="module")
 def shared_peer():
-    named = sorted(os.listdir("/dev/shm"))
+    memory = SharedMemory()
     peer = Peer()
     yield peer
-    assert sorted(os.listdir("/dev/shm")) == named
+    memory.assert_nothing_is_left()
     peer.connection.send(None)
     peer.process.join(limit(LONG_S))
     assert peer.process.exitcode == 0
@@ -186,7 +186,7 @@ def test_open_files_do_not_grow_over_10000_messages(peer):
 
 @pytest.mark.promise
 def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
-    named = sorted(os.listdir("/dev/shm"))
+    memory = SharedMemory()
     peer = Peer()
     peer.start(send_patterns, [1000, 2000])
     peer.result()
@@ -196,12 +196,12 @@ def test_a_killed_sender_leaves_what_was_taken_and_nothing_else():
         peer.end.receiver.take()
     assert torch.equal(data, pattern(0, 1000))
     assert not os.path.exists(peer.card[0])
-    assert sorted(os.listdir("/dev/shm")) == named
+    memory.assert_nothing_is_left()
 
 
 @pytest.mark.ranks
 def test_a_killed_receiver_leaves_nothing_once_the_sender_is_gone():
-    named, mapped = sorted(os.listdir("/dev/shm")), mappings()
+    memory, mapped = SharedMemory(), mappings()
     peer = Peer()
     peer.start(answer, 2)
     peer.end.send(pattern(0, 1000))
@@ -212,7 +212,7 @@ def test_a_killed_receiver_leaves_nothing_once_the_sender_is_gone():
     assert not os.path.exists(peer.card[0])
     del peer
     assert mappings() == mapped
-    assert sorted(os.listdir("/dev/shm")) == named
+    memory.assert_nothing_is_left()
 
 
 def mappings():

@@ -14,7 +14,7 @@ from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.testing import environment, fail_at
 from tests.cli.command import alive, avgpipe
 from tests.links.ends import LINKS
-from tests.patience import limit
+from tests.patience import SharedMemory, limit
 from tests.runner import Ranks, run
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -47,16 +47,12 @@ def train(faults: list[dict[str, Any]], folder: str = "", K: int = 3, **options:
     return losses, [one.fired for one in armed]
 
 
-def segments() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
-
-
 def ends_of(faults: list[dict[str, Any]], **options: Any) -> Any:
     """Exit codes and last lines of three ranks, which must all have ended in time and left nothing."""
-    before, ranks = segments(), Ranks(3, train, faults=faults, **options)
+    memory, ranks = SharedMemory(), Ranks(3, train, faults=faults, **options)
     ends = ranks.join(START_S + options.get("timeout_s", 0) + SPARE_S)
     assert not any(alive(process.pid) for process in ranks.processes)
-    assert segments() == before
+    memory.assert_nothing_is_left()
     for code, output in ends:
         assert code in (0, 1, -9), output  # none was ended for being late, none aborted
     return [code for code, _ in ends], [(output.strip().splitlines() or [""])[-1] for _, output in ends]

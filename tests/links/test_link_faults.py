@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,17 +17,13 @@ from avgpipe.errors import PipelineError
 from avgpipe.links import shared
 from avgpipe_ext import ring
 from tests.links.ends import LINKS
-from tests.patience import limit
+from tests.patience import SharedMemory, limit
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
 
 pytestmark = pytest.mark.ranks
 
 LOSS = nn.CrossEntropyLoss()
-
-
-def segments() -> set[str]:
-    return {entry.name for entry in Path("/dev/shm").iterdir()}
 
 
 class Wide(nn.Module):
@@ -77,7 +72,7 @@ CASES = [
 def test_survivors_name_a_rank_that_was_killed_and_nothing_is_left(
     link: str, K: int, victims: tuple[int, ...], floats: int
 ) -> None:
-    before = segments()
+    memory = SharedMemory()
     workers = Ranks(K, endless, K=K, link=link, floats=floats, N=1 if floats > 1000 else 2)
     workers.wait_for(K, "going")
     workers.kill(*victims)
@@ -92,7 +87,7 @@ def test_survivors_name_a_rank_that_was_killed_and_nothing_is_left(
         last = output.strip().split("\n")[-1]
         assert "PeerLost" in last, output
         assert any(f"rank {v} (stage {v}) died or closed its connection" in last for v in victims), output
-    assert segments() == before
+    memory.assert_nothing_is_left()
 
 
 def refused(link: str, how: str) -> str:
