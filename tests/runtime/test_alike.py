@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import PeerLost, Pipeline, PipelineError, Plan
+from avgpipe.ranks.rendezvous import Silence
 from avgpipe.runtime.alike import Alike, mark
 from tests.runner import run
 from tests.runtime.cases import momentum
@@ -21,10 +22,11 @@ LOSS = nn.MSELoss()
 class Ranks:
     """The store of some ranks, and what each is: in one process."""
 
-    def __init__(self, count: int, is_on: bool = True) -> None:
+    def __init__(self, count: int, is_on: bool = True, generation: int = 0) -> None:
         self.texts: dict[str, str] = {}
         self.failures: list[BaseException] = []
-        self.alike = [Alike(self.Of(self, n, count), self.failures.append, is_on) for n in range(count)]  # type: ignore[arg-type]
+        worlds: list[Any] = [self.Of(self, n, count) for n in range(count)]
+        self.alike = [Alike(world, self.failures.append, is_on, generation) for world in worlds]
 
     class Of:
         def __init__(self, ranks: Ranks, rank: int, size: int) -> None:
@@ -117,6 +119,40 @@ def test_alone_or_switched_off_nothing_is_compared(count: int, is_on: bool) -> N
         alike.look()
     assert not ranks.texts
     assert not ranks.failures
+
+
+def test_after_a_replacement_the_batches_of_the_loop_it_was_in_are_compared_and_nothing_else() -> None:
+    ranks = Ranks(2, generation=1)
+    new = ranks.alike[1]
+    for _ in range(2):  # loops that the others have been through, of which nothing is left
+        new.begin_anew()
+        new.end(18)
+    ranks.batch(18, 1, 1)
+    with pytest.raises(ValueError, match=r"batch 19 of train is not the same"):
+        ranks.batch(19, 1, 2)
+    for n, alike in enumerate(ranks.alike):
+        alike.end(20 + n)
+        alike.look()
+        with alike.loop("evaluation 0"):
+            alike.batch(0, [torch.full((1,), n)], [None])
+        alike.begin_anew()
+    ranks.batch(20, 1, 2)
+    assert not ranks.failures
+
+
+def test_a_store_that_does_not_answer_disturbs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def silent(self: Any, name: str, text: str) -> str:
+        asked.append(name)
+        raise Silence("the store does not answer")
+
+    monkeypatch.setattr(Ranks.Of, "first", silent)
+    for begin in (lambda alike: alike.batch(0, [torch.ones(1)], [None]), lambda alike: alike.end(0)):
+        (alike, _), before = Ranks(2).alike, len(asked)
+        for _ in range(3):
+            begin(alike)
+        assert len(asked) == before + 1
 
 
 # ---- with real ranks -------------------------------------------------------------------------------------------------

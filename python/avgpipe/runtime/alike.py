@@ -124,27 +124,32 @@ class Alike:
     Args:
         fail: ends a wait of this rank.
         is_on: whether anything is compared.
+        generation: how often ranks have taken the place of lost ones. The script of a new one begins anew, and comes to
+            the others' loop by ways of its own: only the batches of this loop are compared then.
     """
 
-    def __init__(self, world: World, fail: Callable[[BaseException], None], is_on: bool) -> None:
+    def __init__(
+        self, world: World, fail: Callable[[BaseException], None], is_on: bool, generation: int = 0
+    ) -> None:
         self._world, self._fail = world, fail
-        self._is_on = is_on and world.size > 1
+        self._is_on, self._generation = is_on and world.size > 1, generation
         self._loop = _Loop()  # replaced as a whole: a thread looks at it
 
     def begin_anew(self) -> None:
         """Batches of another loader come, or numbers may come again; every rank calls this."""
         loop = self._loop
         self._loop = _Loop(loop.session + bool(loop.seen or loop.has_ended))
+        self._is_on &= not self._generation or not self._loop.session
 
     @contextmanager
     def loop(self, name: str, seen: int = 0) -> Iterator[None]:
         """Batches of their own come inside, numbered as no others of this session are, after ``seen`` of their kind."""
-        before = self._loop
-        self._loop = _Loop(before.session, name, seen=seen)
+        before, was_on = self._loop, self._is_on
+        self._loop, self._is_on = _Loop(before.session, name, seen=seen), was_on and not self._generation
         try:
             yield
         finally:
-            self._loop = before
+            self._loop, self._is_on = before, was_on
 
     def batch(self, number: int, inputs: Any, targets: Any) -> None:
         """Compare a batch that begins here. ValueError where another rank has another one."""
@@ -158,7 +163,7 @@ class Alike:
 
     def _compare(self, name: str, what: str, inputs: Any, targets: Any) -> None:
         mine = {"inputs": mark(inputs), "targets": mark(targets)}
-        rank, theirs = json.loads(self._world.first(name, json.dumps([self._world.rank, mine])))
+        rank, theirs = self._first(name, mine)
         different = [part for part in mine if mine[part] != theirs[part]]
         if different:
             shapes = [of[different[0]][1] for of in (theirs, mine)]
@@ -168,15 +173,26 @@ class Alike:
                 f'differ ({how}); {_ADVICE}. check="off" leaves this out'
             )
 
+    def _first(self, name: str, mine: Any) -> tuple[int, Any]:
+        """Return what came first of this name, and from which rank: ``mine`` if nothing did, or nobody can be asked."""
+        try:
+            rank, first = json.loads(self._world.first(name, json.dumps([self._world.rank, mine])))
+        except (
+            RuntimeError
+        ):  # the store does not answer, which training does not need; nobody waits for it again
+            self._is_on = False
+            return self._world.rank, mine
+        return rank, first
+
     # ---- the ends of loaders -----------------------------------------------------------------------------------------
 
     def end(self, number: int) -> None:
         """Say that the loader here has ended before a batch of this number."""
         loop = self._loop
-        if not self._is_on or loop.has_ended:
+        if not self._is_on or self._generation or loop.has_ended:
             return
         self._loop = replace(loop, has_ended=True)
-        rank, at = json.loads(self._world.first(loop.end, json.dumps([self._world.rank, number])))
+        rank, at = self._first(loop.end, number)
         if at != number:
             raise self._other_end(rank, at, f"at batch {number}")
 
