@@ -19,7 +19,10 @@ from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
-_TOLERANCE = 1e-2  # of the loss; what is no mean is further off in some micro-batch
+_FIRST, _EVERY = 3, 100  # batches that are looked at, and later every hundredth
+# Of the loss, by its dtype: rounding does less, and what is no mean is further off where outputs differ.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_TOLERANCE_16 = 1e-2
 
 
 class Loss(NamedTuple):
@@ -94,15 +97,17 @@ def is_mean_by_kind(loss_fn: LossFn) -> bool:
 
 
 class MeanCheck:
-    """Checks in the micro-batches of the first batch whether a loss of unknown kind is a mean over samples.
+    """Checks in micro-batches of the first batches, and some later ones, whether a loss is a mean over samples.
 
-    Each is evaluated whole and sample by sample. What finds nothing says nothing: where outputs do not have their
-    samples in dimension 0 there is no telling.
+    Each is evaluated whole and sample by sample, in float64, on outputs that differ more than those of a new model: to
+    it all targets are as likely, so that one that is hidden would not be missed. What finds nothing says nothing: where
+    outputs do not have their samples in dimension 0 there is no telling.
     """
 
     def __init__(self, loss_fn: LossFn) -> None:
         self._loss_fn = loss_fn
-        self._batch: int | None = None  # the one that is looked at
+        self._first: int | None = None  # batch
+        self._batch: int | None = None  # whose parts these are
         self._parts: list[tuple[Any, Any]] = []  # of too few samples, until there are two
         self.done = False
         self._warned_of_nan = False
@@ -110,49 +115,59 @@ class MeanCheck:
     @torch.no_grad()
     def look(self, batch: int, output: Any, target: Any) -> None:
         """Look at a micro-batch, and warn, once, of a loss that is no mean."""
-        if self._batch is None:
-            self._batch = batch
-        elif batch != self._batch:
-            self.done, self._parts = True, []
+        self._first = batch if self._first is None else self._first
+        if batch - self._first >= _FIRST and batch % _EVERY:
             return
+        if batch != self._batch:
+            self._batch, self._parts = batch, []
         self._parts.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (output, target)))
         samples = sum(map(_samples, self._parts))
         if samples < 2:
             return
         parts, self._parts = self._parts, []
         output, target = parts[0] if len(parts) == 1 else map(concatenate, map(list, zip(*parts)))
-        try:
-            whole, each = self._evaluate(output, target, samples)
-        except Exception:
-            return  # a function of the caller's that was not made for values of these shapes
-        if whole is None or _near(whole, sum(each) / len(each), each):
+        for spread in (_spread, _as_it_is):
+            try:
+                found = self._evaluate(*spread(output, target), samples)
+            except (
+                Exception
+            ):  # of any kind: the caller's function was not made for values of these shapes or dtypes
+                continue
+            if found is not None:
+                self._tell(*found)
+                return
+
+    def _tell(self, whole: float, each: list[float], tolerance: float) -> None:
+        if _near(whole, sum(each) / len(each), each, tolerance):
             return
         self.done = True
-        if _near(whole, sum(each), each):
+        if _near(whole, sum(each), each, tolerance):
             _log.warning(
                 "loss_fn returns the sum over the samples and is taken for their mean: give it an attribute "
                 'reduction = "sum", or let it return (sum, count)'
             )
             return
         _log.warning(
-            "loss_fn is no mean over the samples: %d of them have the loss %.6g, and the mean of their own losses is "
-            "%.6g. Micro-batches are weighed by their samples, so training differs from that with whole batches: let "
-            "loss_fn return (sum, count), or give loss_weight; a loss that compares samples with each other needs "
+            "loss_fn is no mean over the samples: on outputs that differ from each other, %d samples have the loss "
+            "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighed by their samples, so training "
+            "differs from that with whole batches: let loss_fn return (sum, count), where some targets are ignored the "
+            "count of the others, or give loss_weight; a loss that compares samples with each other needs "
             "micro_batches=1",
             *(len(each), whole, sum(each) / len(each)),
         )
 
-    def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float | None, list[float]]:
-        """Return the loss of some samples, None if that cannot be said, and the losses of each."""
+    def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float, list[float], float] | None:
+        """Return the loss of some samples, those of each, and how far rounding may part them; None for no telling."""
         tensors = [t for t in tensors_of((output, target)) if t.dim() > 0]
         if any(t.shape[0] % samples for t in tensors):
-            return None, []
-        each = list(zip(split(output, samples), split(target, samples)))[:_LOOKED_AT]
-        some = (concatenate(list(values)) for values in zip(*each))
-        whole = loss_of(self._loss_fn, *some).value
-        if not math.isfinite(float(whole)):
-            return None, []
-        return float(whole), [float(loss_of(self._loss_fn, x, y).value) for x, y in each]
+            return None
+        each = list(zip(split(output, samples, samples), split(target, samples, samples)))[:_LOOKED_AT]
+        some = [concatenate(list(values)) for values in zip(*each)]
+        whole, again = (loss_of(self._loss_fn, *some).value for _ in range(2))
+        if not math.isfinite(float(whole)) or float(whole) != float(again):  # it draws at random
+            return None
+        tolerance = _TOLERANCES.get(whole.dtype, _TOLERANCE_16)
+        return float(whole), [float(loss_of(self._loss_fn, x, y).value) for x, y in each], tolerance
 
     def counts_nothing(self, output: Any) -> bool:
         """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are hidden."""
@@ -172,9 +187,30 @@ def _samples(part: tuple[Any, Any]) -> int:
     return next((t.shape[0] for t in tensors_of(part[1]) + tensors_of(part[0]) if t.dim() > 0), 1)
 
 
-def _near(a: float, b: float, parts: list[float]) -> bool:
-    """Whether two losses differ by no more than rounding may do, in 16 bits too. False for NaN."""
-    return abs(a - b) <= _TOLERANCE * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
+def _spread(output: Any, target: Any) -> tuple[Any, Any]:
+    """Return output and target in float64, each element of the output nearer to zero, by another part.
+
+    So probabilities stay such, and logarithms of them below zero.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        parts = torch.rand(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device)
+        return parts * tensor.double() if bool(tensor.any()) else parts
+
+    wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, target)
+    return pytree.tree_map_only(torch.Tensor, spread, output), wide
+
+
+def _as_it_is(output: Any, target: Any) -> tuple[Any, Any]:
+    return output, target
+
+
+def _near(a: float, b: float, parts: list[float], tolerance: float) -> bool:
+    """Whether two losses differ by no more than rounding may do. False for NaN."""
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
 
 
 # Those of torch.amp.GradScaler.
