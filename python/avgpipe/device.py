@@ -27,12 +27,15 @@ meanwhile it issues what else can run, and sees to it that no wait lasts for eve
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -169,6 +172,15 @@ def select(device: torch.device) -> None:
     """Make an accelerator the calling thread's current one."""
     if device.type != "cpu":
         torch.accelerator.set_device_index(device)
+
+
+def free_bytes(device: torch.device) -> float:
+    """Bytes that can be had on a device without swapping; infinite where the system does not say."""
+    if device.type != "cpu":
+        return int(torch.accelerator.get_memory_info(device)[0])
+    facts = Path("/proc/meminfo")
+    found = re.search(r"^MemAvailable: *(\d+)", facts.read_text() if facts.exists() else "", re.MULTILINE)
+    return 1024.0 * int(found[1]) if found else math.inf
 
 
 def device_name(device: torch.device) -> str:

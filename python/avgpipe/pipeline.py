@@ -59,6 +59,7 @@ from avgpipe.ranks.process import keep_freed_memory, tell_of_lost_peers, warn_of
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.ranks.world import World
 from avgpipe.runtime.alike import check_weights
+from avgpipe.runtime.audit import Audit
 from avgpipe.runtime.distances import Distances, gather_distances
 from avgpipe.runtime.evaluate import (
     EvaluationResult,
@@ -251,9 +252,14 @@ class Pipeline:
             each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
             stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
             :meth:`predict` and :meth:`state_dict`; checkpoints have it. Buffers are not averaged over time.
-        check: "first-batch": in the first batches look whether training is what was asked for, and raise or warn where
-            it is not; "off": do not. Ranks must be given the same batches, of which some are compared, and loaders must
-            end with the same one.
+        check: "first-batch": before the first batch trains, look whether training is what was asked for, and raise or
+            warn where it is not. Ranks must be given the same batches, of which some are compared, and loaders must end
+            with the same one. The first rank runs the model as it was given and as its stages run it, on samples of the
+            batch: outputs, gradients and buffers must be equal, also in evaluation and with recomputation. That takes
+            the time of some batches, and memory for the gradients of the whole model, twice; the model's code and hooks
+            run a few times more, on copies of its modules. What has no gradient is named. "every": compare stages with
+            the model in every hundredth batch, too, on the weights that it was given with; "full": in all batches, on
+            all samples; "off": nothing of it.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -370,6 +376,17 @@ class Pipeline:
                 "the model is in evaluation mode as a whole, as one that was loaded, and is trained in training mode, "
                 "with its dropout and batch statistics: call model.train() to say so, and eval() of the modules that "
                 "are to stay as they are"
+            )
+        if check != "off" and not self.world.rank:
+            self._worker.audit = Audit(
+                model,
+                layers,
+                self._model.bounds,
+                recomputes=plan.recompute != "never",
+                keeps_modes=options.keeps_modes,
+                autocast=autocast,
+                device=self._device,
+                check=check,
             )
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen

@@ -108,7 +108,11 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
     traced graph. ``example_inputs``: one batch's, with which torch.export traces what torch.fx cannot.
     """
     model = without_adapters(original(model))
-    if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential | nn.ModuleList):
+    if isinstance(model, nn.Module):
+        _refuse_hooks(model)
+    if isinstance(model, nn.Module) and not (
+        isinstance(model, nn.Sequential | nn.ModuleList) and is_chain(model)
+    ):
         is_of_transformers = _forward_module(model) == "transformers"
         return _of_transformers(model) if is_of_transformers else _of_graph(model, example_inputs)
     layers = [part for layer in model for part in _parts(layer)]
@@ -119,6 +123,23 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
         raise ValueError("the model has no layers")
     memo: dict[int, nn.Module] = {}
     return [unwrapped(layer, memo) for layer in layers]
+
+
+def is_chain(model: nn.Module) -> bool:
+    """Whether a container of modules is these one after another: it has no forward of its own."""
+    return type(model).forward in (nn.Sequential.forward, nn.Module.forward)
+
+
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse hooks of the model as a whole, which no stage is."""
+    if any(vars(model)[of] for of in _HOOKS):
+        raise ValueError(
+            f"the model, a {type(model).__name__}, has a hook of its own, which no stage would call: register it on a "
+            "module inside of it, or do in its forward what the hook does"
+        )
 
 
 def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
@@ -156,8 +177,11 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
 
 def _parts(layer: Any) -> list[Any]:
     """Return an encoder of torch's as its blocks, which is what it calls one after another; anything else as it is."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    if type(layer) is not nn.TransformerEncoder or is_compiled(layer) or any(vars(layer)[of] for of in hooks):
+    if (
+        type(layer) is not nn.TransformerEncoder
+        or is_compiled(layer)
+        or any(vars(layer)[of] for of in _HOOKS)
+    ):
         return [layer]
     return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
 

@@ -148,6 +148,16 @@ class BlockChain(Sequence[nn.Module]):
     def __getitem__(self, n: int | slice) -> nn.Module | Sequence[nn.Module]:
         return self._pieces[n]
 
+    @property
+    def model(self) -> nn.Module:
+        """The whole model, whose very modules the pieces hold."""
+        return self._anatomy.model
+
+    def called(self, model: nn.Module, value: Any) -> Any:
+        """Return what a copy of the whole model makes of a batch's inputs, as the last piece returns it."""
+        call = self._anatomy.call
+        return call.output(model(**self._pieces[0]._given(value), **call.fixed))
+
     def stage(self, begin: int, end: int) -> list[nn.Module]:
         """Return one piece that runs the layers from ``begin`` on, before ``end``."""
         return [self._piece(begin, end)]

@@ -1,82 +1,136 @@
-"""Whether the stages of a model compute what the model itself does."""
+"""Whether the stages of a model compute what the model itself does: the comparison of two runs."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-# Elements of a parameter whose gradient is looked at: those of a large model would be as large as itself.
+# Elements of a gradient that are compared: all of them would take as much memory as the model.
 _MOST = 1 << 20
-_TOLERANCE, _TOLERANCE_16 = 1e-5, 2e-2  # of the largest number in what is compared; of 16 bits
+# Of the largest number in a tensor, and in all that are compared; 16 bits round to much less.
+_TOLERANCES = {torch.float64: (1e-8, 1e-11), torch.complex128: (1e-8, 1e-11)}
+_TOLERANCE, _TOLERANCE_16 = (1e-4, 1e-6), (5e-2, 1e-2)
+
+
+class Outcome(NamedTuple):
+    """What a run of a model has come to.
+
+    Attributes:
+        outputs: the tensors of what it returned.
+        gradients: of a number made of the outputs, by name of a parameter; of large ones, some elements.
+        buffers: by name.
+    """
+
+    outputs: list[torch.Tensor]
+    gradients: Mapping[str, torch.Tensor] = {}
+    buffers: Mapping[str, torch.Tensor] = {}
 
 
 def difference(model: nn.Module, whole: Callable[[], Any], stages: Callable[[], Any]) -> str | None:
     """Compare what ``model`` returns, ``whole()``, and what its stages return; both are pytrees of tensors.
 
-    Compared are outputs, and gradients of a number made of them, by all parameters but the largest. The caller has seen
-    to it that nothing is drawn at random.
+    Compared are outputs, and gradients of a number made of them. The caller has seen to it that nothing is drawn at
+    random.
 
     Returns:
         None if they are equal but for rounding; else how they differ.
     """
-    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad and p.numel() <= _MOST}
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
-        expected, gradients = _outcome(whole(), parameters)
-        output, others = _outcome(stages(), parameters)
-    if len(output) != len(expected):
-        return f"the model returns {len(expected)} tensors and the stages {len(output)}"
-    numbered = {f"output {n}": t for n, t in enumerate(expected)}
-    found = _largest(numbered, dict(zip(numbered, output)))
-    if found is None and (found := _largest(gradients, others)) is not None:
+        return compared(_outcome(whole(), parameters), _outcome(stages(), parameters))
+
+
+def compared(expected: Outcome, got: Outcome, coarse: bool = False) -> str | None:
+    """Say how the stages' outcome, ``got``, differs from the model's; None if by rounding (``coarse``: to 16 bits)."""
+    counts = len(expected.outputs), len(got.outputs)
+    if counts[0] != counts[1]:
+        return f"the model returns {counts[0]} tensors and the stages {counts[1]}"
+    numbered = {f"output {n}": t for n, t in enumerate(expected.outputs)}
+    found = _largest(numbered, dict(zip(numbered, got.outputs)), coarse)
+    if found is None and (found := _largest(expected.gradients, got.gradients, coarse)) is not None:
         found = f"gradient of {found}"
+    if found is None and (found := _largest(expected.buffers, got.buffers, coarse)) is not None:
+        found = f"buffer {found}"
     return found
 
 
-def _outcome(
-    output: Any, parameters: Mapping[str, nn.Parameter]
-) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+def some(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what is compared of a tensor: all of it, or of a large one some elements, copied."""
+    tensor = tensor.detach()
+    if tensor.numel() <= _MOST or tensor.layout is not torch.strided:
+        return tensor
+    flat = tensor.reshape(-1)
+    return flat[:: -(-len(flat) // _MOST)].clone()
+
+
+def number_of(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Make a number of tensors to which all their elements count differently."""
+    terms = [_number(t) for t in tensors]
+    return sum(terms[1:], terms[0])
+
+
+def _outcome(output: Any, parameters: Mapping[str, nn.Parameter]) -> Outcome:
     """Return the tensors of an output, and the gradients that there are."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    terms = [_number(t) for t in tensors if t.requires_grad]
+    learnt = [t for t in tensors if t.requires_grad]
     gradients: tuple[torch.Tensor | None, ...] = ()
-    if terms and parameters:
-        gradients = torch.autograd.grad(
-            sum(terms[1:], terms[0]), list(parameters.values()), allow_unused=True
-        )
-    there = {name: grad for name, grad in zip(parameters, gradients) if grad is not None}
-    return [t.detach() for t in tensors], there
+    if learnt and parameters:
+        gradients = torch.autograd.grad(number_of(learnt), list(parameters.values()), allow_unused=True)
+    there = {name: some(grad) for name, grad in zip(parameters, gradients) if grad is not None}
+    return Outcome([t.detach() for t in tensors], there)
 
 
 def _number(tensor: torch.Tensor) -> torch.Tensor:
-    """Make a number of a tensor to which its elements count differently."""
-    flat = tensor.flatten().to(torch.promote_types(tensor.dtype, torch.float32))
+    flat = tensor.flatten()
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).flatten()
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     return (flat * torch.linspace(0.5, 1.5, len(flat), device=flat.device, dtype=flat.dtype)).mean()
 
 
-def _largest(expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor]) -> str | None:
+def _largest(
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], coarse: bool
+) -> str | None:
     """Say where two sets of tensors differ most; None if nowhere."""
     if lost := sorted(expected.keys() ^ got.keys()):
-        return f"{lost[0]}: only one of the two has it"
+        return f"{lost[0]}: only the {'model' if lost[0] in expected else 'stages'} has it"
     unlike = [
         name for name, t in expected.items() if t.shape != got[name].shape or t.dtype != got[name].dtype
     ]
     if unlike:
         a, b = (f"{list(t.shape)} {str(t.dtype)[6:]}" for t in (expected[unlike[0]], got[unlike[0]]))
         return f"{unlike[0]} is {a} of the model and {b} of the stages"
-    differences = {
-        name: float((t.double() - got[name].double()).abs().max())
-        for name, t in expected.items()
-        if t.numel()
-    }
-    sizes = {name: float(t.double().abs().max()) for name, t in expected.items() if t.numel()}
-    largest = max(sizes.values(), default=0.0)
-    for name, by in sorted(differences.items(), key=lambda pair: -pair[1]):
-        narrow = expected[name].dtype in (torch.float16, torch.bfloat16)
-        # NaN on both sides is refused too: it would hide all else.
-        if not by <= (_TOLERANCE_16 if narrow else _TOLERANCE) * max(largest, 1e-30):
-            return f"{name} differs by {by:.2g}, where numbers are up to {largest:.2g}"
-    return None
+    sizes = {name: _size(t) for name, t in expected.items() if t.numel()}
+    largest, worst, found = max(sizes.values(), default=0.0), 0.0, None
+    for name, size in sizes.items():
+        own, of_all = _TOLERANCE_16 if coarse else _tolerance(expected[name].dtype)
+        by, limit = _apart(expected[name], got[name]), own * size + of_all * largest
+        if by > limit and (excess := by / max(limit, 1e-30)) > worst:
+            worst, found = excess, f"{name} differs by {by:.2g}, where its numbers are up to {size:.2g}"
+    return found
+
+
+def _size(tensor: torch.Tensor) -> float:
+    return float(_wide(tensor).abs().nan_to_num(0.0, 0.0).max())
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Return the largest distance of two elements, infinite where one of them is no number and the other is."""
+    a, b = _wide(a), _wide(b)
+    same = (a == b) | (a.isnan() & b.isnan())
+    return float((a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf).max())
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.to_dense() if tensor.layout is not torch.strided else tensor
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
+    narrow = dtype.is_floating_point and dtype.itemsize <= 2
+    return _TOLERANCES.get(dtype, _TOLERANCE_16 if narrow else _TOLERANCE)

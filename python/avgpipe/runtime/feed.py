@@ -151,7 +151,7 @@ class Feed:
         """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
         plan, batch = self._plan, self.next_batch
         with self._worker.running():
-            self._worker.alike.batch(batch, *zip(*given))
+            self._worker.look(batch, given)
         if self.kept is not None:
             self.kept.append(given)
         is_whole = self._parts == 1

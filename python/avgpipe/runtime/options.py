@@ -31,6 +31,8 @@ _SHARED = (
     *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check"),
 )
 
+CHECKS = "first-batch", "every", "full", "off"
+
 
 @dataclass(frozen=True)
 class TrainingOptions:

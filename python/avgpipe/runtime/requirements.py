@@ -20,7 +20,7 @@ from avgpipe.links import NAMES as LINKS
 from avgpipe.links import refuse_elsewhere, refuse_unverified
 from avgpipe.model.context import Carry
 from avgpipe.plan import Plan
-from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.options import CHECKS, TrainingOptions
 from avgpipe.schedule import Kind
 
 _log = logging.getLogger("avgpipe")
@@ -123,6 +123,8 @@ def check_options(options: TrainingOptions) -> None:
         raise ValueError(f"ema_decay must be None or from 0 to below 1, such as 0.999, not {decay!r}")
     if options.link not in LINKS:
         raise ValueError(f"unknown link {options.link!r}: {nearest(str(options.link), LINKS)}")
+    if options.check not in CHECKS:
+        raise ValueError(f"unknown check {options.check!r}: {nearest(str(options.check), CHECKS)}")
     is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if scale not in (None, "dynamic") and not (is_number and 0 < float(scale) < math.inf):
         raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")

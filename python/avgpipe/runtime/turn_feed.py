@@ -239,7 +239,7 @@ class TurnFeed:
         self.is_member = True
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
-        self._worker.alike.batch(self.next_batch, *zip(*given))
+        self._worker.look(self.next_batch, given)
         counts = [sample_count(inputs, targets) for inputs, targets in given]
         for one, samples in zip(given, counts):
             self._columns.check(one, samples)

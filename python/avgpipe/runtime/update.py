@@ -7,6 +7,7 @@ message. Within a process all of it does.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,6 +30,9 @@ from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.turns import Turns
 
+_log = logging.getLogger("avgpipe")
+_SHOWN = 3  # names in a warning
+
 
 class Update:
     """Runs one stage's steps of an update.
@@ -37,6 +41,7 @@ class Update:
         shared: for every other stage, which of this stage's parameters it holds too: indices into its flat buffers'
             parameters, in an order that both agree on.
         group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
+        names: of the parameters, where it is said which have no gradient in the first batch.
         turns: tells pipelines of other processes, where they are isolated.
     """
 
@@ -49,8 +54,10 @@ class Update:
         port: Port,
         group_sum: GroupSum | None,
         notice: NonfiniteNotice,
+        names: Sequence[str] = (),
         turns: Turns | None = None,
     ) -> None:
+        self._unseen = names
         self._turns = turns
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
         self._group_sum, self._notice = group_sum, notice
@@ -212,6 +219,8 @@ class Update:
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum goes on
             self._trained.zero_grads()
+        elif self._unseen:
+            self._name_those_without_gradients(step.batch)
         norm = state.norm
         if self._notice.watches and self._on_cpu:  # a device would have to be waited for
             self._watch(state, step)
@@ -229,6 +238,18 @@ class Update:
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
         if self._turns is not None:
             self._turns.tell(state)
+
+    def _name_those_without_gradients(self, batch: int) -> None:
+        names, self._unseen = self._unseen, ()
+        parameters = self._trained.arena.parameters
+        without = [name for name, p in zip(names, parameters) if p.grad is None and p.requires_grad]
+        if without:
+            shown = ", ".join(map(repr, without[:_SHOWN])) + (" and others" if len(without) > _SHOWN else "")
+            _log.warning(
+                "stage %d: %d of %d parameters have no gradient in batch %d (%s): the loss does not depend on them, or "
+                "a detach(), no_grad() or integer lies between. Without one they are not trained",
+                *(self._route.stage, len(without), len(parameters), batch, shown),
+            )
 
     def _send_to_stage(self, stage: int, message: Message, step: Step, value: Any) -> None:
         for to in self._route.placement.receivers_of(self._route.replica, stage):

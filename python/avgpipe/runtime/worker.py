@@ -20,11 +20,13 @@ from avgpipe.links.message import Channel, Key
 from avgpipe.model.context import CallerModes
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.plan import Plan
+from avgpipe.ranks.generation import generation
 from avgpipe.ranks.membership import Membership
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
+from avgpipe.runtime.audit import Audit
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.exchange import TurnExchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
@@ -59,6 +61,7 @@ class Worker:
         exchange: with other pipelines; None unless they are isolated.
         preemption: whether its ranks are to stop.
         alike: compares what its ranks are given.
+        audit: compares the stages with the model, on the first rank.
         rows: one for each pipeline on each worker of the plan that this process is.
         pace: of this process; None where it is the only one.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
@@ -89,7 +92,8 @@ class Worker:
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
-        self.alike = Alike(world, self.mailbox.fail, options.check != "off")
+        self.audit: Audit | None = None
+        self.alike = Alike(world, self.mailbox.fail, options.check != "off", generation())
         self.streams = streams_of(device)
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}
@@ -137,6 +141,12 @@ class Worker:
         """What this process is, as faults name it."""
         stages, pipelines = {self.placement.stage_of(n) for n in self.held}, {i for _, i in self.lanes}
         return {"rank": self.world.rank, "stage": stages, "pipeline": pipelines}
+
+    def look(self, batch: int, given: Sequence[tuple[Any, Any]]) -> None:
+        """Look whether the batch is the others', too, and whether stages compute on it what the model does."""
+        self.alike.batch(batch, *zip(*given))
+        if self.audit is not None:
+            self.audit.look(batch, given[0][0])
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
         """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
@@ -318,13 +328,16 @@ class Worker:
             )
         elif reference is not None and route.remote:
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
-        shared = self.model.shared[route.stage]
+        shared, placement = self.model.shared[route.stage], self.placement
+        first = placement.pipelines[0]
+        is_first = route.pipeline == first and route.replica in placement.first_replicas(first)
+        names = self.model.trainable[route.stage] if is_first and options.check != "off" else ()
         return Lane(
             trained,
             route,
             port,
             Compute(trained, route, options, port, group_sum),
-            Update(trained, route, shared, options, port, group_sum, self.notice, turns),
+            Update(trained, route, shared, options, port, group_sum, self.notice, names, turns),
             # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
             remote=turns or remote,

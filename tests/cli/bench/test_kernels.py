@@ -87,10 +87,10 @@ def test_a_section_has_its_limit_first_and_unique_names(question):
 
 
 def test_what_does_not_fit_is_refused_with_the_size_that_would(monkeypatch):
-    monkeypatch.setattr(bench, "memory_available_bytes", lambda device: 4 * 2**30)
+    monkeypatch.setattr(bench, "free_bytes", lambda device: 4 * 2**30)
     with pytest.raises(ValueError, match=r"needs .* GiB .* use --elements \d{8} or less"):
         check(KernelsConfig(elements=(10**8,)))
-    monkeypatch.setattr(bench, "memory_available_bytes", lambda device: math.inf)
+    monkeypatch.setattr(bench, "free_bytes", lambda device: math.inf)
     check(KernelsConfig(elements=(10**8,)))
 
 

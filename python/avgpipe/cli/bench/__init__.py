@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy
@@ -18,6 +15,7 @@ from rich.text import Text
 from avgpipe.cli.doctor import examine
 from avgpipe.cli.options import Options, words
 from avgpipe.cli.output import CommandFailed, answer, grid, running, tell
+from avgpipe.device import free_bytes
 from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_bytes, format_seconds
 
@@ -138,18 +136,9 @@ def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None
         figure.suptitle(f"{heading}; GB/s of what the work must move", fontsize=10)
 
 
-def memory_available_bytes(device: str) -> float:
-    """Bytes that can be had without swapping; infinite where the system does not say."""
-    if device != "cpu":
-        return int(torch.accelerator.get_memory_info(torch.device(device))[0])
-    facts = Path("/proc/meminfo")
-    found = re.search(r"^MemAvailable: *(\d+)", facts.read_text() if facts.exists() else "", re.MULTILINE)
-    return 1024.0 * int(found[1]) if found else math.inf
-
-
 def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu") -> None:
     """Refuse a size that memory does not hold. ValueError."""
-    needed, free = value * bytes_each, memory_available_bytes(device)
+    needed, free = value * bytes_each, free_bytes(torch.device(device))
     if needed > _USABLE * free:
         raise ValueError(
             f"{option} {value}: needs {format_bytes(needed)} and {format_bytes(free)} are free, of which {_USABLE:.0%} "

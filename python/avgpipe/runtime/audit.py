@@ -1,0 +1,316 @@
+"""Whether the stages of a model compute what the model itself does, looked at on some samples of the first batch.
+
+The model runs as it was given, and once more as its stages run: each gets a copy of what the one before returned, and
+gives gradients back for it. Both begin with the same weights, buffers and random numbers, and nothing of the caller's
+moves. So whatever a cut has lost is seen before anything is trained on, whoever wrote the model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import reduce
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from avgpipe.device import free_bytes, generators_of
+from avgpipe.errors import reason
+from avgpipe.links.message import tensors_of, wanting_gradients
+from avgpipe.model.batch import batch_size, split, to_device
+from avgpipe.model.compiled import is_compiled, original
+from avgpipe.model.context import (
+    CallerGenerators,
+    Position,
+    key_layers,
+    position,
+    seed_generators,
+    set_position,
+)
+from avgpipe.model.copies import copied
+from avgpipe.model.example import Arguments
+from avgpipe.model.model import is_chain, stage_layers, without_adapters
+from avgpipe.model.modes import Modes
+from avgpipe.model.pieces import BlockChain
+from avgpipe.model.proof import Outcome, compared, number_of, some
+from avgpipe.model.recording import callers_generators, set_generators, sharing_copy
+from avgpipe.runtime.repeated import Repeated
+from avgpipe.runtime.stage import Inputs
+
+_log = logging.getLogger("avgpipe")
+
+_SAMPLES = 3  # at most, and not more than a quarter of the batch, if that are two
+_EVERY = 100  # batches between two looks of check="every"
+_OTHERWISE = {
+    True: "the stages do not compute what the model does",
+    False: "in evaluation, the stages do not compute what the model does",
+}
+_ELSEWHERE = "cut it elsewhere by Plan(partition=...), or pass a list of layers"
+_AGAIN = "recomputation changes what the model learns"
+_NO_RECOMPUTE = (
+    "a layer does something else when it runs a second time. Let it depend on nothing but its input, parameters, "
+    'buffers, and the generators of torch, random and numpy, or use recompute="never"'
+)
+_USABLE = 0.5  # of the memory that is free
+
+
+class Audit:
+    """Compares a model with its stages.
+
+    Args:
+        model: as it was given.
+        layers: of the whole model, with the very parameters and buffers of ``model``.
+        bounds: first layer of each stage, then the number of layers.
+        recomputes: whether stages run again in the backward.
+        keeps_modes: whether what is in evaluation mode stays there in training.
+        autocast: the dtype of ``torch.autocast`` in training.
+        device: where stages run.
+        check: "first-batch", "every" or "full"; see Pipeline.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Sequence[nn.Module],
+        layers: Sequence[nn.Module],
+        bounds: Sequence[int],
+        *,
+        recomputes: bool,
+        keeps_modes: bool,
+        autocast: torch.dtype | None,
+        device: torch.device,
+        check: str,
+    ) -> None:
+        self._model, self._call = _whole(model, layers)
+        self._is_of_blocks = isinstance(layers, BlockChain)
+        self._stages: list[nn.Module] = [
+            nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
+        ]
+        self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
+        self._autocast, self._check, self._looked = autocast, check, 0
+        self._left_out = self._reason()
+        if self._left_out is None:  # the caller may do with the model what it wants
+            self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
+
+    def look(self, batch: int, inputs: Any) -> None:
+        """Look at a batch of this number, if it is one that is looked at. ValueError where stages compute otherwise."""
+        is_due = not self._looked or self._check == "full" or (self._check == "every" and not batch % _EVERY)
+        if not is_due:
+            return
+        self._looked += 1
+        if self._left_out is None:
+            with self._putting_back():
+                self._compare(
+                    batch, to_device(inputs if self._check == "full" else _few(inputs), self._device)
+                )
+        if self._left_out is not None and self._looked == 1:
+            _log.info("stages are not compared with the model: %s", self._left_out)
+        if self._left_out is not None or self._check == "first-batch":
+            self._model, self._stages = nn.Module(), []  # they may take memory that is nobody else's
+
+    def _reason(self) -> str | None:
+        """Say why there is no comparison; None if there is one."""
+        modules = [module for part in (self._model, *self._stages) for module in part.modules()]
+        tensors = {id(t): t for m in modules for t in _tensors_in(m)}.values()
+        if any(t.is_meta for t in tensors):
+            return "the model has no values yet"
+        if any(map(is_compiled, modules)):
+            return "it is compiled"
+        needed = sum(t.nbytes * (1 + (t.device != self._device)) for t in tensors)
+        if needed > (free := _USABLE * free_bytes(self._device)):
+            return f"that takes {needed >> 20} MiB on {self._device}, of which {int(free) >> 20} MiB may be used for it"
+        return None
+
+    def _compare(self, batch: int, inputs: Any) -> None:
+        try:
+            training, expected = True, self._run_model(inputs)
+            # Stages run parts of such a model's forward again, to make masks and the like, which may draw, too.
+            if self._is_of_blocks and self._draws:
+                training, expected = False, self._run_model(inputs, training=False)
+            ways = [(expected, training, True, again) for again in [False, True][: 1 + self._recomputes]]
+            if training:
+                ways.append((self._run_model(inputs, training=False, learns=False), False, False, False))
+        except Exception as error:  # of any kind: what the model cannot do, the stages will say in training
+            self._left_out = f"it does not run on a few samples ({reason(error)})"
+            return
+        coarse = self._autocast is not None
+        for expected, training, learns, again in ways:
+            try:
+                found = compared(expected, self._run_stages(inputs, training, learns, again), coarse)
+            except Exception as error:  # of any kind, of the layers' code: the model's has run
+                found = reason(error)
+            if found is None:
+                continue
+            if (itself := compared(expected, self._run_model(inputs, training, learns), coarse)) is not None:
+                self._left_out = f"it does not do the same twice ({itself})"
+                return
+            raise ValueError(
+                f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
+                f'{_NO_RECOMPUTE if again else _ELSEWHERE}. check="off" leaves this comparison out'
+            )
+
+    @contextmanager
+    def _putting_back(self) -> Iterator[None]:
+        """Let the generators be afterwards what they are now."""
+        self._drawn = callers_generators()
+        modules = (self._model, *self._stages)
+        self._parameters = {id(p): _leaf(p, self._device) for m in modules for p in m.parameters()}
+        before = set_position(Position(batch=0))
+        try:
+            with CallerGenerators(self._device):
+                yield
+        finally:
+            set_position(before)
+            set_generators(self._drawn)
+            self._parameters = {}
+
+    def _copy(self, module: nn.Module, training: bool) -> nn.Module:
+        """Copy a module, but for its parameters' values."""
+        buffers = {id(t): t.detach().clone().to(self._device) for t in module.buffers()}
+        made = copied(module, self._parameters | buffers)
+        Modes(made, self._keeps_modes).train(training)
+        return made
+
+    def _begin(self) -> list[torch.Tensor]:
+        """Let a run draw what the one before drew; return the states of torch's generators."""
+        key_layers(self._device, None)
+        seed_generators(self._device, 0)
+        set_generators(self._drawn)
+        return [generator.get_state() for generator in generators_of(self._device)]
+
+    @contextmanager
+    def _running(self, learns: bool) -> Iterator[None]:
+        casts = learns and self._autocast is not None
+        with (
+            torch.set_grad_enabled(learns),
+            torch.autocast(self._device.type, self._autocast) if casts else nullcontext(),
+        ):
+            yield
+
+    def _run_model(self, inputs: Any, training: bool = True, learns: bool = True) -> Outcome:
+        model = self._copy(self._model, training)
+        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        states = self._begin()
+        with self._running(learns):
+            output = tensors_of(self._call(model, _cloned(inputs)))
+        self._draws = any(
+            not torch.equal(state, generator.get_state())
+            for state, generator in zip(states, generators_of(self._device))
+        )
+        found = _gradients(output, list(learning.values()), None)
+        gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
+        return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
+
+    def _run_stages(self, inputs: Any, training: bool, learns: bool, again: bool) -> Outcome:
+        """``again``: stages run once more in their backward."""
+        stages = [self._copy(stage, training) for stage in self._stages]
+        self._begin()
+        value, passed = inputs, list[tuple[list[torch.Tensor], list[torch.Tensor]]]()
+        with self._running(learns):
+            for k, stage in enumerate(stages):
+                given = pytree.tree_map_only(torch.Tensor, _received, value)
+                value = _run(stage, Inputs(k), given, again)
+                passed.append((wanting_gradients(given), tensors_of(value)))
+        output, grads = passed[-1][1], None
+        total: dict[int, torch.Tensor] = {}
+        for stage, (given, made) in zip(reversed(stages), reversed(passed)):
+            learning = [p for p in stage.parameters() if p.requires_grad]
+            found = _gradients(made, [*given, *learning], grads)
+            grads = found[: len(given)]
+            for p, grad in zip(learning, found[len(given) :]):
+                if grad is not None:
+                    total[id(p)] = total[id(p)] + grad if id(p) in total else grad
+        names = {id(self._parameters[id(p)]): name for name, p in self._model.named_parameters()}
+        gradients = {names[of]: some(grad) for of, grad in total.items() if of in names}
+        return Outcome([t.detach() for t in output], gradients, self._buffers_of(stages))
+
+    def _buffers_of(self, stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+        names = {id(t): name for name, t in self._model.named_buffers()}
+        found = {name: t.detach() for name, t in self._model.named_buffers()}  # what no stage has stays
+        for given, stage in zip(self._stages, stages):
+            here = dict(stage.named_buffers())
+            found |= {names[id(t)]: here[local] for local, t in given.named_buffers() if id(t) in names}
+        return found
+
+
+_Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a batch
+
+
+def _whole(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
+    """Return the module that layers were made of, and how it is called."""
+    if isinstance(layers, BlockChain):
+        return layers.model, layers.called
+    module = without_adapters(original(model))
+    if isinstance(module, nn.Module) and not is_chain(module):
+        return module, _called
+    return nn.ModuleList(module), lambda of, inputs: reduce(lambda value, layer: layer(value), of, inputs)
+
+
+def _called(model: nn.Module, inputs: Any) -> Any:
+    call = Arguments.on(model, inputs)
+    return model(*call.args, **call.kwargs)
+
+
+def _run(stage: Any, inputs: Inputs, value: Any, again: bool) -> Any:
+    def layers(value: Any, place: Any) -> Any:
+        for layer in stage:
+            value = layer(value)
+        return value
+
+    def run(value: Any) -> Any:
+        return inputs.run(layers, value, position(), stage.training, again)
+
+    if not again:
+        return run(value)
+    return checkpoint(Repeated(stage).forward(run), value, use_reentrant=False)
+
+
+def _gradients(
+    made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None
+) -> Sequence[torch.Tensor | None]:
+    """Return gradients, of a number made of all tensors where ``grads`` of those that want some are not given."""
+    learnt = [t for t in made if t.requires_grad]
+    if grads is None and learnt:
+        learnt, grads = [number_of(learnt)], [None]
+    pairs = [(t, grad) for t, grad in zip(learnt, grads or ()) if grads == [None] or grad is not None]
+    if not pairs or not wanted:
+        return [None] * len(wanted)
+    made, into = zip(*pairs)
+    return torch.autograd.grad(made, wanted, into, allow_unused=True)
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a message makes of a tensor, in memory of its own."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return a parameter with the same values, whose gradient is nobody else's."""
+    values = parameter.detach()
+    leaf = nn.Parameter(
+        (values.clone() if values.is_inference() else values).to(device), parameter.requires_grad
+    )
+    vars(leaf).update(vars(parameter))
+    return leaf
+
+
+def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from (t for of in (module._parameters, module._buffers) for t in of.values() if t is not None)
+
+
+def _few(inputs: Any) -> Any:
+    """Return some samples of a batch; all of it where they are not in dimension 0."""
+    try:
+        samples = batch_size(inputs)
+    except ValueError:
+        return inputs
+    few = max(2, min(_SAMPLES, samples // 4))
+    return split(inputs, max(1, samples // few), samples)[0]
+
+
+def _cloned(inputs: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)

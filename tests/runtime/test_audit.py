@@ -1,0 +1,399 @@
+"""In the first batch stages are compared with the model: what a cut would change is refused before it trains."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe.model.model import layers_of
+from avgpipe.runtime import audit
+from avgpipe.runtime.audit import Audit
+from tests.runner import run
+from tests.runtime.cases import assert_same_training, momentum, train_on_one_device, train_pipeline
+
+LOSS = nn.MSELoss()
+
+
+class F(nn.Module):
+    """A function as a layer."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def chain(*between: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), *between, nn.Linear(8, 2))
+
+
+def batches(count: int = 3, samples: int = 8) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(samples, 4, generator=draw), torch.randn(samples, 2, generator=draw))
+        for _ in range(count)
+    ]
+
+
+def train(model: nn.Module | Sequence[nn.Module], plan: Plan | None = None, **options: Any) -> Pipeline:
+    plan = plan or Plan(stages=2, micro_batches=2, partition=[2])
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, **options) as p:
+        list(p.train(batches()))
+    return p
+
+
+def audit_of(model: Any, layers: Sequence[nn.Module] | None = None, **options: Any) -> Audit:
+    layers = layers_of(model) if layers is None else layers
+    given: dict[str, Any] = {
+        "recomputes": False,
+        "keeps_modes": False,
+        "autocast": None,
+        "check": "first-batch",
+    }
+    bounds = [0, len(layers) // 2, len(layers)]
+    return Audit(model, layers, bounds, device=torch.device("cpu"), **(given | options))
+
+
+# ---- what differs is refused -----------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """All that a comparison looks at: weights, what is drawn, and buffers that move."""
+
+    mean: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.drop, self.norm, self.b = (
+            nn.Linear(4, 8),
+            nn.Dropout(0.3),
+            nn.BatchNorm1d(8),
+            nn.Linear(8, 2),
+        )
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.drop(self.norm(self.a(x)).relu())
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return self.b(h - self.mean)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stages_that_compute_what_the_model_does_pass_and_leave_no_trace(recomputes: bool) -> None:
+    model = Net()
+    made = audit_of(model, recomputes=recomputes)
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    drawn = torch.get_rng_state(), random.getstate()
+    made.look(0, torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
+    assert made._looked == 1
+    assert made._left_out is None
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), drawn[0])
+    assert random.getstate() == drawn[1]
+
+
+OTHER: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "output": (
+        lambda y: 1.0001 * y + 0.01,
+        "the stages do not compute what the model does, on samples of batch 0: output 0",
+    ),
+    "gradient": (lambda y: y.detach() + 0 * y, "gradient of"),
+    "half a gradient": (lambda y: (y + y.detach()) / 2, "gradient of"),
+    "shape": (
+        lambda y: y[:, :1],
+        r"output 0 is \[2, 2\] float32 of the model and \[2, 1\] float32 of the stages",
+    ),
+    "dtype": (lambda y: y.double(), r"output 0 is .* of the model and \[2, 2\] float64"),
+    "count": (lambda y: (y, y), "the model returns 1 tensors and the stages 2"),
+    "an error": (lambda y: y @ torch.ones(3, 3), "mat1 and mat2 shapes cannot be multiplied"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_what_stages_would_compute_otherwise_is_named(what: str) -> None:
+    model, (change, message) = Net(), OTHER[what]
+    made = audit_of(model, [*layers_of(model), F(change)])
+    with pytest.raises(ValueError, match=message):
+        made.look(0, torch.randn(8, 4))
+
+
+def test_a_buffer_that_only_the_model_moves_is_named() -> None:
+    model = chain(nn.BatchNorm1d(8))
+    still = nn.BatchNorm1d(8)
+    still.weight, still.bias = model[1].weight, model[1].bias
+    still.running_mean, still.running_var = model[1].running_mean, model[1].running_var
+    made = audit_of(model, [model[0], still, model[2]])
+    with pytest.raises(ValueError, match=r"buffer 1\.num_batches_tracked differs by 1, "):
+        made.look(0, torch.randn(8, 4))
+
+
+def test_an_evaluation_that_differs_is_named() -> None:
+    model = chain()
+    made = audit_of(model, [*model, OnlyEvaluated()])
+    with pytest.raises(ValueError, match="in evaluation, the stages do not compute what the model does"):
+        made.look(0, torch.randn(8, 4))
+
+
+class OnlyEvaluated(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.training else 2 * x
+
+
+def test_a_value_and_a_view_of_it_that_a_cut_parts_are_refused_where_one_is_written_to() -> None:
+    parts = [
+        F(lambda x: (x, x[:, :4])),
+        F(lambda v: (v[0].mul_(2), v[1])),
+        F(lambda v: torch.cat((v[0][:, :4], v[1]), 1)),
+    ]
+    train(chain(*parts), Plan(stages=2, micro_batches=2, partition=[3]))
+    with pytest.raises(ValueError, match=r"batch 0: output 0 differs by .* cut it elsewhere"):
+        train(chain(*parts))
+    train(chain(*parts), check="off")
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * (1 + self.calls % 2)
+
+
+class Draws(nn.Module):
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.draw = random.Random(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.draw.random()
+
+
+@pytest.mark.parametrize("layer", [Counts, Draws])
+@pytest.mark.parametrize("recompute", ["always", "except-last"])
+def test_a_layer_that_does_something_else_the_second_time_is_refused_under_recomputation(
+    layer: type[nn.Module], recompute: str
+) -> None:
+    train(chain(nn.Tanh(), layer()))
+    plan = Plan(stages=2, micro_batches=2, recompute=recompute)
+    with pytest.raises(
+        ValueError, match=r"recomputation changes what the model learns, on samples of batch 0"
+    ):
+        train(chain(nn.Tanh(), layer()), plan)
+
+
+# ---- when, and on what -----------------------------------------------------------------------------------------------
+
+
+def test_it_looks_at_the_first_batch_now_and_then_or_at_all_of_them() -> None:
+    for check, expected in (("first-batch", [7]), ("every", [7, 100, 200]), ("full", [7, 8, 100, 150, 200])):
+        model, looked = Net(), []
+        made = audit_of(model, check=check)
+        made._compare = lambda batch, inputs, to=looked: to.append((batch, len(inputs)))  # type: ignore[method-assign]
+        for batch in (7, 8, 100, 150, 200):
+            made.look(batch, torch.randn(16, 4))
+        assert [batch for batch, _ in looked] == expected
+        assert {samples for _, samples in looked} == {16 if check == "full" else 4}
+
+
+@pytest.mark.parametrize(
+    ("samples", "few"), [(1, 1), (2, 2), (3, 3), (5, 3), (8, 2), (12, 3), (64, 4), (65, 4)]
+)
+def test_some_samples_are_a_quarter_of_the_batch_at_most_where_it_has_eight(samples: int, few: int) -> None:
+    names = [str(n) for n in range(samples)]
+    x, found = audit._few((torch.arange(samples), names))
+    assert x.tolist() == list(range(len(x)))
+    assert found == names[: len(x)]
+    assert len(x) <= few
+
+
+def test_a_batch_whose_samples_lie_elsewhere_is_looked_at_as_a_whole() -> None:
+    inputs = (torch.zeros(3, 4), torch.zeros(5))
+    assert audit._few(inputs) is inputs
+
+
+def test_a_loader_of_several_epochs_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = []
+    monkeypatch.setattr(Audit, "_compare", lambda self, batch, inputs: looked.append(batch))
+    with Pipeline(chain(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum) as p:
+        for _ in range(2):
+            list(p.train(batches()))
+        p.step(*batches()[0])
+    assert looked == [0]
+
+
+# ---- what cannot be compared -----------------------------------------------------------------------------------------
+
+_calls = 0
+
+
+def _other_each_time(x: torch.Tensor) -> torch.Tensor:
+    global _calls
+    _calls += 1
+    return x * _calls
+
+
+LEFT_OUT: dict[str, tuple[Callable[[], Any], str]] = {
+    "no values": (lambda: [nn.Linear(4, 4, device="meta"), nn.Linear(4, 2)], "the model has no values yet"),
+    "compiled": (lambda: [nn.Linear(4, 4), _compiled(nn.Linear(4, 2))], "it is compiled"),
+    "never the same": (lambda: [nn.Linear(4, 4), F(_other_each_time)], "it does not do the same twice"),
+    "fails alone": (
+        lambda: [nn.Linear(4, 4), F(lambda x: x.view(100, -1))],
+        "it does not run on a few samples",
+    ),
+}
+
+
+def _compiled(layer: nn.Module) -> nn.Module:
+    layer.compile(backend="eager")
+    return layer
+
+
+@pytest.mark.parametrize("what", LEFT_OUT)
+def test_what_cannot_be_compared_is_left_out_and_said(what: str, caplog: pytest.LogCaptureFixture) -> None:
+    make, reason = LEFT_OUT[what]
+    model = make()
+    made = audit_of(model, model)
+    with caplog.at_level(logging.INFO, "avgpipe"):
+        made.look(0, torch.randn(8, 4))
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert text.startswith(f"stages are not compared with the model: {reason}")
+
+
+def test_what_memory_does_not_hold_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit, "free_bytes", lambda device: 1000.0)
+    assert audit_of(nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 2)]))._left_out is None
+    reason = audit_of(nn.ModuleList([nn.Linear(20, 20), nn.Linear(4, 2)]))._left_out
+    assert reason is not None
+    assert "of which 0 MiB may be used" in reason
+
+
+def test_of_large_gradients_some_elements_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("avgpipe.model.proof._MOST", 8)
+    model = chain()
+    made = audit_of(model)
+    with made._putting_back():
+        outcome = made._run_model(torch.randn(3, 4))
+    assert {name: t.numel() for name, t in outcome.gradients.items()} == {
+        "0.weight": 8,
+        "0.bias": 8,
+        "1.weight": 8,
+        "1.bias": 2,
+    }
+    made.look(0, torch.randn(8, 4))
+
+
+# ---- on ranks --------------------------------------------------------------------------------------------------------
+
+
+def refused_on_ranks() -> str:
+    parts = [
+        F(lambda x: (x, x[:, :4])),
+        F(lambda v: (v[0].mul_(2), v[1])),
+        F(lambda v: torch.cat((v[0][:, :4], v[1]), 1)),
+    ]
+    try:
+        train(chain(*parts), timeout_s=60)
+    except (ValueError, PeerLost) as error:
+        return str(error)
+    return f"rank {os.environ['RANK']} trained"
+
+
+@pytest.mark.ranks
+def test_what_the_first_rank_finds_the_others_are_told() -> None:
+    for said in run(2, refused_on_ranks):
+        assert "the stages do not compute what the model does" in said
+
+
+@pytest.mark.parametrize("make", [Net, lambda: chain(nn.Dropout(0.3))])
+def test_what_the_caller_does_with_the_model_meanwhile_is_no_difference(
+    make: Callable[[], nn.Module],
+) -> None:
+    for touch in (
+        nn.Module.eval,
+        nn.Module.requires_grad_,
+        lambda model: model.requires_grad_(False),
+        nn.Module.double,
+    ):
+        model = make()
+        with Pipeline(model, Plan(stages=2), loss_fn=LOSS, optimizer=momentum) as p:
+            touch(model)
+            list(p.train(batches()))
+
+
+# ---- models that are more than their children ------------------------------------------------------------------------
+
+
+class AndItself(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+class Backwards(nn.ModuleList):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in reversed(list(self)):
+            x = layer(x)
+        return x
+
+
+class Twice(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in [*self, *self]:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [AndItself, Backwards, Twice])
+def test_a_container_with_a_forward_of_its_own_trains_as_on_one_device(kind: Any) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Sigmoid()]
+    model = kind(layers) if kind is Backwards else kind(*layers)
+    given = [(x, x.flip(0)) for x, _ in batches(4)]
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, staleness=0)
+    assert_same_training(
+        train_pipeline(model, plan, given, LOSS, momentum),
+        train_on_one_device(model, given, LOSS, momentum),
+        1e-6,
+    )
+
+
+@pytest.mark.parametrize(
+    "register",
+    [
+        lambda model: model.register_forward_hook(lambda module, args, output: 3 * output),
+        lambda model: model.register_forward_pre_hook(lambda module, args: (3 * args[0],)),
+        lambda model: model.register_full_backward_hook(lambda module, grads, outputs: None),
+    ],
+)
+@pytest.mark.parametrize("make", [Net, chain])
+def test_a_hook_of_the_model_as_a_whole_is_refused(make: Any, register: Any) -> None:
+    model = make()
+    register(model)
+    with pytest.raises(
+        ValueError, match="has a hook of its own, which no stage would call: register it on a module"
+    ):
+        train(model)
+
+
+def test_nothing_is_left_of_a_model_that_nobody_else_has() -> None:
+    made = audit_of(chain())
+    made.look(0, torch.randn(8, 4))
+    assert not made._stages
+    assert not list(made._model.parameters())
+    assert not pytree.tree_leaves(made._parameters)
