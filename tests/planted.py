@@ -1,11 +1,12 @@
 """Mutation testing. Question: which faults do the tests of every commit miss that the nightly ones find?
 
-    python -m tests.planted --commit unit.cov promises.cov order.cov --nightly nightly.cov --out record.json
+    python -m tests.planted --commit unit.cov promises.cov order.cov --nightly ranks slow composes --out record.json
 
 Faults of five kinds are planted in the source, one at a time and drawn by a seed: a wrong sign, a dropped term, off by
-one, a missing wait, swapped arguments. Each is looked for by the tests of a commit that run its lines, and if none of
-them fails by the nightly ones. Which tests run which lines is what ``pytest -p tests.covering`` has written down; tests
-of a map whose name contains "order" run under ``--happens-before``. An existing record is continued.
+one, a missing wait, swapped arguments. Each is looked for by the tests of a commit that run its lines; which these are
+is what ``pytest -p tests.covering`` has written down. Tests of a map whose name contains "order" run under
+``--happens-before``. What none of them finds is looked for at night: as most of it is found by nothing, all of it is
+planted together, the parts run once, and each test that fails is asked which fault it was. A record is continued.
 """
 
 from __future__ import annotations
@@ -38,6 +39,25 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "python" / "avgpipe"
 ROOMS = ("runtime", "elastic", "links", "ranks", "checkpoint")
 LIMIT_S = 1800  # for the tests of one map
+PART_S = 10800
+PARTS = "ranks", "slow", "composes", "guides", "order"
+# As of nightly-order in the Makefile.
+ORDER = [
+    *(
+        "-m",
+        "not host",
+        "--part",
+        "unit",
+        "--part",
+        "promises",
+        "--part",
+        "slow",
+        "--part",
+        "ranks",
+        "--part",
+    ),
+    *("composes", "tests/runtime", "tests/checkpoint", "tests/systems"),
+]
 TIMED_OUT = "timed out"
 WAITS = re.compile(
     "wait(_until|_event|_stream)?|record(_event|_stream)?|join|synchronize|acquire|settle|drain|finish|flush|fsync|poll"
@@ -152,23 +172,19 @@ def faults() -> list[Fault]:
     return list(found)
 
 
-def planted(source: str, fault: Fault) -> str:
-    tree = ast.parse(source)
-    where = fault.line, fault.last_line, fault.column
+def planted(source: str, *faults: Fault) -> str:
+    wanted = {(fault.line, fault.last_line, fault.column): fault for fault in faults}
 
     class Plant(ast.NodeTransformer):
         def visit(self, node: ast.AST) -> Any:
-            if (
-                getattr(node, "lineno", 0),
-                getattr(node, "end_lineno", 0),
-                getattr(node, "col_offset", 0),
-            ) == where:
+            where = tuple(getattr(node, name, 0) for name in ("lineno", "end_lineno", "col_offset"))
+            if (fault := wanted.get(where)) is not None:
                 for kind, other in _wrong(node):
                     if kind == fault.kind and ast.unparse(node)[:90] == fault.before:
                         return ast.copy_location(other, node)
             return self.generic_visit(node)
 
-    return ast.unparse(ast.fix_missing_locations(Plant().visit(tree)))
+    return ast.unparse(ast.fix_missing_locations(Plant().visit(ast.parse(source))))
 
 
 # ---- who finds them --------------------------------------------------------------------------------------------------
@@ -202,16 +218,40 @@ class Map:
 
 
 @contextmanager
-def changed(fault: Fault, is_planted: bool = True) -> Iterator[dict[str, str]]:
-    """An environment in which avgpipe has the fault; without it, the file is still rewritten from its syntax tree."""
+def changed(*faults: Fault, is_planted: bool = True) -> Iterator[dict[str, str]]:
+    """An environment in which avgpipe has the faults; without, files are still rewritten from their syntax trees."""
     with tempfile.TemporaryDirectory() as folder:
         package = Path(folder, "python", "avgpipe")
         shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-        path = package / fault.file
-        source = path.read_text()
-        path.write_text(planted(source, fault) if is_planted else ast.unparse(ast.parse(source)))
+        for file in {fault.file for fault in faults}:
+            path, own = package / file, [fault for fault in faults if fault.file == file and is_planted]
+            path.write_text(planted(path.read_text(), *own))
         python = f"{package.parent}{os.pathsep}{ROOT}"
         yield os.environ | {"PYTHONPATH": python, "OMP_NUM_THREADS": "1", "COLUMNS": "500"}
+
+
+def run(arguments: Sequence[str], environment: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Run pytest; return its exit code, None where it has not ended in time, and what it said."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+        )
+        code = None
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with suppress(ProcessLookupError):  # ranks that outlive it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        output.seek(0)
+        return code, output.read()
 
 
 def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str, str]) -> str:
@@ -219,26 +259,9 @@ def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str,
     with tempfile.TemporaryDirectory() as folder:
         names = Path(folder, "tests.txt")
         names.write_text("\n".join(tests))
-        command = [
-            sys.executable,
-            *["-m", "pytest", "-x", "-v", "-p", "no:cacheprovider"],
-            *options,
-            f"@{names}",
-        ]
-        with Path(folder, "output").open("w+") as output:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output, start_new_session=True
-            )
-            try:
-                code = process.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                return TIMED_OUT
-            finally:
-                with suppress(ProcessLookupError):  # ranks that outlive it
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-            output.seek(0)
-            said = output.read()
+        code, said = run(["-x", *options, f"@{names}"], environment, LIMIT_S)
+    if code is None:
+        return TIMED_OUT
     if code == 0:
         return ""
     if code < 0:  # a crash of the whole process: the last test that has begun
@@ -249,46 +272,55 @@ def failing(tests: Sequence[str], options: Sequence[str], environment: dict[str,
     return max(failed, key=len)
 
 
+def finds(test: str, fault: Fault, options: Sequence[str]) -> bool:
+    """Whether a test fails with the fault, and passes without it."""
+    with changed(fault) as environment:
+        fails = failing([test], options, environment) not in ("", TIMED_OUT)
+    with changed(fault, is_planted=False) as environment:
+        return fails and not failing([test], options, environment)
+
+
 def first_failure(fault: Fault, tests: list[str], options: Sequence[str]) -> str:
     """The first of these tests that fails with the fault, whenever it runs, and passes without it; "" if none does."""
     while tests:
         with changed(fault) as environment:
             found = failing(tests, options, environment)
-            if found in ("", TIMED_OUT):
-                return found
-            fails = bool(failing([found], options, environment))  # again: some tests draw what they do
-        with changed(fault, is_planted=False) as environment:
-            if fails and not failing([found], options, environment):
-                return found
+        if found in ("", TIMED_OUT) or finds(found, fault, options):  # again: some tests draw what they do
+            return found
         tests = [name for name in tests if name != found]
     return ""
 
 
-class Looked(NamedTuple):
-    """Where a fault was looked for, and the test that found it, "" if none did."""
-
-    commit: str
-    nightly: str
-    maps: list[str]
-
-    @property
-    def is_found(self) -> bool:
-        return bool(self.commit or self.nightly)
-
-
-def look(fault: Fault, commit: Sequence[Map], nightly: Sequence[Map], before: Looked) -> Looked:
-    """Look with the maps that have not been looked through before."""
-    for one in [*commit, *nightly]:
-        if before.is_found:
-            break
-        if one.name in before.maps:
+def look(fault: Fault, maps: Sequence[Map], row: dict[str, Any]) -> dict[str, Any]:
+    """Look for a fault with the tests of a commit, by maps that have not been looked through before."""
+    begin, found, seen = time.perf_counter(), row.get("commit", ""), list(row.get("maps", ()))
+    for one in maps:
+        if found or one.name in seen:
             continue
         tests = one.tests(fault)
         found = first_failure(fault, tests, one.options) if tests else ""
-        before = Looked(
-            found if one in commit else "", "" if one in commit else found, [*before.maps, one.name]
-        )
-    return before
+        seen.append(one.name)
+    seconds = row.get("seconds", 0) + round(time.perf_counter() - begin)
+    return {**row, "name": fault.name, **fault._asdict(), "commit": found, "maps": seen, "seconds": seconds}
+
+
+def found_at_night(faults: Sequence[Fault], part: str) -> dict[Fault, str]:
+    """Plant faults together, run a part of the nightly tests, and return the tests that find one, by fault."""
+    options = [OPTION] if part == "order" else []
+    arguments = [*ORDER, *options] if part == "order" else ["--part", part]
+    with changed(*faults) as environment:
+        code, said = run(["-n", "2", *arguments], environment, PART_S)
+    if code is None:
+        raise RuntimeError(f"the part {part} has not ended within {PART_S} s")
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    found: dict[Fault, str] = {}
+    for test in failed:
+        print(f"{part}: {test}", flush=True)
+        for fault in faults:
+            if fault not in found and finds(test, fault, options):
+                found[fault] = test
+                break
+    return found
 
 
 def main() -> None:
@@ -296,48 +328,52 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--commit", type=Path, nargs="+", required=True, help="maps of what each commit runs")
-    parser.add_argument("--nightly", type=Path, nargs="*", default=[], help="maps of what else there is")
+    parser.add_argument("--nightly", nargs="*", default=[], choices=PARTS, help="parts of the nightly tests")
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seed", type=int, default=46)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write the record there, and go on from it if it is there")
     options = parser.parse_args()
-    commit, nightly = ([Map(path) for path in paths] for paths in (options.commit, options.nightly))
+    maps = [Map(path) for path in options.commit]
     by_kind: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults():
         by_kind[fault.kind].append(fault)
     draw, share = random.Random(options.seed), options.faults // len(by_kind)
     chosen = [fault for kind in sorted(by_kind) for fault in draw.sample(by_kind[kind], share)]
-    known: dict[Any, Any] = {}
+    rows: dict[Fault, dict[str, Any]] = {fault: {} for fault in chosen}
     if options.out and options.out.exists():
-        rows = json.loads(options.out.read_text())["faults"]
-        known = {(row["name"], row["before"], row["after"]): row for row in rows}
+        known = {
+            (row["name"], row["before"], row["after"]): row
+            for row in json.loads(options.out.read_text())["faults"]
+        }
+        rows = {fault: known.get((fault.name, fault.before, fault.after), {}) for fault in chosen}
 
-    def searched(fault: Fault) -> dict[str, Any]:
-        before = known.get(
-            (fault.name, fault.before, fault.after), {"commit": "", "nightly": "", "maps": [], "seconds": 0}
-        )
-        begin = time.perf_counter()
-        looked = look(fault, commit, nightly, Looked(*(before[name] for name in Looked._fields)))
-        seconds = before["seconds"] + round(time.perf_counter() - begin)
-        return {"name": fault.name, **fault._asdict(), **looked._asdict(), "seconds": seconds}
+    def note() -> None:
+        if options.out:
+            record = {"seed": options.seed, "faults": [row for row in rows.values() if row]}
+            options.out.write_text(json.dumps(record, indent=1) + "\n")
 
-    rows = []
     with ThreadPoolExecutor(options.processes) as pool:
-        for row in pool.map(searched, chosen):
-            rows.append(row)
-            who = row["commit"] or (f"NIGHTLY {row['nightly']}" if row["nightly"] else "NOT FOUND")
-            print(
-                f"{row['name']} {row['seconds']} s\n    {row['before']} -> {row['after']}\n    {who}",
-                flush=True,
-            )
-            if options.out:
-                rest = [of for of in known.values() if of["name"] not in {row["name"] for row in rows}]
-                record = {"seed": options.seed, "faults": [*rows, *rest]}
-                options.out.write_text(json.dumps(record, indent=1) + "\n")
-    at_once, at_night = sum(bool(r["commit"]) for r in rows), sum(bool(r["nightly"]) for r in rows)
+        for fault, row in zip(chosen, pool.map(lambda fault: look(fault, maps, rows[fault]), chosen)):
+            rows[fault] = row
+            print(f"{fault.name} {row['seconds']} s\n    {row['before']} -> {row['after']}", flush=True)
+            print(f"    {row['commit'] or 'not found'}", flush=True)
+            note()
+    for part in options.nightly:
+        rest = [
+            fault
+            for fault, row in rows.items()
+            if not (row["commit"] or row.get("nightly")) and part not in row["maps"]
+        ]
+        found = found_at_night(rest, part) if rest else {}
+        for fault in rest:
+            rows[fault]["maps"].append(part)
+            rows[fault]["nightly"] = found.get(fault, "")
+        note()
+    at_once = sum(bool(row["commit"]) for row in rows.values())
+    at_night = sum(bool(row.get("nightly")) for row in rows.values())
     print(
-        f"{len(rows)} faults: {at_once} found for every commit, {at_night} more nightly, "
+        f"{len(rows)} faults: {at_once} found for every commit, {at_night} more at night, "
         f"{len(rows) - at_once - at_night} by no test"
     )
     sys.exit(at_once < 0.95 * (at_once + at_night))

@@ -43,6 +43,16 @@ def test_each_kind_is_planted(kind: str, line: str) -> None:
     assert any(line in [text.strip() for text in one.splitlines()] for one in changed)
 
 
+def test_several_are_planted_at_once() -> None:
+    sign, wait = (
+        next(fault for fault in found() if fault.kind == kind) for kind in ("wrong sign", "missing wait")
+    )
+    text = planted.planted(SOURCE, sign, wait)
+    assert "return items[0] + b" in text
+    assert "lock.wait()" not in text
+    assert "if a < b and items" in text
+
+
 def test_what_an_error_says_is_left_alone() -> None:
     assert all("a + b" in planted.planted(SOURCE, fault) for fault in found())
     assert len(found()) == 7
