@@ -25,6 +25,8 @@ _HOME = {
     "tune": "measure.tune",
     "Task": "workloads.task",
     "compare": "report.own_model",
+    "check": "measure.check",
+    "Checked": "measure.check",
     "Comparison": "report.compare",
     "Timeline": "timeline",
     "Plan": "plan",

@@ -51,6 +51,14 @@ def test_from_a_model_to_a_plan(write_script: WriteScript, tmp_path: Path) -> No
     assert simulated["makespan_s"] == pytest.approx(0.015)
 
 
+def test_a_plan_is_checked_in_one_process_and_on_its_workers(write_script: WriteScript) -> None:
+    found = said("check", f"{write_script(MAKE)}:make", "--batches", "2", "--pipelines", "1")
+    assert list(found) == ["in one process", "on 2 workers"]
+    assert all(where["equal"] for where in found.values())
+    alone, apart = (where["losses"]["plan"] for where in found.values())
+    assert alone == pytest.approx(apart)
+
+
 def test_from_runs_to_a_report(write_script: WriteScript, tmp_path: Path) -> None:
     model, out = f"{write_script(MAKE)}:make", tmp_path / "out"
     compared = said("compare", model, "--systems", "avgpipe,gpipe", "--validations", "2", "--out", out)

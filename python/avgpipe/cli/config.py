@@ -243,6 +243,25 @@ class PlanOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckConfig(WorkloadOptions, PlanOptions):
+    """Compare what a plan trains with what one device trains: before a long job, or for a report of a bug.
+
+    WORKLOAD is trained for some batches plainly on one device, and by the plan: all of it in one process, then on the
+    plan's workers on this machine. What changes nothing must give the same losses, metrics, weights and buffers, in
+    float64; what differs by design, such as averages that come late, is named. Exits with 1 if it is not the same.
+
+    Attributes:
+        batches: How many batches to train on.
+        seed: Random seed (weights, batches).
+        alone: Do not start the plan's workers.
+    """
+
+    batches: Count = 20
+    seed: int = 0
+    alone: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class IsolationOptions(Options):
     """Isolated pipelines.
 

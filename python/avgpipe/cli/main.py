@@ -16,6 +16,7 @@ from avgpipe.cli.options import command
 
 COMMANDS = {
     "train": config.TrainConfig,
+    "check": config.CheckConfig,
     "compare": config.CompareConfig,
     "profile": config.ProfileConfig,
     "tune": config.TuneConfig,

@@ -105,23 +105,24 @@ def _largest(
     if unlike:
         a, b = (f"{list(t.shape)} {str(t.dtype)[6:]}" for t in (expected[unlike[0]], got[unlike[0]]))
         return f"{unlike[0]} is {a} of the model and {b} of the stages"
-    sizes = {name: _size(t) for name, t in expected.items() if t.numel()}
+    sizes = {name: size_of(t) for name, t in expected.items() if t.numel()}
     largest, worst, found = max(sizes.values(), default=0.0), 0.0, None
     for name, size in sizes.items():
         own, of_all = _TOLERANCE_16 if coarse else _tolerance(expected[name].dtype)
-        by, limit = _apart(expected[name], got[name]), own * size + of_all * largest
+        by, limit = distance(expected[name], got[name]), own * size + of_all * largest
         if by > limit and (excess := by / max(limit, 1e-30)) > worst:
             worst, found = excess, f"{name} differs by {by:.2g}, where its numbers are up to {size:.2g}"
     return found
 
 
-def _size(tensor: torch.Tensor) -> float:
-    return float(_wide(tensor).abs().nan_to_num(0.0, 0.0).max())
+def size_of(tensor: torch.Tensor) -> float:
+    """Return the largest size of an element that is finite."""
+    return float(_wide(tensor.detach()).abs().nan_to_num(0.0, 0.0).max())
 
 
-def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the largest distance of two elements, infinite where one of them is no number and the other is."""
-    a, b = _wide(a), _wide(b)
+    a, b = _wide(a.detach()), _wide(b.detach())
     same = (a == b) | (a.isnan() & b.isnan())
     return float((a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf).max())
 

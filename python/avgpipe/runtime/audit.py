@@ -85,7 +85,7 @@ class Audit:
         device: torch.device,
         check: str,
     ) -> None:
-        self._model, self._call = _whole(model, layers)
+        self._model, self._call = whole_of(model, layers)
         self._is_of_blocks = isinstance(layers, BlockChain)
         self._stages: list[nn.Module] = [
             nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
@@ -240,8 +240,8 @@ class Audit:
 _Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a batch
 
 
-def _whole(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
-    """Return the module that layers were made of, and how it is called."""
+def whole_of(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
+    """Return the module that layers were made of, and how it, or a copy of it, is called."""
     if isinstance(layers, BlockChain):
         return layers.model, layers.called
     module = without_adapters(original(model))

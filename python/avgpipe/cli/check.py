@@ -1,0 +1,77 @@
+"""``avgpipe check``: whether a plan trains a workload as one device does, in one process and on the plan's workers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import torch
+import typer
+
+from avgpipe.cli.config import CheckConfig, TrainConfig
+from avgpipe.cli.output import FAILED, answer, arguments, running, tell
+from avgpipe.cli.resolve import check_device, joined_ranks, pipeline_options, prepare, resolve
+from avgpipe.measure.check import Checked, check
+from avgpipe.ranks.launch import run_on_ranks
+
+_OWN = ("batches", "alone", "json")
+
+
+def run(asked: CheckConfig) -> None:
+    with arguments():
+        config = _resolved(asked)
+    found: dict[str, dict[str, Any]] = {}
+    with running():
+        tell("training in one process ...")
+        here = checked(config, asked.batches)
+        found["in one process"] = _told(here)
+        workers = here.plan.workers
+        if here.strict.workers == workers > 1 and not asked.alone:
+            tell(f"training on {workers} workers ...")
+            given = {"config": config.to_json(), "batches": asked.batches}
+            found[f"on {workers} workers"] = run_on_ranks(f"{__name__}:on_rank", workers, given, threads=1)[0]
+        tell("")
+    texts = [f"{where}: {told['text']}" for where, told in found.items()]
+    answer(asked.json, {where: told["found"] for where, told in found.items()}, *texts)
+    if not all(told["found"]["equal"] for told in found.values()):
+        raise typer.Exit(FAILED)
+
+
+def _resolved(asked: CheckConfig) -> TrainConfig:
+    if joined_ranks() is not None:
+        raise ValueError("check starts the plan's workers itself: run it once, without torchrun")
+    if asked.isolate:
+        raise ValueError(
+            "--isolate: pipelines with processes of their own share batches by turns, leave it out here"
+        )
+    options = {name: value for name, value in asked.explicit.items() if name not in _OWN}
+    config = resolve(TrainConfig.of(**options, max_batches=asked.batches))
+    check_device(config.device)
+    return config
+
+
+def checked(config: TrainConfig, batches: int) -> Checked:
+    """Compare in this process, or as one of several."""
+    workload, plan = prepare(config)
+    return check(
+        workload.layers,
+        replace(plan, isolate=False),
+        loader=islice(workload.train_batches(0), batches),
+        batches=batches,
+        lr_scheduler=workload.lr_scheduler,
+        loss_weight=workload.loss_weight,
+        seed=config.seed,
+        timeout_s=config.timeout_s,
+        **pipeline_options(config, workload),
+    )
+
+
+def on_rank(config: str, batches: int) -> dict[str, Any]:
+    """Compare as one of the processes that the command starts."""
+    torch.set_num_threads(1)
+    return _told(checked(TrainConfig.from_json(config), batches))
+
+
+def _told(found: Checked) -> dict[str, Any]:
+    return {"found": found.to_json(), "text": str(found)}

@@ -1,0 +1,408 @@
+"""``avgpipe.check``: some batches trained plainly on one device, and by a plan; what differs, and whether it should.
+
+A plan may differ from one device on purpose: averages that come late, gradients of older weights, BatchNorms that see
+micro-batches. So two plans are trained. The first has what of the plan changes nothing, and must give what one device
+gives, in float64, so that rounding is no excuse. The second is the plan itself, in the model's own dtype; how far it is
+from one device is told, with the reasons.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils import _pytree as pytree
+
+from avgpipe.device import generators_of
+from avgpipe.errors import PipelineError, check_count, reason
+from avgpipe.model.batch import LossFn, pair, to_device
+from avgpipe.model.context import CallerGenerators, CallerModes, seed_generators
+from avgpipe.model.copies import copied
+from avgpipe.model.example import device_of
+from avgpipe.model.model import layers_of, named_tensors
+from avgpipe.model.modes import Modes, is_evaluated
+from avgpipe.model.proof import distance, size_of
+from avgpipe.model.recording import callers_generators, set_generators
+from avgpipe.pipeline import Pipeline
+from avgpipe.plan import Plan
+from avgpipe.runtime.audit import whole_of
+from avgpipe.runtime.loss import loss_of
+from avgpipe.runtime.optimizers import maker_of, schedule_of
+from avgpipe.runtime.options import OptimizerFn, SchedulerFn
+
+_EXACT = 1e-8  # of the largest number in what is compared, in float64, after all batches
+_ROUNDED = 1e-3  # where it cannot be had in float64
+
+
+@dataclass
+class Training:
+    """What training has come to.
+
+    Attributes:
+        losses: of the batches.
+        metrics: of the batches, by name.
+        states: weights and buffers after the first batch, and after the last one.
+        draws: whether torch's random numbers were drawn, as far as that was looked at.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    states: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    draws: bool = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """Something that was compared. ``apart``: the largest difference, of the largest number; ``where``: in what."""
+
+    what: str
+    apart: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What :func:`check` has found.
+
+    Attributes:
+        plan: that was asked for.
+        strict: what of it changes nothing, which must train as one device does.
+        plain: losses of one device in the model's own dtype.
+        planned: losses of the plan.
+        lines: what was compared of the strict plan.
+        tolerance: how far it may be apart by rounding.
+        reasons: why the plan may differ from one device.
+        notes: what was changed on both sides, to compare at all.
+    """
+
+    plan: Plan
+    strict: Plan
+    plain: Sequence[float]
+    planned: Sequence[float]
+    lines: Sequence[Line]
+    tolerance: float
+    reasons: Sequence[str]
+    notes: Sequence[str]
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether stages, micro-batches and pipelines train as one device does, but for the ``reasons``."""
+        return all(line.apart <= self.tolerance for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "equal": self.is_equal,
+            "plan": json.loads(self.plan.to_json()),
+            "strict": json.loads(self.strict.to_json()),
+            "losses": {"one device": list(self.plain), "plan": list(self.planned)},
+            "compared": [vars(line) for line in self.lines],
+            "tolerance": self.tolerance,
+            "reasons": list(self.reasons),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        width = max(len(line.what) for line in self.lines)
+        dtype = "float64" if self.tolerance == _EXACT else "the model's dtype"
+        verdict = "trains as one device does" if self.is_equal else "does NOT train as one device does"
+        last = self.plain[-1], self.planned[-1]
+        return "\n".join(
+            [
+                f"{len(self.plain)} batches in {dtype}: {_words(self.strict)} {verdict}",
+                *(f"  {line.what:{width}}  {line.apart:7.1e}  {self._judged(line)}" for line in self.lines),
+                f"the plan itself: loss {last[1]:.6g} at the end, one device {last[0]:.6g}",
+                *(f"  differs by design: {reason}" for reason in self.reasons),
+                *(f"note: {note}" for note in self.notes),
+            ]
+        )
+
+    def _judged(self, line: Line) -> str:
+        return "equal" if line.apart <= self.tolerance else f"DIFFERS, most in {line.where}"
+
+
+def _words(plan: Plan) -> str:
+    parts = f"{plan.stages} stages, {plan.pipelines} pipelines, {plan.micro_batches} micro-batches, {plan.schedule}"
+    return f"{parts}, recompute {plan.recompute}" if plan.recompute != "never" else parts
+
+
+def check(
+    model: nn.Module | Sequence[nn.Module],
+    plan: Plan,
+    *,
+    loss_fn: LossFn,
+    optimizer: OptimizerFn,
+    loader: Iterable[Any],
+    batches: int = 20,
+    lr_scheduler: SchedulerFn | None = None,
+    clip_grad_norm: float | None = None,
+    **options: Any,
+) -> Checked:
+    """Train on some batches plainly on one device, and by a plan, and compare: what one does before a long job.
+
+    Alone, the process runs all stages. Where there is a rank for each worker of the plan, each of them calls this.
+    Nothing of the caller's changes: all of it trains copies.
+
+    Args:
+        model: as of ``Pipeline``.
+        plan: as of ``Pipeline``.
+        loss_fn: as of ``Pipeline``.
+        optimizer: as of ``Pipeline``.
+        loader: batches as ``Pipeline.train`` takes them; all ranks must be given the same.
+        batches: how many of them to train on, at most.
+        lr_scheduler: as of ``Pipeline``.
+        clip_grad_norm: as of ``Pipeline``.
+        options: more of ``Pipeline``.
+
+    Returns:
+        What was compared, as a table when it is printed; ``is_equal`` is the verdict.
+
+    Raises:
+        ValueError: for a loader without batches, and whatever a Pipeline refuses.
+    """
+    check_count("batches", batches)
+    if options.get("accumulate", 1) != 1:
+        raise ValueError("check() compares batch by batch: leave accumulate out")
+    given = [pair(batch) for batch in islice(loader, batches)]
+    if not given:
+        raise ValueError("check() needs at least one batch: the loader is empty")
+    both = _Both(model, loss_fn, optimizer, lr_scheduler, clip_grad_norm, options, given)
+    both, notes = both.without_dropout()
+    strict, reasons = _strict(plan, both)
+    plain, planned = both.plainly(), both.by(plan)
+    try:
+        wide = both.wide()
+        expected, found, tolerance = wide.expected(strict, plain.draws), wide.by(strict), _EXACT
+    except (RuntimeError, TypeError, PipelineError) as error:  # of the caller's code, or torch's
+        notes = [*notes, f"this cannot be compared in float64: {reason(error)}"]
+        exact = both.exactly()
+        expected, found, tolerance = exact.expected(strict, plain.draws), exact.by(strict), _ROUNDED
+    if plain.draws:
+        notes = [
+            *notes,
+            "layers draw random numbers: one stage with the same micro-batches stands for one device",
+        ]
+    lines = _compared(expected, found)
+    return Checked(plan, strict, plain.losses, planned.losses, lines, tolerance, reasons, notes)
+
+
+# ---- what differs by design ------------------------------------------------------------------------------------------
+
+
+def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
+    """Return what of a plan changes nothing, and why the rest may."""
+    reasons, changes, options = list[str](), dict[str, Any](), both.options
+    if plan.pipelines > 1 and (plan.batch, plan.staleness, plan.rule) != ("global", 0, "mean-gradient"):
+        reasons.append(
+            f"{plan.pipelines} pipelines are averaged by the rule {plan.rule} with staleness {plan.staleness}, batch "
+            f"{plan.batch!r} and period {plan.period}"
+        )
+        changes |= {"batch": "global", "staleness": 0, "rule": "mean-gradient", "alpha": None, "period": 1}
+        changes |= {"micro_batches": max(plan.micro_batches, plan.pipelines), "warmup_rounds": 0}
+    if plan.weights != "flush":
+        reasons.append(
+            f"gradients are of weights up to {max(plan.delays)} updates old (schedule {plan.schedule!r})"
+        )
+        changes |= {
+            "schedule": "1f1b",
+            "weights": None,
+            "correction": None,
+            "warmup_rounds": 0,
+            "advance": None,
+        }
+    if plan.micro_batches > 1 and both.normalises:
+        reasons.append(
+            f"BatchNorm normalises by the statistics of each of {plan.micro_batches} micro-batches"
+        )
+        changes |= {
+            "micro_batches": 1,
+            "pipelines": 1,
+            "replication": None,
+            "spread": False,
+            "isolate": False,
+        }
+        changes |= {
+            "batch": "global",
+            "rule": None,
+            "alpha": None,
+            "staleness": 1,
+            "period": 1,
+            "warmup_rounds": 0,
+        }
+    if options.get("wire_dtype") is not None:
+        reasons.append("activations and gradients travel in 16 bits (wire_dtype)")
+    if both.clip is not None and plan.shares > 1:
+        reasons.append("clip_grad_norm limits the gradient of each pipeline's share of a batch")
+        changes |= {
+            "pipelines": 1,
+            "rule": None,
+            "alpha": None,
+            "staleness": 1,
+            "period": 1,
+            "warmup_rounds": 0,
+        }
+    return (replace(plan, system="avgpipe", **changes) if changes else plan), reasons
+
+
+# ---- training --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Both:
+    """Trains copies of a model in both ways. ``options``: more of a Pipeline."""
+
+    model: Any
+    loss_fn: Any
+    optimizer: OptimizerFn
+    lr_scheduler: SchedulerFn | None
+    clip: float | None
+    options: Mapping[str, Any]
+    given: Sequence[tuple[Any, Any]]
+
+    @property
+    def normalises(self) -> bool:
+        """Whether a layer trains by the statistics of all its samples."""
+        return any(isinstance(m, _BatchNorm) and m.training for m in _modules_of(self.model))
+
+    def without_dropout(self) -> tuple[_Both, list[str]]:
+        """Return the same with layers that draw nothing, and a note of it."""
+        model = _copy(self.model)
+        drops = [m for m in _modules_of(model) if isinstance(m, _DropoutNd) and m.p > 0]
+        for module in drops:
+            module.p = 0.0
+        note = "dropout is off on both sides, as micro-batches draw other numbers than whole batches"
+        return replace(self, model=model), [note] * bool(drops)
+
+    def exactly(self) -> _Both:
+        """Return the same without what makes numbers less exact."""
+        return replace(self, options={name: v for name, v in self.options.items() if name not in _ROUNDING})
+
+    def wide(self) -> _Both:
+        """Return the same in float64."""
+        model, loss_fn = _copy(self.model), self.loss_fn
+        for module in [model] if isinstance(model, nn.Module) else model:
+            module.double()
+        if isinstance(loss_fn, nn.Module):
+            loss_fn = _copy(loss_fn).double()
+        given = [pytree.tree_map_only(torch.Tensor, _wide, batch) for batch in self.given]
+        return replace(self.exactly(), model=model, loss_fn=loss_fn, given=given)
+
+    def by(self, plan: Plan) -> Training:
+        """Train by a plan."""
+        training = Training()
+        with Pipeline(
+            _copy(self.model),
+            plan,
+            loss_fn=self.loss_fn,
+            optimizer=self.optimizer,
+            lr_scheduler=self.lr_scheduler,
+            clip_grad_norm=self.clip,
+            **self.options,
+        ) as pipeline:
+            for given in (self.given[:1], self.given[1:]):
+                for result in pipeline.train(given):
+                    training.losses.append(result.loss)
+                    training.metrics.append(result.metrics)
+                training.states.append(pipeline.state_dict())
+        return training
+
+    def expected(self, plan: Plan, draws: bool) -> Training:
+        """Train as a plan must that changes nothing. ``draws``: layers do, for micro-batches, as one stage has them."""
+        return self.by(Plan(micro_batches=plan.micro_batches)) if draws else self.plainly()
+
+    def plainly(self) -> Training:
+        """Train as one does without a pipeline."""
+        given = _copy(self.model)
+        model, call = whole_of(given, layers_of(given, self.options.get("example_inputs")))
+        device, training = device_of(model), Training()
+        Modes(model, not is_evaluated([model])).train()
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = maker_of(self.optimizer, list(named))(list(named.values()))
+        schedule = None if self.lr_scheduler is None else schedule_of(self.lr_scheduler, optimizer, optimizer)
+        drawn = callers_generators()
+        with CallerModes(), CallerGenerators(device):
+            seed_generators(device, self.options.get("seed", 0))
+            states = [generator.get_state() for generator in generators_of(device)]
+            for inputs, targets in self.given:
+                optimizer.zero_grad()
+                self._learn(
+                    partial(call, model, to_device(inputs, device)),
+                    to_device(targets, device),
+                    device,
+                    training,
+                )
+                if self.clip is not None:
+                    nn.utils.clip_grad_norm_(list(named.values()), self.clip)
+                optimizer.step()
+                if schedule is not None:
+                    schedule.step()
+                if len(training.losses) in (1, len(self.given)):
+                    training.states.append({name: t.clone() for name, t in named_tensors(model).items()})
+            after = [generator.get_state() for generator in generators_of(device)]
+            training.draws = not all(map(torch.equal, states, after))
+        set_generators(drawn)
+        return training
+
+    def _learn(
+        self, output: Callable[[], Any], target: Any, device: torch.device, training: Training
+    ) -> None:
+        autocast = self.options.get("autocast")
+        with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
+            loss = loss_of(self.loss_fn, output(), target)
+        value = loss.value if loss.divisor is None else loss.value / loss.divisor
+        torch.autograd.backward(value)
+        divisor = 1.0 if loss.divisor is None else float(loss.divisor)
+        training.losses.append(float(value.detach()))
+        training.metrics.append({name: float(v) / divisor for name, v in (loss.metrics or {}).items()})
+
+
+_ROUNDING = ("autocast", "loss_scale", "wire_dtype")  # options
+
+
+def _copy(model: Any) -> Any:
+    return copied(model, {}) if isinstance(model, nn.Module) else list(copied(nn.ModuleList(model), {}))
+
+
+def _modules_of(model: Any) -> Iterator[nn.Module]:
+    return (model if isinstance(model, nn.Module) else nn.ModuleList(model)).modules()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _compared(expected: Training, found: Training) -> list[Line]:
+    lines = [_line("losses", _numbered(expected.losses), _numbered(found.losses))]
+    for name in dict.fromkeys(name for of_batch in expected.metrics for name in of_batch):
+        mine, other = (_numbered([m.get(name, math.nan) for m in of.metrics]) for of in (expected, found))
+        lines.append(_line(f"metric {name!r}", mine, other))
+    for what, mine, other in zip(
+        ("first", "last"), (expected.states[0], expected.states[-1]), (found.states[0], found.states[-1])
+    ):
+        lines.append(_line(f"weights and buffers after the {what} batch", mine, other))
+    return lines
+
+
+def _numbered(values: Sequence[float]) -> dict[str, torch.Tensor]:
+    return {f"batch {n}": torch.tensor(value, dtype=torch.float64) for n, value in enumerate(values)}
+
+
+def _line(what: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Line:
+    if lost := sorted(expected.keys() ^ found.keys()):
+        return Line(what, math.inf, f"{lost[0]} is of one side only")
+    largest = max((size_of(t) for t in expected.values() if t.numel()), default=0.0)
+    apart = {name: distance(t, found[name].to(t.device)) for name, t in expected.items() if t.numel()}
+    where = max(apart, key=lambda name: apart[name], default="")
+    return Line(what, apart[where] / max(largest, 1e-30) if where else 0.0, where)
