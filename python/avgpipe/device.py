@@ -345,6 +345,10 @@ class LaneStream:
         with self._stream:
             yield
 
+    def wait_for(self, other: LaneStream) -> None:
+        """Do what comes next here after what the other lane has issued."""
+        self._stream.wait_stream(other._stream)
+
     def issued(self) -> Any:
         """Return the event that all that this lane has issued so far is done."""
         return self._stream.record_event()

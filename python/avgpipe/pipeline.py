@@ -179,8 +179,9 @@ class Pipeline:
         timeout_s: no wait for another worker lasts longer.
         lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; of several optimizers each
             has one.
-        clip_grad_norm: limit of the gradient's norm over all stages; ``math.inf`` measures it alone, for
-            ``result.grad_norm``.
+        clip_grad_norm: limit of the norm of a batch's gradient over all stages; ``math.inf`` measures it alone, for
+            ``result.grad_norm``. Where pipelines share a batch, they wait for each other's gradients of it. Pipelines
+            that are isolated, or have workers of their own, do not: there it is of each one's share.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
             statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
             it does where losses are scaled.

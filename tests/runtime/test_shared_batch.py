@@ -237,6 +237,130 @@ def test_with_one_optimizer_that_nobody_is_ahead_of_they_are_one_device(
     assert_trains_as_one_device(language_model(), plan, batches, LOSS, make, timeout_s=60)
 
 
+CLIPPED: dict[str, dict[str, Any]] = {
+    "stages": {"plan": {"stages": 3}},
+    "schedule": {"plan": {"stages": 2, "schedule": "1f1b", "recompute": "always"}},
+    "more pipelines": {"plan": {"stages": 2, "pipelines": 4}},
+    "replicas": {"plan": {"stages": 2, "replication": (2, 1), "micro_batches": 8}},
+    "tied weights": {"plan": {"stages": 2}, "model": "tied"},
+    "a frozen layer": {"plan": {"stages": 2}, "model": "frozen"},
+    "targets that are ignored": {"plan": {"stages": 2}, "loss_fn": IGNORING},
+    "a sum and a count": {"plan": {"stages": 2}, "loss_fn": "counted"},
+    "a short last batch": {"plan": {"stages": 2, "pipelines": 4}, "last": 3},
+    "skipping": {"plan": {"stages": 2}, "options": {"skip_nonfinite": True}},
+    "a scaled loss": {"plan": {"stages": 2}, "options": {"loss_scale": 128.0}},
+}
+
+
+def counted(output: torch.Tensor, target: torch.Tensor) -> Any:
+    kept = target != 0
+    return nn.functional.cross_entropy(output[kept], target[kept], reduction="sum"), kept.sum()
+
+
+class Tied(nn.Sequential):
+    """The last layer has the weight of the first one."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8, bias=False), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 8, bias=False))
+        self[3].weight = self[0].weight
+        self.double()
+
+
+@pytest.mark.parametrize("what", CLIPPED)
+def test_the_limit_is_of_the_batch_s_gradient(what: str) -> None:
+    case = CLIPPED[what]
+    plan = Plan(**({"pipelines": 2, "micro_batches": 4, "staleness": 0} | case["plan"]))
+    loss_fn = {"counted": counted}.get(case.get("loss_fn"), case.get("loss_fn", LOSS))  # type: ignore[arg-type]
+    if case.get("model") == "tied":
+        draw = torch.Generator().manual_seed(3)
+        model: nn.Module = Tied()
+        data = [
+            (torch.randn(8, 8, generator=draw, dtype=torch.float64), torch.randint(8, (8,), generator=draw))
+            for _ in range(5)
+        ]
+    else:
+        model, data = language_model(frozen=case.get("model") == "frozen"), token_batches(5, 8)
+    if last := case.get("last"):
+        data.append((data[0][0][:last], data[0][1][:last]))
+
+    def one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        found = loss_fn(output, target)
+        return found[0] / found[1] if isinstance(found, tuple) else found
+
+    for clip in (0.05, 0.3, 100.0):
+        options = {"clip_grad_norm": clip, **case.get("options", {})}
+        assert_same_training(
+            train_pipeline(model, plan, data, loss_fn, momentum, **options),
+            train_on_one_device(model, data, one, momentum, clip),
+        )
+
+
+def test_pipelines_with_workers_of_their_own_say_that_they_know_their_share_alone(caplog: Any) -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, spread=True)
+    train_pipeline(language_model(), plan, token_batches(3, 8), counted, momentum, clip_grad_norm=1.0)
+    limit, count = [record.getMessage() for record in caplog.records]
+    assert limit.startswith("clip_grad_norm limits the gradient of each pipeline's share of a batch")
+    assert count.startswith(
+        "loss_fn returns (sum, count), and pipelines with workers of their own do not tell"
+    )
+    caplog.clear()
+    train_pipeline(language_model(), plan, token_batches(3, 8), LOSS, momentum, clip_grad_norm=math.inf)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("pipelines", [1, 2, 4])
+def test_the_norm_that_is_told_is_the_batch_s(pipelines: int) -> None:
+    model, data = language_model(), token_batches(1, 8)
+    copied = copy.deepcopy(model)
+    LOSS(copied(data[0][0]), data[0][1]).backward()
+    expected = float(nn.utils.get_total_norm([p.grad for p in copied.parameters() if p.grad is not None]))
+    plan = Plan(stages=2, pipelines=pipelines, micro_batches=4)
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, clip_grad_norm=math.inf) as p:
+        (result,) = p.train(data)
+    assert result.grad_norm == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_share_that_is_not_finite_skips_the_whole_batch_as_on_one_device() -> None:
+    model, data, bad = language_model(), token_batches(6, 8), 1
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        return loss * math.inf if bool((target == bad).all()) else loss
+
+    for _, y in data:
+        y[y == bad] = 0
+    for _, y in data[2:4]:
+        y[:2] = bad  # the first micro-batch, which is the first pipeline's
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, staleness=0)
+    with Pipeline(model, plan, loss_fn=loss_fn, optimizer=momentum, skip_nonfinite=True) as p:
+        results = list(p.train(data))
+        state = p.state_dict()
+    assert [r.skipped for r in results] == [False, False, True, True, False, False]
+    _, expected = train_on_one_device(model, data[:2] + data[4:], LOSS, momentum)
+    assert all(torch.allclose(state[name], value, rtol=0, atol=1e-12) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("K", [1, 3])
+@pytest.mark.parametrize("N", [2, 4])
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_count_is_that_of_the_whole_batch(N: int, K: int, clip: float | None) -> None:
+    """Shares that count more, less, or nothing at all."""
+    data = token_batches(5, 8)
+    for n, (_, y) in enumerate(data):
+        y[: 2 * n] = 0  # of the last batch no target is left
+
+    def one(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        total, count = counted(output, target)
+        return total / count
+
+    plan = Plan(stages=K, pipelines=N, micro_batches=4, staleness=0)
+    assert_same_training(
+        train_pipeline(language_model(), plan, data[:4], counted, momentum, clip_grad_norm=clip),
+        train_on_one_device(language_model(), data[:4], one, momentum, clip),
+    )
+
+
 def test_they_draw_what_one_pipeline_draws() -> None:
     """Dropout of micro-batch m is that of micro-batch m, whoever trains on it."""
     batches = token_batches(6, 12, last=7)

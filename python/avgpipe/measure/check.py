@@ -240,7 +240,7 @@ def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
         }
     if options.get("wire_dtype") is not None:
         reasons.append("activations and gradients travel in 16 bits (wire_dtype)")
-    if both.clip is not None and plan.shares > 1:
+    if both.clip is not None and plan.shares > 1 and (plan.spread or plan.isolate):
         reasons.append("clip_grad_norm limits the gradient of each pipeline's share of a batch")
         changes |= {
             "pipelines": 1,

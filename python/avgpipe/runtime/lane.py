@@ -15,15 +15,16 @@ from functools import partial
 import torch
 
 from avgpipe.device import LaneStream
-from avgpipe.elastic import Version
+from avgpipe.elastic import Arena, Version
 from avgpipe.faults.fault import Fault
 from avgpipe.links.message import Key, Message, flip_bit
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.turns import Turns
-from avgpipe.runtime.update import RemoteUpdates, Update
+from avgpipe.runtime.update import SCALING, RemoteUpdates, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
@@ -36,6 +37,7 @@ class Lane:
         overlaps: whether forwards and backwards may go on while an update waits, as no batch in flight needs it.
         remote: pipelines of other processes, dedicated or isolated; None without any.
         stream: where the steps run; None for a CPU.
+        shared: knows what other pipelines have of batches that they share; None: each is for itself.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Lane:
         overlaps: bool,
         remote: RemoteUpdates | Turns | None = None,
         stream: LaneStream | None = None,
+        shared: SharedBatches | None = None,
     ) -> None:
         self.trained, self.route, self.port = trained, route, port
         self.compute, self.update, self.remote, self.stream = compute, update, remote, stream
@@ -60,6 +63,11 @@ class Lane:
             Version(0)
         ]  # that the batches to come run on, as far as one may be there already
         self._place = route.replica, route.pipeline
+        self._shared = shared
+        if shared is not None:
+            shared.join(self)
+            update.share_factor = partial(shared.factor, self)
+            update.squared_norm = partial(shared.squared_norm, self)
         # They are told of each step of training just before it.
         self.watchers: tuple[Callable[[Lane, Step], None], ...] = ()
 
@@ -118,6 +126,8 @@ class Lane:
         if self.remote is not None:
             self.remote.collect()
         if step.micro_batch < 0:
+            if self._shared is not None and not self._knows_enough(step, self._shared):
+                return False
             if step.kind is not StepKind.UPDATE:
                 return True
             may = self.remote is None or self.remote.may_step(step.batch)
@@ -179,6 +189,35 @@ class Lane:
             for to in self.route.result_receivers:
                 end = end_message(state.outcome, state.metrics, state.norm, state.lr)
                 self.port.send(Message.LOSS, to, step.batch, -1, end)
+
+    # ---- batches that pipelines share --------------------------------------------------------------------------------
+
+    def _knows_enough(self, step: Step, shared: SharedBatches) -> bool:
+        """Whether a step of an update may go on, as far as it asks what the other pipelines have of the batch."""
+        if step.kind is StepKind.ADD_NORM and not shared.has_gradients(step.batch):
+            return False
+        state = self._in_flight[step.batch]
+        waits = step.kind in SCALING and not state.grads_are_scaled
+        is_divided = state.outcome is not None and state.outcome.dim() > 0
+        return not (waits and is_divided) or shared.knows_counts(step.batch)
+
+    def state_of(self, batch: int) -> BatchState | None:
+        return self._in_flight.get(batch)
+
+    def has_gradient(self, batch: int) -> bool:
+        """Whether the gradient of a batch is whole here, and nothing is done with it yet."""
+        head = self.updates.head
+        return head is not None and head.kind is StepKind.ADD_NORM and head.batch == batch
+
+    def finish_gradient(self, batch: int) -> Arena:
+        """Return what holds the gradient of a batch, multiplied with what it must be multiplied with."""
+        self.update.scale(self._in_flight[batch])
+        return self.trained.arena
+
+    def wait_for(self, other: Lane) -> None:
+        """Have a device do what comes next here after what the other lane has issued."""
+        if self.stream is not None and other.stream is not None:
+            self.stream.wait_for(other.stream)
 
     def suffer(self, faults: Iterable[Fault]) -> None:
         """Let faults that a test asks for damage the weights, or the links."""

@@ -283,6 +283,13 @@ def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
             plan.weights,
             "the norm of all gradients" if options.needs_norm else "parameters that stages share",
         )
+    is_limited = options.clip_grad_norm is not None and options.clip_grad_norm < math.inf
+    if is_limited and plan.shares > 1 and (plan.spread or plan.isolate):
+        _log.warning(
+            "clip_grad_norm limits the gradient of each pipeline's share of a batch, as pipelines with workers of "
+            "their own do not wait for each other: it is larger than the batch's, so the limit bites harder than on "
+            "one device"
+        )
 
 
 def checked_optimizer(made: Any) -> torch.optim.Optimizer:

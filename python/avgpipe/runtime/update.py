@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.device import LaneStream, has_streams
+from avgpipe.device import LaneStream, current_stream, has_streams, used_on
 from avgpipe.elastic import Reference, Version
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
@@ -32,6 +32,8 @@ from avgpipe.runtime.turns import Turns
 
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning
+# Before these, gradients are multiplied with what was not known before all backwards.
+SCALING = StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE
 
 
 class Update:
@@ -43,6 +45,12 @@ class Update:
         group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
         names: of the parameters, where it is said which have no gradient in the first batch.
         turns: tells pipelines of other processes, where they are isolated.
+
+    Attributes:
+        share_factor: returns what the gradient of a share of a batch is multiplied with; None: what its outcome says.
+        divides_alone: whether nobody here knows what the other pipelines have of batches that they share.
+        squared_norm: returns the square of the norm of a batch's gradient here, float64 [], but for parameters of these
+            numbers.
     """
 
     def __init__(
@@ -57,6 +65,9 @@ class Update:
         names: Sequence[str] = (),
         turns: Turns | None = None,
     ) -> None:
+        self.share_factor: Callable[[BatchState], torch.Tensor | None] = lambda state: None
+        self.divides_alone = False
+        self.squared_norm: Callable[[int, Collection[int]], torch.Tensor] = self._own_norm
         self._unseen = names
         self._turns = turns
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
@@ -76,9 +87,8 @@ class Update:
     def perform(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
         """Perform a step. ``needed``: the versions of the weights that other batches need."""
         kind = step.kind
-        scales = kind in (StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE)
-        if scales and not state.grads_are_scaled:
-            self._scale(state)
+        if kind in SCALING:
+            self.scale(state)
         if kind is StepKind.UPDATE:
             self._update(state, step, needed)
         elif kind is StepKind.SHARE_PART:
@@ -94,14 +104,25 @@ class Update:
         else:
             state.learn(self._port.take(step.needs[0]))
 
-    def _scale(self, state: BatchState) -> None:
-        """Multiply the gradients with what was not known before all backwards, if there is such a thing.
+    def scale(self, state: BatchState) -> None:
+        """Multiply the gradients, once, with what was not known before all backwards, if there is such a thing.
 
         Then they are what one device has, and the caller's hooks may see them.
         """
+        if state.grads_are_scaled:
+            return
         state.grads_are_scaled = True
         if state.outcome is not None and state.outcome.dim():
-            self._trained.scale_grads(state.outcome[1])
+            if self.divides_alone and state.counts:
+                self.divides_alone = False
+                _log.warning(
+                    "loss_fn returns (sum, count), and pipelines with workers of their own do not tell each other what "
+                    "they count: each divides by the count of its share of a batch, unlike one device where shares "
+                    "count unequally. Let loss_fn return the mean, and give loss_weight, which says of targets what "
+                    "they count"
+                )
+            factor = self.share_factor(state)
+            self._trained.scale_grads(state.outcome[1] if factor is None else factor)
         self._trained.run_hooks()
 
     # ---- replicas of the stage -----------------------------------------------------------------------------------
@@ -189,14 +210,17 @@ class Update:
 
     # ---- norm and step -------------------------------------------------------------------------------------------
 
-    def _add_norm(self, state: BatchState, step: Step) -> None:
+    def _own_norm(self, batch: int, without: Collection[int]) -> torch.Tensor:
         arena = self._trained.arena
-        own = [
-            p.grad for n, p in enumerate(arena.parameters) if n not in self._foreign and p.grad is not None
-        ]
-        total = torch.zeros((), dtype=torch.float64, device=self._trained.stage.device)
+        own = [p.grad for n, p in enumerate(arena.parameters) if n not in without and p.grad is not None]
         if own:
-            total = arena.squared_norm(own)
+            return arena.squared_norm(own)
+        return torch.zeros((), dtype=torch.float64, device=self._trained.stage.device)
+
+    def _add_norm(self, state: BatchState, step: Step) -> None:
+        total = self.squared_norm(step.batch, self._foreign)
+        if not self._on_cpu:
+            used_on(current_stream(self._trained.stage.device), [total])
         if not self._route.last:
             total = total + self._port.take(step.needs[0])
         if self._route.first:

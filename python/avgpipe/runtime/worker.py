@@ -39,6 +39,7 @@ from avgpipe.runtime.pace import Pace
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
+from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.turns import Turns
@@ -102,6 +103,7 @@ class Worker:
         self.lanes: dict[tuple[int, int], Lane] = {}
         self._turns: dict[int, Turns] = {}
         self._group_sums: list[GroupSum] = []
+        self._shared: dict[int, SharedBatches] = {}  # by replica
         self.exchange: TurnExchange | None = None
         groups = self._replica_groups()
         try:
@@ -332,16 +334,20 @@ class Worker:
         first = placement.pipelines[0]
         is_first = route.pipeline == first and route.replica in placement.first_replicas(first)
         names = self.model.trainable[route.stage] if is_first and options.check != "off" else ()
+        is_shared = plan.shares > 1 and len(placement.pipelines_of(route.replica)) > 1
+        update = Update(trained, route, shared, options, port, group_sum, self.notice, names, turns)
+        update.divides_alone = plan.shares > 1 and not is_shared and route.pipeline == first
         return Lane(
             trained,
             route,
             port,
             Compute(trained, route, options, port, group_sum),
-            Update(trained, route, shared, options, port, group_sum, self.notice, names, turns),
+            update,
             # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
             remote=turns or remote,
             stream=stream,
+            shared=self._shared.setdefault(route.replica, SharedBatches()) if is_shared else None,
         )
 
     def told_buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:

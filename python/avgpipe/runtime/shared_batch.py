@@ -1,0 +1,91 @@
+"""What pipelines that share a batch must know of each other's shares, for the batch to be what it is on one device.
+
+Each of them has the gradient of its share, and the batch's is the mean of theirs. Two things cannot be said of a share
+alone. What a loss function returns as (sum, count) is divided by the count of the whole batch. And the norm of the
+batch's gradient is that of the mean: a share's has more noise, and a limit would bite harder the more pipelines there
+are. So the lanes of a stage, one for each pipeline, wait here for each other before they go on with their gradients of
+a batch, where one of the two is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from avgpipe.runtime.compute import BatchState
+
+if TYPE_CHECKING:  # which imports this
+    from avgpipe.runtime.lane import Lane
+
+
+class SharedBatches:
+    """Puts together what the lanes of a stage replica have of each batch."""
+
+    def __init__(self) -> None:
+        self._lanes: list[Lane] = []
+        self._norms: dict[int, torch.Tensor] = {}  # squared, by batch
+        self._left: dict[int, int] = {}  # by batch, how many lanes have not taken it
+
+    def join(self, lane: Lane) -> None:
+        self._lanes.append(lane)
+
+    @contextmanager
+    def _reading(self, here: Lane) -> Iterator[None]:
+        """A device reads inside what the other lanes have made, and these go on after that."""
+        others = [lane for lane in self._lanes if lane is not here]
+        for lane in others:
+            here.wait_for(lane)
+        yield
+        for lane in others:
+            lane.wait_for(here)
+
+    # ---- losses that are a sum and a count ---------------------------------------------------------------------------
+
+    def knows_counts(self, batch: int) -> bool:
+        """Whether the losses of all shares are known."""
+        states = (lane.state_of(batch) for lane in self._lanes)
+        return all(state is not None and state.outcome is not None for state in states)
+
+    def factor(self, here: Lane, state: BatchState) -> torch.Tensor | None:
+        """Return what a share's gradient is multiplied with, so that the batch's count divides it; None for nothing."""
+        weights, own = state.work.weights, state.outcome
+        if own is None or not own.dim() or weights is None or not weights.scale:
+            return None
+        states = [lane.state_of(state.work.batch) for lane in self._lanes]
+        outcomes = [one.outcome for one in states if one is not None and one.outcome is not None]
+        with self._reading(here):
+            count = torch.stack([outcome[2].to(own.device) for outcome in outcomes if outcome.dim()]).sum()
+        factor = own[1] * own[2] * len(self._lanes) / (weights.scale * count)
+        return torch.where(own[2] > 0, factor, 0.0)  # a share that counts nothing has no gradient
+
+    # ---- the norm ----------------------------------------------------------------------------------------------------
+
+    def has_gradients(self, batch: int) -> bool:
+        """Whether the gradients of all shares are whole, or their norm is known."""
+        return batch in self._norms or all(lane.has_gradient(batch) for lane in self._lanes)
+
+    def squared_norm(self, here: Lane, batch: int, without: Collection[int]) -> torch.Tensor:
+        """Return the square of the norm, float64 []. ``without``: numbers of parameters that another stage counts."""
+        if batch not in self._norms:
+            with self._reading(here):  # before the others change their gradients
+                self._norms[batch], self._left[batch] = self._norm(batch, without), len(self._lanes)
+        self._left[batch] -= 1
+        return self._norms[batch] if self._left[batch] else self._norms.pop(batch)
+
+    def _norm(self, batch: int, without: Collection[int]) -> torch.Tensor:
+        arenas = [lane.finish_gradient(batch) for lane in self._lanes]
+        means = []
+        for n, parameters in enumerate(zip(*(arena.parameters for arena in arenas))):
+            grads = [p.grad for p in parameters if p.grad is not None]
+            if grads and n not in without:
+                total = grads[0] + grads[1] if len(grads) > 1 else grads[0]
+                for grad in grads[2:]:
+                    total += grad
+                means.append(total)
+        if means:
+            return arenas[0].squared_norm(means) / len(arenas) ** 2
+        device = self._lanes[0].trained.stage.device
+        return torch.zeros((), dtype=torch.float64, device=device)
