@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,25 @@ class FakeWorld:
 
     def lost(self, peer: int, doing: str) -> PeerLost:
         return PeerLost(f"rank {peer} died")
+
+
+def test_closing_waits_for_what_the_thread_is_at() -> None:
+    """A thread that is left in torch would abort the process when it ends."""
+    is_at, may_go_on = threading.Event(), threading.Event()
+
+    def look() -> None:
+        is_at.set()
+        may_go_on.wait(limit(20))
+
+    watchdog = Watchdog(FakeWorld(), Mailbox(), str, {}, looks=[look])  # type: ignore[arg-type]
+    assert is_at.wait(limit(20))
+    closing = threading.Thread(target=watchdog.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()
+    may_go_on.set()
+    closing.join(limit(20))
+    assert not watchdog._thread.is_alive()
 
 
 @pytest.fixture
