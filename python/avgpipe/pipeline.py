@@ -1132,8 +1132,13 @@ class Pipeline:
 
     @property
     def skipped_updates(self) -> int:
-        """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in."""
-        return sum({i: lane.update.skipped for (_, i), lane in self._worker.lanes.items()}.values())
+        """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in.
+
+        Pipelines that share a batch leave it out together, which counts once.
+        """
+        found = {i: lane.update.skipped for (_, i), lane in self._worker.lanes.items()}
+        are_one = self.plan.shares > 1 and not self._worker.placement.is_dedicated
+        return max(found.values(), default=0) if are_one else sum(found.values())
 
     @_recovering
     def timeline(self) -> Timeline:

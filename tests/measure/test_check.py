@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,12 +83,15 @@ def test_a_plan_trains_as_one_device_but_for_what_it_says(what: str) -> None:
     assert (found.plain == pytest.approx(found.planned, rel=1e-5)) is not bool(reasons)
 
 
-def test_batch_norm_and_clipping_differ_by_design() -> None:
+def test_batch_norm_and_clipping_apart_differ_by_design() -> None:
     plan = Plan(stages=2, pipelines=2, micro_batches=4, staleness=0)
     found = check(plan, Net(nn.BatchNorm1d), clip_grad_norm=0.1)
     assert found.is_equal
     assert found.strict.micro_batches == found.strict.pipelines == 1
-    assert [reason.partition(" ")[0] for reason in found.reasons] == ["BatchNorm", "clip_grad_norm"]
+    assert [reason.partition(" ")[0] for reason in found.reasons] == ["BatchNorm"]
+    found = check(replace(plan, spread=True), clip_grad_norm=0.1)
+    assert found.is_equal
+    assert [reason.partition(" ")[0] for reason in found.reasons] == ["clip_grad_norm"]
 
 
 def a_sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
