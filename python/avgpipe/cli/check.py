@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -25,16 +23,16 @@ def run(asked: CheckConfig) -> None:
     with running():
         tell("training in one process ...")
         here = checked(config, asked.batches)
-        found["in one process"] = _told(here)
+        found["in one process"] = _summary(here)
         workers = here.plan.workers
         if here.strict.workers == workers > 1 and not asked.alone:
             tell(f"training on {workers} workers ...")
             given = {"config": config.to_json(), "batches": asked.batches}
             found[f"on {workers} workers"] = run_on_ranks(f"{__name__}:on_rank", workers, given, threads=1)[0]
         tell("")
-    texts = [f"{where}: {told['text']}" for where, told in found.items()]
-    answer(asked.json, {where: told["found"] for where, told in found.items()}, *texts)
-    if not all(told["found"]["equal"] for told in found.values()):
+    texts = [f"{where}: {result['text']}" for where, result in found.items()]
+    answer(asked.json, {where: result["found"] for where, result in found.items()}, *texts)
+    if not all(result["found"]["equal"] for result in found.values()):
         raise typer.Exit(FAILED)
 
 
@@ -43,7 +41,7 @@ def _resolved(asked: CheckConfig) -> TrainConfig:
         raise ValueError("check starts the plan's workers itself: run it once, without torchrun")
     if asked.isolate:
         raise ValueError(
-            "--isolate: pipelines with processes of their own share batches by turns, leave it out here"
+            "--isolate: check trains in one process and on the plan's workers, which all pipelines share; leave it out"
         )
     options = {name: value for name, value in asked.explicit.items() if name not in _OWN}
     config = resolve(TrainConfig.of(**options, max_batches=asked.batches))
@@ -56,8 +54,8 @@ def checked(config: TrainConfig, batches: int) -> Checked:
     workload, plan = prepare(config)
     return check(
         workload.layers,
-        replace(plan, isolate=False),
-        loader=islice(workload.train_batches(0), batches),
+        plan,
+        loader=workload.train_batches(0),
         batches=batches,
         lr_scheduler=workload.lr_scheduler,
         loss_weight=workload.loss_weight,
@@ -70,8 +68,8 @@ def checked(config: TrainConfig, batches: int) -> Checked:
 def on_rank(config: str, batches: int) -> dict[str, Any]:
     """Compare as one of the processes that the command starts."""
     torch.set_num_threads(1)
-    return _told(checked(TrainConfig.from_json(config), batches))
+    return _summary(checked(TrainConfig.from_json(config), batches))
 
 
-def _told(found: Checked) -> dict[str, Any]:
+def _summary(found: Checked) -> dict[str, Any]:
     return {"found": found.to_json(), "text": str(found)}

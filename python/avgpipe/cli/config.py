@@ -246,9 +246,10 @@ class PlanOptions(Options):
 class CheckConfig(WorkloadOptions, PlanOptions):
     """Compare what a plan trains with what one device trains: before a long job, or for a report of a bug.
 
-    WORKLOAD is trained for some batches plainly on one device, and by the plan: all of it in one process, then on the
-    plan's workers on this machine. What changes nothing must give the same losses, metrics, weights and buffers, in
-    float64; what differs by design, such as averages that come late, is named. Exits with 1 if it is not the same.
+    Trains WORKLOAD for some batches on one device without a pipeline, then by the plan: with all stages in one process,
+    and on the plan's workers on this machine. In float64, losses, metrics, weights and buffers must be equal. Parts of
+    the plan that change the result by design, such as late averages, are left out of that comparison and named. Exits
+    with 1 if something else differs.
 
     Attributes:
         batches: How many batches to train on.

@@ -1,9 +1,9 @@
-"""``avgpipe.check``: some batches trained plainly on one device, and by a plan; what differs, and whether it should.
+"""``avgpipe.check`` trains some batches on one device without a pipeline and by a plan, and compares the results.
 
-A plan may differ from one device on purpose: averages that come late, gradients of older weights, BatchNorms that see
-micro-batches. So two plans are trained. The first has what of the plan changes nothing, and must give what one device
-gives, in float64, so that rounding is no excuse. The second is the plan itself, in the model's own dtype; how far it is
-from one device is told, with the reasons.
+A plan may differ from one device by design: late averages, gradients of older weights, BatchNorm over micro-batches. So
+two plans are trained. The first one is the plan without the parts that change the result. In float64 its results must
+equal those of one device. The second one is the plan itself, in the model's own dtype: the report gives its losses, and
+the reasons why they may differ.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _ROUNDED = 1e-3  # where it cannot be had in float64
 
 @dataclass
 class Training:
-    """What training has come to.
+    """The results of a training run.
 
     Attributes:
         losses: of the batches.
         metrics: of the batches, by name.
         states: weights and buffers after the first batch, and after the last one.
-        draws: whether torch's random numbers were drawn, as far as that was looked at.
+        draws: whether the model drew random numbers from torch's generators; False for a pipeline.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Line:
-    """Something that was compared. ``apart``: the largest difference, of the largest number; ``where``: in what."""
+    """One comparison. ``apart``: the largest difference over the largest number; ``where``: the tensor that has it."""
 
     what: str
     apart: float
@@ -72,17 +72,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Checked:
-    """What :func:`check` has found.
+    """The result of :func:`check`.
 
     Attributes:
-        plan: that was asked for.
-        strict: what of it changes nothing, which must train as one device does.
-        plain: losses of one device in the model's own dtype.
-        planned: losses of the plan.
-        lines: what was compared of the strict plan.
-        tolerance: how far it may be apart by rounding.
-        reasons: why the plan may differ from one device.
-        notes: what was changed on both sides, to compare at all.
+        plan: the given plan.
+        strict: the plan without the parts that change the result; it must equal one device.
+        plain: losses of one device, in the model's own dtype.
+        planned: losses of the plan, likewise.
+        lines: the comparisons of the strict plan with one device.
+        tolerance: the largest ``apart`` that rounding explains.
+        reasons: why the plan itself may differ from one device.
+        notes: what was changed in both runs to make them comparable.
     """
 
     plan: Plan
@@ -147,10 +147,10 @@ def check(
     clip_grad_norm: float | None = None,
     **options: Any,
 ) -> Checked:
-    """Train on some batches plainly on one device, and by a plan, and compare: what one does before a long job.
+    """Train some batches on one device without a pipeline, and by a plan, and compare the results.
 
-    Alone, the process runs all stages. Where there is a rank for each worker of the plan, each of them calls this.
-    Nothing of the caller's changes: all of it trains copies.
+    Run it before a long job. Without torchrun this process runs all stages; with a rank for each worker of the plan,
+    every rank must call it. It trains copies; the model, the batches and the random generators stay as they are.
 
     Args:
         model: as of ``Pipeline``.
@@ -164,7 +164,7 @@ def check(
         options: more of ``Pipeline``.
 
     Returns:
-        What was compared, as a table when it is printed; ``is_equal`` is the verdict.
+        The comparisons; ``print`` shows them as a table, and ``is_equal`` is the verdict.
 
     Raises:
         ValueError: for a loader without batches, and whatever a Pipeline refuses.

@@ -18,7 +18,7 @@ _TOLERANCE, _TOLERANCE_16 = (1e-4, 1e-6), (5e-2, 1e-2)
 
 
 class Outcome(NamedTuple):
-    """What a run of a model has come to.
+    """The results of one run of a model.
 
     Attributes:
         outputs: the tensors of what it returned.

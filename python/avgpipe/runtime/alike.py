@@ -124,8 +124,9 @@ class Alike:
     Args:
         fail: ends a wait of this rank.
         is_on: whether anything is compared.
-        generation: how often ranks have taken the place of lost ones. The script of a new one begins anew, and comes to
-            the others' loop by ways of its own: only the batches of this loop are compared then.
+        generation: how many times lost ranks were replaced. A new rank runs its script from the beginning, and may
+            pass loops that the others have finished. So after a replacement only the batches of the current loop are
+            compared.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Whether the stages of a model compute what the model itself does, looked at on some samples of the first batch.
+"""Compares the stages of a model with the model itself, on some samples of the first batch.
 
-The model runs as it was given, and once more as its stages run: each gets a copy of what the one before returned, and
-gives gradients back for it. Both begin with the same weights, buffers and random numbers, and nothing of the caller's
-moves. So whatever a cut has lost is seen before anything is trained on, whoever wrote the model.
+The model runs as it was given, and then as its stages run: each stage gets a copy of the previous stage's output, and
+returns gradients for it. Both runs start from the same weights, buffers and random numbers, on copies of the modules.
+So a difference that a cut makes is found before the first batch is trained on.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Audit:
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
 
     def look(self, batch: int, inputs: Any) -> None:
-        """Look at a batch of this number, if it is one that is looked at. ValueError where stages compute otherwise."""
+        """Compare on the inputs of a batch, if this batch is due. ValueError if the stages compute something else."""
         is_due = not self._looked or self._check == "full" or (self._check == "every" and not batch % _EVERY)
         if not is_due:
             return
@@ -145,8 +145,10 @@ class Audit:
                 found = reason(error)
             if found is None:
                 continue
-            if (itself := compared(expected, self._run_model(inputs, training, learns), coarse)) is not None:
-                self._left_out = f"it does not do the same twice ({itself})"
+            if (
+                unstable := compared(expected, self._run_model(inputs, training, learns), coarse)
+            ) is not None:
+                self._left_out = f"it does not do the same twice ({unstable})"
                 return
             raise ValueError(
                 f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
@@ -155,7 +157,7 @@ class Audit:
 
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
-        """Let the generators be afterwards what they are now."""
+        """Make the parameters of the copies, and restore the random generators afterwards."""
         self._drawn = callers_generators()
         modules = (self._model, *self._stages)
         self._parameters = {id(p): _leaf(p, self._device) for m in modules for p in m.parameters()}
@@ -176,7 +178,7 @@ class Audit:
         return made
 
     def _begin(self) -> list[torch.Tensor]:
-        """Let a run draw what the one before drew; return the states of torch's generators."""
+        """Seed all generators alike for each run; return the states of torch's."""
         key_layers(self._device, None)
         seed_generators(self._device, 0)
         set_generators(self._drawn)
