@@ -51,7 +51,7 @@ def test_a_loss_that_is_weighed_wrongly_ends_with_1(write_script: WriteScript) -
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        (("--isolate",), "--isolate: pipelines with processes of their own"),
+        (("--isolate",), "--isolate: check trains in one process and on the plan's workers"),
         (("--stages", "9"), "9 stages are more than"),
     ],
 )
