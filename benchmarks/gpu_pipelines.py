@@ -106,7 +106,8 @@ class Pipelines:
     """N pipelines that stream and share each batch."""
 
     def __init__(self, case: Case, device: str, pipelines: int, graphs: bool) -> None:
-        plan = avgpipe.Plan(stages=STAGES, pipelines=pipelines, micro_batches=pipelines * MICRO_BATCHES)
+        parts = pipelines * MICRO_BATCHES
+        plan = avgpipe.Plan(stages=STAGES, pipelines=pipelines, micro_batches=parts, warmup_rounds=0)
         self._pipeline = avgpipe.Pipeline(
             case.layers(),
             plan,

@@ -163,7 +163,7 @@ def make_place(root: Path, python: Interpreter, *, reuses: bool) -> Place:
         if Path("/", name).is_symlink():
             (root / name).symlink_to(f"usr/{name}")
     (root / WORK.strip("/")).mkdir()
-    (root / "tmp").mkdir()
+    (root / "tmp").mkdir(exist_ok=True)  # a checkout may lie there
     return Place(root, shown)
 
 

@@ -159,7 +159,7 @@ def our_cases(settings: ScheduleSettings) -> Iterator[PlanCase | Unavailable]:
             except ValueError as error:
                 yield Unavailable(name, " ".join(str(error).split()))
             else:
-                plan = replace(plan, partition=list(range(1, plan.stages)))
+                plan = replace(plan, partition=list(range(1, plan.stages)), warmup_rounds=0)
                 yield PlanCase(name, plan, micro_batches // plan.micro_batches)
 
 

@@ -101,7 +101,7 @@ def _transformer(pipelines: int) -> tuple[Any, list[nn.Module], Any]:
         lambda params: torch.optim.AdamW(params, lr=3e-4, fused=True),
     )
     layers = shape.layers()
-    plan = Plan(RANKS, pipelines, PARTS, partition=[_CUT], staleness=1)
+    plan = Plan(RANKS, pipelines, PARTS, partition=[_CUT], warmup_rounds=0)
     return task, layers, plan
 
 

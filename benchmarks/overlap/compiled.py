@@ -49,7 +49,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
         AloneRow("one process, compiled", task, compiled, parts),
     ]
     for pipelines in (1, 2):
-        plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=cut, staleness=1)
+        plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=cut, warmup_rounds=0)
         for label, options in (("", {}), (", compiled", {"compile": compile or True})):
             name = f"avgpipe, N = {pipelines}{label}"
             rows.append(OurRow(name, task, shape.layers(), plan, timeout_s=TIMEOUT_S, **options))

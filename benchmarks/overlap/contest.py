@@ -106,7 +106,7 @@ def _ours(
     link: str,
     name: str,
 ) -> TrainingRow:
-    plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=list(cut), staleness=1)
+    plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=list(cut), warmup_rounds=0)
     return OurRow(name, task, layers(), plan, link=link, timeout_s=TIMEOUT_S)
 
 

@@ -109,7 +109,7 @@ def fit(wire: torch.dtype | None, pipelines: int, count: int, seed: int, text: A
         nn.Linear(WIDTH, 256),
     ]
     cut = 2 + len(half)
-    plan = avgpipe.Plan(stages=2, pipelines=pipelines, micro_batches=2, partition=[cut])
+    plan = avgpipe.Plan(stages=2, pipelines=pipelines, micro_batches=2, partition=[cut], warmup_rounds=0)
     with avgpipe.Pipeline(
         layers,
         plan,

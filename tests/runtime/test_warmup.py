@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, rules
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches, unequal
 
@@ -101,6 +102,37 @@ def test_it_resumes_within_and_behind_the_warm_up(options: dict[str, Any], tmp_p
         p.load(tmp_path / "two")
         losses += [r.loss for r in p.train(BATCHES[2:])]
     assert losses == whole
+
+
+def test_who_has_one_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert runpy.run_path(rules.__file__)["WARMUP_ROUNDS"] == 100
+    monkeypatch.setattr(rules, "WARMUP_ROUNDS", 7)
+    assert Plan(pipelines=2).warmup_rounds == Plan(pipelines=3, staleness=1).warmup_rounds == 7
+    assert Plan.from_json(Plan(pipelines=2).to_json()).warmup_rounds == 7
+    assert Plan(pipelines=2, warmup_rounds=0).warmup_rounds == 0
+    others: list[dict[str, Any]] = [
+        {},
+        {"pipelines": 2, "staleness": 0},
+        {"pipelines": 2, "staleness": "asynchronous"},
+        {"pipelines": 2, "rule": "avgpipe"},
+        {"pipelines": 2, "batch": "per-pipeline"},
+        {"stages": 2, "schedule": "pipedream", "micro_batches": 2},
+    ]
+    assert [Plan(**options).warmup_rounds for options in others] == [0] * 6
+
+
+def test_the_first_batches_of_a_default_plan_are_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "WARMUP_ROUNDS", 4)
+    default = train(2, pipelines=2)
+    assert unequal(default[:5], train(1, schedule="1f1b")[:5]) < 1e-10
+    assert unequal(default, train(2, pipelines=2, staleness=0)) > 1e-6
+
+
+@pytest.mark.ranks
+def test_the_first_batches_of_pipelines_on_workers_of_their_own_are_one_device() -> None:
+    expected = train(2, pipelines=2, warmup_rounds=4)
+    for found in run(4, train, K=2, pipelines=2, warmup_rounds=4, spread=True):
+        assert unequal(found, expected) < 1e-10
 
 
 def test_who_has_no_warm_up() -> None:

@@ -209,7 +209,8 @@ class PlanOptions(Options):
         staleness: Rounds by which averaging lags behind. Default: 1.
         alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
         period: Updates of a pipeline between two averagings. Default: 1.
-        warmup_rounds: Batches at the beginning of training whose gradients are of the newest weights. Default: 0.
+        warmup_rounds: Batches at the beginning of training whose gradients are of the newest weights. Default: 100 where
+            pipelines share an optimizer, else 0.
         recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
         batch: Whether pipelines share each batch, which then makes one step of the reference, or take turns. Default:
             global, or the system's.
@@ -234,7 +235,7 @@ class PlanOptions(Options):
     staleness: Annotated[int | str | None, Value("0|1|asynchronous", _parse_staleness)] = None
     alpha: float | None = None
     period: Count | None = None
-    warmup_rounds: Count | None = None
+    warmup_rounds: CountOrNone | None = None
     recompute: Annotated[str | None, Value("|".join(RECOMPUTE), choices=RECOMPUTE)] = None
     batch: Annotated[str | None, Value("|".join(BATCHES), choices=BATCHES)] = None
     correction: Annotated[str | None, Value("|".join(CORRECTIONS), choices=tuple(CORRECTIONS))] = None

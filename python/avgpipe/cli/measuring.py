@@ -17,7 +17,7 @@ from avgpipe.cli.resolve import pipeline_options
 from avgpipe.device import own_device, select
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import profile, with_workers
-from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, rounds_of
+from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, in_the_long_run, rounds_of
 from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.model.batch import plain
 from avgpipe.pipeline import Pipeline
@@ -190,7 +190,7 @@ def tried(config: str, plan: str, batches: int) -> dict[str, Any]:
     """Measure as a process of :func:`trial_of`."""
     asked = ProfilingOptions.from_json(config)
     torch.set_num_threads(asked.threads)
-    pipeline, batch = pipeline_of(asked, Plan.from_json(plan))
+    pipeline, batch = pipeline_of(asked, in_the_long_run(Plan.from_json(plan)))
     with pipeline:
         rounds_s = rounds_of(pipeline, batch, batches)
         return {"rounds_s": rounds_s, "memory_bytes": peak_memory_bytes(pipeline.device)}

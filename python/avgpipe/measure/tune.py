@@ -111,7 +111,7 @@ def tune(
         plan = forecast.plan
         if plan.workers != world.size:
             return None
-        with Pipeline(model, plan, example_inputs=batch[0], **options) as pipeline:
+        with Pipeline(model, in_the_long_run(plan), example_inputs=batch[0], **options) as pipeline:
             rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 
@@ -187,6 +187,11 @@ def batches_of_round(forecast: Forecast) -> int:
     in_round = forecast.plan.batches_per_round
     each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / in_round)
     return in_round * min(_MOST, max(_LEAST, each))
+
+
+def in_the_long_run(plan: Plan) -> Plan:
+    """Return a plan without the rounds that wait at the beginning: what is timed goes on for most of a training."""
+    return replace(plan, warmup_rounds=0)
 
 
 def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:

@@ -108,7 +108,7 @@ class Feed:
             # Or the device would idle while the host reads a loss and begins the next batch.
             self._most_in_flight = max(2, self._most_in_flight)
         # Batches, none beside another one.
-        self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds
+        self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds or 0
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._columns = Columns()
         self._samples = 0  # of the largest batch

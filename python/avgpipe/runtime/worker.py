@@ -238,7 +238,7 @@ class Worker:
                 versioned=plan.weights != "flush",
                 correction=None if plan.correction is None else CORRECTIONS[plan.correction],
                 delay=plan.delays[k],
-                warmup_rounds=plan.warmup_rounds,
+                warmup_rounds=plan.warmup_rounds or 0,
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
@@ -287,7 +287,7 @@ class Worker:
             rule=rule,
             staleness=plan.staleness,
             period=plan.period,
-            warmup_rounds=plan.warmup_rounds,
+            warmup_rounds=plan.warmup_rounds or 0,
             outer=steps if RULES[rule].tries else None,
             remote=()
             if self.placement.ranks == 1 and not plan.isolate
@@ -371,7 +371,7 @@ class Worker:
                 schedule.rows[worker % schedule.workers],
                 self._plan.weights or "flush",
                 schedule.rows[schedule.worker_of(0)],
-                self._plan.warmup_rounds,
+                self._plan.warmup_rounds or 0,
             )
             for worker in self._workers
             for i in self.placement.pipelines_of(self.placement.workers[worker][0])

@@ -232,7 +232,8 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
         plan = Plan.for_system(row.what, stages=config.stages, **given)
     else:
         plan = Plan(config.stages * row.chunks, row.pipelines, config.micro_batches, schedule=row.what)
-    plan = replace(plan, partition=tuple(range(1, plan.stages)))  # a stage for each module
+    # A stage for each module; and what is timed is what goes on for most of a training.
+    plan = replace(plan, partition=tuple(range(1, plan.stages)), warmup_rounds=0)
     forward_s, backward_s = stage_s(config, plan.stages)
     per_batch = config.micro_batches // plan.micro_batches  # of the plan's batches are one of the comparison
     in_flight = plan.batches_in_flight
