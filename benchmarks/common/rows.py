@@ -167,7 +167,9 @@ def our_plan(
 ) -> Plan:
     """A stage for each module."""
     cut = list(range(1, stages))
-    return Plan(stages, pipelines, micro_batches, schedule, partition=cut, staleness=1, warmup_rounds=0, **options)
+    return Plan(
+        stages, pipelines, micro_batches, schedule, partition=cut, staleness=1, warmup_rounds=0, **options
+    )
 
 
 # ---- torch's -------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
-from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
+from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
@@ -261,6 +261,11 @@ class Pipeline:
             run a few times more, on copies of its modules. What has no gradient is named. "every": compare stages with
             the model in every hundredth batch, too, on the weights that it was given with; "full": in all batches, on
             all samples; "off": nothing of it.
+        batch_dim: along which dimension tensors have the samples of a batch: a number for all of them, such as 1 for
+            layers that want [length, batch, ...]; or one for the inputs and one for the targets, ``(1, 0)``, and if
+            need be a third for the model's outputs, 0 otherwise. Where tensors differ, in place of a number tuples,
+            lists and dicts as a batch has them, with None for what goes whole to every micro-batch, as a mask that all
+            samples share: ``({"x": 0, "mask": None}, 0)``.
 
     Raises:
         ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
@@ -300,6 +305,7 @@ class Pipeline:
         ema_decay: float | None = None,
         copies_every_s: float | None = None,
         check: str = "first-batch",
+        batch_dim: Any = 0,
     ) -> None:
         become_a_rank(first=_import_late)
         if not isinstance(plan, Plan):
@@ -329,6 +335,7 @@ class Pipeline:
             wire_dtype=wire_dtype,
             measures=plan.advance == "auto",
             accumulate=accumulate,
+            batch_dims=BatchDims.of(batch_dim),
             verify_wire=verify_wire,
             verify_every=verify_every,
             ema_decay=ema_decay,
@@ -388,6 +395,7 @@ class Pipeline:
                 autocast=autocast,
                 device=self._device,
                 check=check,
+                batch_dims=options.batch_dims,
             )
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
@@ -537,12 +545,14 @@ class Pipeline:
         self._forget_results()
         self._choose_advance()
         inputs, targets = plain(inputs), plain(targets)
-        samples = sample_count(inputs, targets, is_whole=n == self.plan.micro_batches == 1)
+        dims = self._options.batch_dims
+        samples = sample_count(inputs, targets, n == self.plan.micro_batches == 1, dims)
         if samples < n:
             raise ValueError(
                 f"{samples} samples are too few for {n} pipelines, each of which trains on a share of them"
             )
-        self._loader.give([[share] for share in zip(split(inputs, n, samples), split(targets, n, samples))])
+        shares = split(inputs, n, samples, dims.inputs), split(targets, n, samples, dims.targets)
+        self._loader.give([[share] for share in zip(*shares)])
         self._stepped += 1
         with self._worker.alike.loop("step", seen=self._stepped - 1):
             self._until_done(self._train_on_given)
@@ -862,13 +872,20 @@ class Pipeline:
         """
         which, inputs = self._which(weights), plain(inputs)
         # Raises what is wrong with them before the pipeline is at it.
-        sample_count(inputs, is_whole=self.plan.micro_batches == 1)
+        dims = self._options.batch_dims
+        sample_count(inputs, is_whole=self.plan.micro_batches == 1, dims=dims)
         self._come_in()
         self._predicted += 1
         with self._idle(), self._worker.alike.loop("predict", seen=self._predicted - 1):
-            (output,) = run_evaluation(
-                self._worker, self.plan.micro_batches, which, [(inputs, None)], OutputCollector
+            ((output, refusal),) = run_evaluation(
+                self._worker,
+                self.plan.micro_batches,
+                which,
+                [(inputs, None)],
+                partial(OutputCollector, dims.outputs),
             )
+        if refusal is not None:
+            raise ValueError(refusal)
         return output
 
     @_recovering

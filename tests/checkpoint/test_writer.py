@@ -15,6 +15,7 @@ import torch
 
 from avgpipe import CheckpointError, Plan
 from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.checkpoint.folder import agreed
 from tests.checkpoint.test_checkpoint import same
 from tests.checkpoint.test_snapshot import PLANS, batches, make, trained
 from tests.patience import limit
@@ -290,3 +291,31 @@ def test_killed_while_they_write_ranks_leave_the_checkpoint_before(tmp_path: Pat
         assert p.batches == 2
         p.save(tmp_path / "c")
     assert len(list((tmp_path / "c").glob("*.pt"))) == 2
+
+
+class _Two:
+    """A world of two ranks, of which the other one has come to ``theirs``."""
+
+    size = 2
+
+    def __init__(self, theirs: list[Any]) -> None:
+        self._theirs = theirs
+
+    def gather(self, mine: list[Any]) -> list[Any]:
+        return [mine, self._theirs]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "match"),
+    [
+        ([None, False, None], r"^not saved \(rank 0\): the disk is gone$"),
+        (["no memory", False, None], r"^not saved \(rank 0\): the disk is gone; \(rank 1\): no memory$"),
+    ],
+)
+def test_ranks_that_fail_in_one_save_are_all_named(theirs: list[Any], match: str) -> None:
+    def fail() -> None:
+        raise CheckpointError("the disk is gone")
+
+    world: Any = _Two(theirs)
+    with pytest.raises(CheckpointError, match=match):
+        agreed(world, "not saved", fail)

@@ -24,7 +24,7 @@ def test_splitting_is_even_and_loses_nothing(samples: int, parts: int) -> None:
     pieces = split(value, parts)
     sizes = [batch_size(p) for p in pieces]
     assert max(sizes) - min(sizes) <= 1
-    whole = concatenate(pieces)
+    whole = concatenate(pieces, sizes)
     assert torch.equal(whole["x"], value["x"])
     assert torch.equal(whole["y"][0], value["y"][0])
     assert whole["y"][2:] == ["tag", None]

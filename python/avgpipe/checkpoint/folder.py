@@ -28,8 +28,8 @@ class NotFinite(CheckpointError):
 def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
     """Return what ``action`` returns on every rank, in rank order, as JSON carries it.
 
-    Where it fails on one rank, CheckpointError on all, with the first one's reason behind ``what``. Collectives inside
-    would hang.
+    Where it fails on some ranks, CheckpointError on all, with their reasons behind ``what``. Collectives inside would
+    hang.
     """
     failure: Exception | None = None
     result: Any = None
@@ -38,10 +38,13 @@ def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
     except Exception as error:
         failure = error
     outcomes = world.gather([failure and _in_one_line(failure), isinstance(failure, NotFinite), result])
-    for rank, (failed, is_not_finite, _) in enumerate(outcomes):
-        if failed:
-            where = f"{what} (rank {rank})" if world.size > 1 else what
-            raise (NotFinite if is_not_finite else CheckpointError)(f"{where}: {failed}") from failure
+    failed = [(rank, why, kind) for rank, (why, kind, _) in enumerate(outcomes) if why]
+    if failed:
+        reasons = "; ".join(
+            f"(rank {rank}): {why}" if world.size > 1 else f": {why}" for rank, why, _ in failed
+        )
+        kind = NotFinite if all(is_not_finite for *_, is_not_finite in failed) else CheckpointError
+        raise kind(f"{what}{' ' * (world.size > 1)}{reasons}") from failure
     return [value for _, _, value in outcomes]
 
 

@@ -209,8 +209,8 @@ class PlanOptions(Options):
         staleness: Rounds by which averaging lags behind. Default: 1.
         alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
         period: Updates of a pipeline between two averagings. Default: 1.
-        warmup_rounds: Batches at the beginning of training whose gradients are of the newest weights. Default: 100 where
-            pipelines share an optimizer, else 0.
+        warmup_rounds: Batches at the beginning of training whose gradients are of the newest weights. Default: 100
+            where pipelines share an optimizer, else 0.
         recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
         batch: Whether pipelines share each batch, which then makes one step of the reference, or take turns. Default:
             global, or the system's.

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    _broadcast_to_and_flatten,  # as vmap's in_dims are spread; there is no public one
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _log = logging.getLogger("avgpipe")
@@ -48,44 +55,120 @@ def plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
-def batch_size(value: Any) -> int:
-    """Count the samples in a pytree of tensors that all have the batch as dimension 0.
+@dataclass(frozen=True)
+class BatchDims:
+    """Which dimension of a batch's tensors its samples are along.
+
+    Attributes:
+        inputs: of all tensors, or in tuples, lists and dicts as the inputs are; None in it: of what goes whole to every
+            micro-batch.
+        targets: likewise.
+        outputs: of the model.
+    """
+
+    inputs: Any = 0
+    targets: Any = 0
+    outputs: int = 0
+
+    @classmethod
+    def of(cls, asked: Any) -> BatchDims:
+        """Read what a user wrote: a number for everything, or (inputs, targets), or (inputs, targets, outputs)."""
+        if type(asked) is int:
+            asked = (asked, asked, asked)
+        if not (isinstance(asked, tuple) and len(asked) in (2, 3)):
+            raise TypeError(
+                "batch_dim must be a number, or a tuple (of the inputs, of the targets) or (of the inputs, of the "
+                f"targets, of the outputs), not {asked!r}"
+            )
+        found = cls(*asked)
+        wrong = [d for d in tree_leaves(asked) if d is not None and (type(d) is not int or d < 0)]
+        if wrong or type(found.outputs) is not int:
+            raise TypeError(
+                f"batch_dim has {wrong[0] if wrong else found.outputs!r}: give the number of a dimension from 0 on, or "
+                "None for inputs or targets that go whole to every micro-batch"
+            )
+        return found
+
+
+SAMPLES_FIRST = BatchDims()
+
+
+def dims_in(leaves: Sequence[Any], spec: TreeSpec, dims: Any) -> Sequence[int | None]:
+    """Return of each leaf the dimension that it is cut along, None if it is not a tensor or goes whole."""
+    if type(dims) is int:
+        asked: list[Any] = [dims] * len(leaves)
+    else:
+        found = _broadcast_to_and_flatten(dims, spec)
+        if found is None:
+            raise ValueError(
+                f"batch_dim says {dims!r} of what is not put together so: a batch has {_outline(leaves, spec)}"
+            )
+        asked = found
+    cut: list[int | None] = []
+    for leaf, dim in zip(leaves, asked):
+        is_cut = dim is not None and isinstance(leaf, torch.Tensor) and leaf.dim() > 0
+        if is_cut and leaf.dim() <= dim:
+            raise ValueError(
+                f"batch_dim says that samples are along dimension {dim}, but a tensor of the batch is "
+                f"{list(leaf.shape)}: give a number for the inputs and one for the targets, or one for each tensor, "
+                "None for those that go whole to every micro-batch"
+            )
+        cut.append(dim if is_cut else None)
+    return cut
+
+
+def _outline(leaves: Sequence[Any], spec: TreeSpec) -> Any:
+    shown = [list(t.shape) if isinstance(t, torch.Tensor) else type(t).__name__ for t in leaves]
+    return tree_unflatten(shown, spec)
+
+
+def batch_size(value: Any, dims: Any = 0) -> int:
+    """Count the samples in a pytree of tensors that all have the batch along a dimension, see :class:`BatchDims`.
 
     0-d tensors and plain values do not count.
     """
-    sizes = {t.shape[0] for t in tree_flatten(value)[0] if isinstance(t, torch.Tensor) and t.dim() > 0}
+    leaves, spec = tree_flatten(value)
+    cut = dims_in(leaves, spec, dims)
+    sizes = {t.shape[dim] for t, dim in zip(leaves, cut) if dim is not None}
     if len(sizes) != 1:
         found = "no tensor with a batch dimension" if not sizes else f"sizes {sorted(sizes)}"
+        where = "where batch_dim says" if dims != 0 else "as dimension 0"
         raise ValueError(
-            f"every tensor of a batch must have the samples as dimension 0, all alike; found {found}. A batch that is "
-            "not cut may have others: use micro_batches=1 and one pipeline"
+            f"every tensor of a batch must have the samples {where}, all alike; found {found}. Say by "
+            "Pipeline(batch_dim=...) where they are, and what goes whole to every micro-batch; a batch that is not "
+            "cut, with micro_batches=1 and one pipeline, may have anything"
         )
-    return sizes.pop()
+    return int(sizes.pop())
 
 
-def sample_count(inputs: Any, targets: Any = None, is_whole: bool = False) -> int:
+def sample_count(
+    inputs: Any, targets: Any = None, is_whole: bool = False, dims: BatchDims = SAMPLES_FIRST
+) -> int:
     """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs.
 
     ``is_whole``: nothing is cut, so dimension 0 may be anything; it is that of the first target, or else input.
     """
     _refuse_arrays(inputs, "inputs")
     _refuse_arrays(targets, "targets")
-    if is_whole:
+    if is_whole and dims == SAMPLES_FIRST:
         leaves = (*tree_leaves(targets), *tree_leaves(inputs))
         sizes = [t.shape[0] for t in leaves if isinstance(t, torch.Tensor) and t.dim() > 0]
         if sizes and sizes[0] > 0:
             return sizes[0]
-    samples = batch_size(inputs)
+    samples = batch_size(inputs, dims.inputs)
     if samples == 0:
         raise ValueError("a batch has no samples: leave it out, or give it at least one")
-    if (
-        any(isinstance(t, torch.Tensor) and t.dim() > 0 for t in tree_leaves(targets))
-        and batch_size(targets) != samples
-    ):
+    if has_samples(targets, dims.targets) and (answers := batch_size(targets, dims.targets)) != samples:
         raise ValueError(
-            f"the inputs have {samples} samples and the targets {batch_size(targets)}: both need one per sample"
+            f"the inputs have {samples} samples and the targets {answers}: both need one per sample"
         )
     return samples
+
+
+def has_samples(value: Any, dims: Any = 0) -> bool:
+    """Whether there is a tensor that is cut."""
+    leaves, spec = tree_flatten(value)
+    return any(dim is not None for dim in dims_in(leaves, spec, dims))
 
 
 def _refuse_arrays(value: Any, what: str) -> None:
@@ -103,24 +186,24 @@ def sizes_of(samples: int, parts: int) -> list[int]:
     return [samples // parts + (m < samples % parts) for m in range(parts)]
 
 
-def split(value: Any, parts: int, samples: int | None = None) -> list[Any]:
-    """Cut every tensor along dimension 0 into ``parts`` pieces whose sizes differ by at most one sample.
+def split(value: Any, parts: int, samples: int | None = None, dims: Any = 0) -> list[Any]:
+    """Cut every tensor into ``parts`` pieces whose sizes differ by at most one sample, see :class:`BatchDims`.
 
     Lists of plain values, and tuples of strings, are cut too if they are ``samples`` long.
     """
     if parts == 1:
         return [value]
-    if isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
+    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
         return list(value.tensor_split(parts))
     leaves, spec = tree_flatten(value, is_leaf=partial(is_column, samples=samples))
     bounds = None if samples is None else list(accumulate(sizes_of(samples, parts), initial=0))
-    pieces = [_cut(leaf, parts, bounds) for leaf in leaves]
+    pieces = [_cut(leaf, parts, bounds, dim) for leaf, dim in zip(leaves, dims_in(leaves, spec, dims))]
     return [tree_unflatten([p[m] for p in pieces], spec) for m in range(parts)]
 
 
-def _cut(leaf: Any, parts: int, bounds: list[int] | None) -> Sequence[Any]:
-    if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-        return leaf.tensor_split(parts)
+def _cut(leaf: Any, parts: int, bounds: list[int] | None, dim: int | None) -> Sequence[Any]:
+    if dim is not None:
+        return list(leaf.tensor_split(parts, dim))
     if isinstance(leaf, list | tuple) and bounds is not None:
         return [leaf[a:b] for a, b in pairwise(bounds)]
     return (leaf,) * parts
@@ -177,14 +260,41 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def concatenate(values: list[Any]) -> Any:
-    """Invert :func:`split` for outputs: join tensors along dimension 0, take plain values from the first."""
-    leaves = [tree_flatten(v)[0] for v in values]
-    joined = [
-        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].dim() > 0 else column[0]
-        for column in zip(*leaves)
-    ]
-    return tree_unflatten(joined, tree_flatten(values[0])[1])
+def concatenate(values: list[Any], sizes: Sequence[int], dims: Any = 0) -> Any:
+    """Invert :func:`split` for outputs of micro-batches of ``sizes`` samples: join tensors along their samples.
+
+    What has no samples is returned once if all micro-batches have the same. ValueError if they have not.
+    """
+    if len(values) == 1:
+        return values[0]
+    flat = [tree_flatten(v) for v in values]
+    specs = [spec for _, spec in flat]
+    if any(spec != specs[0] for spec in specs):
+        raise ValueError("the outputs of micro-batches are not put together alike, so they cannot be joined")
+    places = [dims] * specs[0].num_leaves if type(dims) is int else dims_in(flat[0][0], specs[0], dims)
+    columns = zip(*(leaves for leaves, _ in flat))
+    joined = [_joined(column, sizes, dim) for column, dim in zip(columns, places)]
+    return tree_unflatten(joined, specs[0])
+
+
+def _joined(column: Sequence[Any], sizes: Sequence[int], dim: int | None) -> Any:
+    first = column[0]
+    if not isinstance(first, torch.Tensor):
+        alike = all(value == first for value in column)
+    elif (
+        dim is not None and first.dim() > dim and all(t.shape[dim] == size for t, size in zip(column, sizes))
+    ):
+        return torch.cat(tuple(column), dim)
+    else:
+        alike = all(torch.equal(t, first) for t in column)
+    if alike:
+        return first
+    what = f"a tensor {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
+    raise ValueError(
+        f"the model returns {what}, which has no samples along dimension {dim} and is not the same for all "
+        f"{len(column)} micro-batches of a batch, so that there is no value of the whole batch: return it for each "
+        "sample, leave it out in evaluation, or use micro_batches=1"
+    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:

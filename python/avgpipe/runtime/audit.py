@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
 from avgpipe.links.message import tensors_of, wanting_gradients
-from avgpipe.model.batch import batch_size, split, to_device
+from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, split, to_device
 from avgpipe.model.compiled import is_compiled, original
 from avgpipe.model.context import (
     CallerGenerators,
@@ -84,6 +84,7 @@ class Audit:
         autocast: torch.dtype | None,
         device: torch.device,
         check: str,
+        batch_dims: BatchDims = SAMPLES_FIRST,
     ) -> None:
         self._model, self._call = whole_of(model, layers)
         self._is_of_blocks = isinstance(layers, BlockChain)
@@ -92,6 +93,7 @@ class Audit:
         ]
         self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
         self._autocast, self._check, self._looked = autocast, check, 0
+        self._batch_dims = batch_dims
         self._left_out = self._reason()
         if self._left_out is None:  # the caller may do with the model what it wants
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
@@ -105,7 +107,11 @@ class Audit:
         if self._left_out is None:
             with self._putting_back():
                 self._compare(
-                    batch, to_device(inputs if self._check == "full" else _few(inputs), self._device)
+                    batch,
+                    to_device(
+                        inputs if self._check == "full" else _few(inputs, self._batch_dims.inputs),
+                        self._device,
+                    ),
                 )
         if self._left_out is not None and self._looked == 1:
             _log.info("stages are not compared with the model: %s", self._left_out)
@@ -304,14 +310,14 @@ def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from (t for of in (module._parameters, module._buffers) for t in of.values() if t is not None)
 
 
-def _few(inputs: Any) -> Any:
-    """Return some samples of a batch; all of it where they are not in dimension 0."""
+def _few(inputs: Any, dims: Any) -> Any:
+    """Return some samples of a batch; all of it where it is not said along which dimension they are."""
     try:
-        samples = batch_size(inputs)
+        samples = batch_size(inputs, dims)
     except ValueError:
         return inputs
     few = max(2, min(_SAMPLES, samples // 4))
-    return split(inputs, max(1, samples // few), samples)[0]
+    return split(inputs, max(1, samples // few), samples, dims)[0]
 
 
 def _cloned(inputs: Any) -> Any:

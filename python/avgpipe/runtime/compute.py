@@ -304,7 +304,9 @@ class Compute:
         run = trained.stage.forward if self._prepared is None else trained.stage
         self._layers = StageGraphs(trained.stage) if options.cuda_graphs else run
         self._arrivals, self._departures = route.skips
-        self._check = MeanCheck(options.loss_fn) if route.last and options.may_be_no_mean else None
+        self._check = (
+            MeanCheck(options.loss_fn, options.batch_dims) if route.last and options.may_be_no_mean else None
+        )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self._has_learnt = False
         self.measures = False
@@ -369,7 +371,8 @@ class Compute:
         if route.last:
             if work.collector is not None:
                 target = to_device(work.targets[m], self._device)
-                samples = sample_count(work.inputs[m], is_whole=work.micro_batches == 1)
+                dims = self._options.batch_dims
+                samples = sample_count(work.inputs[m], is_whole=work.micro_batches == 1, dims=dims)
                 work.collector.add(output, target, samples, work.targets[m])
             return
         output, parts = extract_skips(output, self._departures) if self._departures else (output, [])

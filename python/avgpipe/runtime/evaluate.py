@@ -60,7 +60,7 @@ def run_evaluation(
         which: the weights: "reference", "ema", or those of a pipeline.
         collector: makes what turns the outputs of a batch into its result.
     """
-    placement = worker.placement
+    placement, dims = worker.placement, worker.batch_dims
     pipeline = which if isinstance(which, int) else placement.evaluates
     first_replicas = placement.first_replicas(pipeline)
     with ExitStack() as stack:
@@ -75,14 +75,14 @@ def run_evaluation(
         for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
             worker.evaluated = batch + 1
             worker.alike.batch(batch, inputs, targets)
-            samples = sample_count(inputs, is_whole=micro_batches == 1)
+            samples = sample_count(inputs, is_whole=micro_batches == 1, dims=dims)
             parts = min(micro_batches, samples)
             collecting = collector() if first_replicas[-1] in worker.held else None
             work = Work(
                 batch,
                 parts,
-                split(inputs, parts, samples),
-                split(targets, parts, samples),
+                split(inputs, parts, samples, dims.inputs),
+                split(targets, parts, samples, dims.targets),
                 collector=collecting,
                 trains=False,
             )
@@ -122,17 +122,24 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
 
 
 class OutputCollector:
-    """Collects the last stage's outputs."""
+    """Collects the last stage's outputs. ``dim``: along which they have their samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         self._outputs: list[Any] = []
+        self._sizes: list[int] = []
+        self._dim = dim
 
     def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
         self._outputs.append(output)
+        self._sizes.append(samples)
 
-    def result(self) -> Any:
+    def result(self) -> tuple[Any, str | None]:
+        """Return the output for the batch; or None, and why there is none."""
         _read_here(pytree.tree_leaves(self._outputs))
-        return concatenate(self._outputs)
+        try:
+            return concatenate(self._outputs, self._sizes, self._dim), None
+        except ValueError as error:  # every rank raises it, and none has failed
+            return None, str(error)
 
 
 class MetricSums:

@@ -155,7 +155,8 @@ class Feed:
         if self.kept is not None:
             self.kept.append(given)
         is_whole = self._parts == 1
-        counts = [sample_count(inputs, targets, is_whole) for inputs, targets in given]
+        dims = self._options.batch_dims
+        counts = [sample_count(inputs, targets, is_whole, dims) for inputs, targets in given]
         if not is_whole:
             for one, samples in zip(given, counts):
                 self._columns.check(one, samples)
@@ -169,13 +170,13 @@ class Feed:
             )
         parts = [self._parts_of(samples) for samples in counts]
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        answers = cut([targets for _, targets in given], parts, counts)
+        answers = cut([targets for _, targets in given], parts, counts, dims.targets)
         loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
         weights = loss_weights(loss_fn, answers, sizes, loss_weight)
         if copied is not None:
             given = copied.value
-            answers = cut([targets for _, targets in given], parts, counts)
-        inputs = cut([inputs for inputs, _ in given], parts, counts)
+            answers = cut([targets for _, targets in given], parts, counts, dims.targets)
+        inputs = cut([inputs for inputs, _ in given], parts, counts, dims.inputs)
         work = Work(batch, len(sizes), inputs, answers, weights, copied)
         shares = (
             enumerate(self._share_out(work, weights))
@@ -315,9 +316,9 @@ def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
     return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
-def cut(values: list[Any], parts: list[int], samples: list[int]) -> list[Any]:
+def cut(values: list[Any], parts: list[int], samples: list[int], dims: Any) -> list[Any]:
     """Cut each of several values into as many micro-batches as ``parts`` says, and return all in a row."""
-    return [piece for value, *sizes in zip(values, parts, samples) for piece in split(value, *sizes)]
+    return [piece for value, p, n in zip(values, parts, samples) for piece in split(value, p, n, dims)]
 
 
 Pairs = list[tuple[Any, Any]]  # of (inputs, targets)

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
-from avgpipe.model.batch import LossFn, concatenate, split
+from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 
@@ -104,8 +104,8 @@ class MeanCheck:
     outputs do not have their samples in dimension 0 there is no telling.
     """
 
-    def __init__(self, loss_fn: LossFn) -> None:
-        self._loss_fn = loss_fn
+    def __init__(self, loss_fn: LossFn, dims: BatchDims = SAMPLES_FIRST) -> None:
+        self._loss_fn, self._dims = loss_fn, dims
         self._first: int | None = None  # batch
         self._batch: int | None = None  # whose parts these are
         self._parts: list[tuple[Any, Any]] = []  # of too few samples, until there are two
@@ -121,11 +121,11 @@ class MeanCheck:
         if batch != self._batch:
             self._batch, self._parts = batch, []
         self._parts.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (output, target)))
-        samples = sum(map(_samples, self._parts))
+        samples = sum(map(self._samples, self._parts))
         if samples < 2:
             return
         parts, self._parts = self._parts, []
-        output, target = parts[0] if len(parts) == 1 else map(concatenate, map(list, zip(*parts)))
+        output, target = self._joined(parts)
         for spread in (_spread, _as_it_is):
             try:
                 found = self._evaluate(*spread(output, target), samples)
@@ -158,16 +158,33 @@ class MeanCheck:
 
     def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float, list[float], float] | None:
         """Return the loss of some samples, those of each, and how far rounding may part them; None for no telling."""
-        tensors = [t for t in tensors_of((output, target)) if t.dim() > 0]
-        if any(t.shape[0] % samples for t in tensors):
+        dims = self._dims
+        if dims == SAMPLES_FIRST and any(
+            t.shape[0] % samples for t in tensors_of((output, target)) if t.dim() > 0
+        ):
             return None
-        each = list(zip(split(output, samples, samples), split(target, samples, samples)))[:_LOOKED_AT]
-        some = [concatenate(list(values)) for values in zip(*each)]
+        outputs, targets = (
+            split(v, samples, samples, d) for v, d in ((output, dims.outputs), (target, dims.targets))
+        )
+        each = list(zip(outputs, targets))[:_LOOKED_AT]
+        some = self._joined(each)
         whole, again = (loss_of(self._loss_fn, *some).value for _ in range(2))
         if not math.isfinite(float(whole)) or float(whole) != float(again):  # it draws at random
             return None
         tolerance = _TOLERANCES.get(whole.dtype, _TOLERANCE_16)
         return float(whole), [float(loss_of(self._loss_fn, x, y).value) for x, y in each], tolerance
+
+    def _samples(self, part: tuple[Any, Any]) -> int:
+        if self._dims == SAMPLES_FIRST:
+            return _samples(part)
+        return batch_size(part[0], self._dims.outputs)
+
+    def _joined(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
+        """Join outputs, and targets, of which one without samples is the first's."""
+        if len(parts) == 1:
+            return parts[0]
+        outputs, targets = zip(*parts)
+        return _join(outputs, self._dims.outputs), _join(targets, self._dims.targets)
 
     def counts_nothing(self, output: Any) -> bool:
         """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are hidden."""
@@ -202,6 +219,15 @@ def _spread(output: Any, target: Any) -> tuple[Any, Any]:
 
     wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, target)
     return pytree.tree_map_only(torch.Tensor, spread, output), wide
+
+
+def _join(values: Sequence[Any], dims: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(values[0])
+    columns = zip(*map(pytree.tree_leaves, values))
+    return pytree.tree_unflatten(
+        [c[0] if dim is None else torch.cat(c, dim) for c, dim in zip(columns, dims_in(leaves, spec, dims))],
+        spec,
+    )
 
 
 def _as_it_is(output: Any, target: Any) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from avgpipe.model.batch import LossFn
+from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn
 from avgpipe.model.compiled import Compiler
 from avgpipe.model.modes import Modes
 from avgpipe.ranks.mesh import whole_mesh
@@ -28,7 +28,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check", "batch_dims"),
 )
 
 CHECKS = "first-batch", "every", "full", "off"
@@ -50,6 +50,7 @@ class TrainingOptions:
         check: how it is looked whether training is what was asked for.
         keeps_modes: whether modules that were given in evaluation mode stay there in training.
         loss_modes: of a loss function that is a module.
+        batch_dims: where the samples of a batch are.
     """
 
     loss_fn: LossFn
@@ -75,6 +76,7 @@ class TrainingOptions:
     check: str = "first-batch"
     keeps_modes: bool = False
     loss_modes: Modes | None = None
+    batch_dims: BatchDims = SAMPLES_FIRST
 
     @property
     def needs_norm(self) -> bool:

@@ -240,15 +240,18 @@ class TurnFeed:
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
         self._worker.look(self.next_batch, given)
-        counts = [sample_count(inputs, targets) for inputs, targets in given]
+        dims = self._options.batch_dims
+        counts = [sample_count(inputs, targets, dims=dims) for inputs, targets in given]
         for one, samples in zip(given, counts):
             self._columns.check(one, samples)
         parts = [min(self._micro_batches, samples) for samples in counts]
-        mark, answers = _mark(given), cut([targets for _, targets in given], parts, counts)
+        mark, answers = _mark(given), cut([targets for _, targets in given], parts, counts, dims.targets)
         if copied is not None:
             given = copied.value
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        inputs, targets = (cut([pair[n] for pair in given], parts, counts) for n in (0, 1))
+        inputs, targets = (
+            cut([pair[n] for pair in given], parts, counts, (dims.inputs, dims.targets)[n]) for n in (0, 1)
+        )
         self.next_batch += 1
         return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 

@@ -86,7 +86,7 @@ class Worker:
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
         self.preemption = Preemption(world)
-        self.evaluated = 0
+        self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
         self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
         into = [self._channels_into(rank) for rank in range(world.size)]
