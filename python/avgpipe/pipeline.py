@@ -396,6 +396,7 @@ class Pipeline:
                 device=self._device,
                 check=check,
                 batch_dims=options.batch_dims,
+                cuts=plan.micro_batches > 1,
             )
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen

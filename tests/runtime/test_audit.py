@@ -217,7 +217,7 @@ def test_it_looks_at_the_first_batch_now_and_then_or_at_all_of_them() -> None:
 )
 def test_some_samples_are_a_quarter_of_the_batch_at_most_where_it_has_eight(samples: int, few: int) -> None:
     names = [str(n) for n in range(samples)]
-    x, found = audit._few((torch.arange(samples), names))
+    x, found = audit._few((torch.arange(samples), names), 0)
     assert x.tolist() == list(range(len(x)))
     assert found == names[: len(x)]
     assert len(x) <= few
@@ -225,7 +225,7 @@ def test_some_samples_are_a_quarter_of_the_batch_at_most_where_it_has_eight(samp
 
 def test_a_batch_whose_samples_lie_elsewhere_is_looked_at_as_a_whole() -> None:
     inputs = (torch.zeros(3, 4), torch.zeros(5))
-    assert audit._few(inputs) is inputs
+    assert audit._few(inputs, 0) is inputs
 
 
 def test_a_loader_of_several_epochs_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +255,7 @@ LEFT_OUT: dict[str, tuple[Callable[[], Any], str]] = {
     "never the same": (lambda: [nn.Linear(4, 4), F(_other_each_time)], "it does not do the same twice"),
     "fails alone": (
         lambda: [nn.Linear(4, 4), F(lambda x: x.view(100, -1))],
-        "it does not run on a few samples",
+        "it does not run on some of the samples of a batch",
     ),
 }
 
@@ -397,3 +397,95 @@ def test_nothing_is_left_of_a_model_that_nobody_else_has() -> None:
     assert not made._stages
     assert not list(made._model.parameters())
     assert not pytree.tree_leaves(made._parameters)
+
+
+# ---- micro-batches beside the whole batch ----------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Moves a buffer in each forward, as a running mean of one's own, and may use it."""
+
+    seen: torch.Tensor
+
+    def __init__(self, used: bool) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+        self.used = used
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        return x - self.seen if self.used else x
+
+
+class Counts(nn.Module):
+    calls: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+
+def limited(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    if y.requires_grad:
+        y.register_hook(lambda grad: grad / grad.norm())
+    return y
+
+
+MIXED: dict[str, Callable[[], nn.Module]] = {
+    "centred by the batch": lambda: F(lambda x: x - x.mean(0)),
+    "asks for the batch size": lambda: F(lambda x: x / len(x)),
+    "attends over samples": lambda: F(lambda x: torch.softmax(x @ x.T, 1) @ x),
+    "batch_norm of functional": lambda: F(lambda x: nn.functional.batch_norm(x, None, None, training=True)),
+    "a branch by the mean": lambda: F(lambda x: x * 2 if x.mean() != x[0].mean() else x + 1),
+    "a buffer that is used": lambda: Keeps(used=True),
+    "a buffer alone": lambda: Keeps(used=False),
+    "a counter": Counts,
+    "the norm of a gradient": lambda: F(limited),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
+}
+
+
+@pytest.mark.parametrize("layer", MIXED.values(), ids=MIXED)
+def test_what_micro_batches_change_is_warned_of(
+    layer: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(chain(layer()))
+    said = [record for record in caplog.records if "in two micro-batches" in record.message]
+    assert len(said) == 1
+    assert said[0].levelno == logging.WARNING
+    caplog.clear()
+    train(chain(layer()), Plan(stages=2, partition=[2]))
+    assert not [record for record in caplog.records if "micro-batches" in record.message]
+
+
+SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "batch norm and dropout": lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)),
+    "layer norm": lambda: nn.LayerNorm(8),
+    "a frozen layer": lambda: nn.Linear(8, 8).requires_grad_(False),
+    "attention": lambda: F(
+        lambda x: x + nn.functional.scaled_dot_product_attention(*[x[:, None, None]] * 3)[:, 0, 0]
+    ),
+    "in place": lambda: F(lambda x: (x + 1).mul_(2)),
+    "an index": lambda: F(lambda x: x[:, torch.arange(8).flip(0)]),
+}
+
+
+@pytest.mark.parametrize("layer", SAMPLEWISE.values(), ids=SAMPLEWISE)
+def test_layers_that_take_each_sample_by_itself_are_not(
+    layer: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(chain(layer()))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_numbers_of_other_generators_than_torchs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    train(chain(F(lambda x: x * (random.random() < 0.5))))
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert said.message.startswith("a layer draws from the generator of random, so it draws other numbers")

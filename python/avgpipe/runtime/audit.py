@@ -2,12 +2,14 @@
 
 The model runs as it was given, and then as its stages run: each stage gets a copy of the previous stage's output, and
 returns gradients for it. Both runs start from the same weights, buffers and random numbers, on copies of the modules.
-So a difference that a cut makes is found before the first batch is trained on.
+So a difference that a cut makes is found before the first batch is trained on. And the
+model runs on samples in two micro-batches, and on all of them at once.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
@@ -22,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
 from avgpipe.links.message import tensors_of, wanting_gradients
-from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, split, to_device
+from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, split, to_device
 from avgpipe.model.compiled import is_compiled, original
 from avgpipe.model.context import (
     CallerGenerators,
@@ -38,13 +40,14 @@ from avgpipe.model.model import is_chain, stage_layers, without_adapters
 from avgpipe.model.modes import Modes
 from avgpipe.model.pieces import BlockChain
 from avgpipe.model.proof import Outcome, compared, number_of, some
-from avgpipe.model.recording import callers_generators, set_generators, sharing_copy
+from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
 from avgpipe.runtime.repeated import Repeated
 from avgpipe.runtime.stage import Inputs
 
 _log = logging.getLogger("avgpipe")
 
 _SAMPLES = 3  # at most, and not more than a quarter of the batch, if that are two
+_CUT = 5  # likewise, where they are cut into two micro-batches
 _EVERY = 100  # batches between two looks of check="every"
 _OTHERWISE = {
     True: "the stages do not compute what the model does",
@@ -71,6 +74,8 @@ class Audit:
         autocast: the dtype of ``torch.autocast`` in training.
         device: where stages run.
         check: "first-batch", "every" or "full"; see Pipeline.
+        batch_dims: where the samples of a batch are.
+        cuts: whether batches are cut into micro-batches.
     """
 
     def __init__(
@@ -85,6 +90,7 @@ class Audit:
         device: torch.device,
         check: str,
         batch_dims: BatchDims = SAMPLES_FIRST,
+        cuts: bool = False,
     ) -> None:
         self._model, self._call = whole_of(model, layers)
         self._is_of_blocks = isinstance(layers, BlockChain)
@@ -93,7 +99,7 @@ class Audit:
         ]
         self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
         self._autocast, self._check, self._looked = autocast, check, 0
-        self._batch_dims = batch_dims
+        self._batch_dims, self._cuts = batch_dims, cuts
         self._left_out = self._reason()
         if self._left_out is None:  # the caller may do with the model what it wants
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
@@ -104,17 +110,17 @@ class Audit:
         if not is_due:
             return
         self._looked += 1
-        if self._left_out is None:
-            with self._putting_back():
-                self._compare(
-                    batch,
-                    to_device(
-                        inputs if self._check == "full" else _few(inputs, self._batch_dims.inputs),
-                        self._device,
-                    ),
-                )
-        if self._left_out is not None and self._looked == 1:
+        if self._left_out is not None:
             _log.info("stages are not compared with the model: %s", self._left_out)
+        else:
+            dims = self._batch_dims
+            samples = inputs if self._check == "full" else _few(inputs, dims.inputs)
+            with self._putting_back():
+                self._compare(batch, to_device(samples, self._device))
+                if self._cuts and self._left_out is None and self._looked == 1:
+                    self._cut_into_micro_batches(to_device(_few(inputs, dims.inputs, _CUT), self._device))
+            if self._left_out is not None and self._looked == 1:
+                _log.warning("stages are not compared with the model: %s", self._left_out)
         if self._left_out is not None or self._check == "first-batch":
             self._model, self._stages = nn.Module(), []  # they may take memory that is nobody else's
 
@@ -141,7 +147,10 @@ class Audit:
             if training:
                 ways.append((self._run_model(inputs, training=False, learns=False), False, False, False))
         except Exception as error:  # of any kind: what the model cannot do, the stages will say in training
-            self._left_out = f"it does not run on a few samples ({reason(error)})"
+            self._left_out = (
+                f"it does not run on some of the samples of a batch ({reason(error)}). If a tensor of the batch is not "
+                "one of samples along dimension 0, say so by batch_dim"
+            )
             return
         coarse = self._autocast is not None
         for expected, training, learns, again in ways:
@@ -154,12 +163,81 @@ class Audit:
             if (
                 unstable := compared(expected, self._run_model(inputs, training, learns), coarse)
             ) is not None:
-                self._left_out = f"it does not do the same twice ({unstable})"
+                self._left_out = (
+                    f"it does not do the same twice on the same samples, weights, buffers and random numbers: "
+                    f"{unstable}. So it depends on something else, which each forward changes, also those of this "
+                    "comparison"
+                )
                 return
             raise ValueError(
                 f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
                 f'{_NO_RECOMPUTE if again else _ELSEWHERE}. check="off" leaves this comparison out'
             )
+
+    def _cut_into_micro_batches(self, inputs: Any) -> None:
+        """Warn of a model that computes something else of samples in two micro-batches than of all of them at once."""
+        dims = self._batch_dims
+        samples = batch_size(inputs, dims.inputs)
+        if samples < 2:
+            return
+        pieces, sizes = split(inputs, 2, samples, dims.inputs), sizes_of(samples, 2)
+        coins = moved(self._drawn, callers_generators())
+        training = not (self._draws or coins)  # each micro-batch has draws of its own, by design
+        try:
+            expected = self._run_pieces([inputs], [samples], training)
+            found = compared(expected, self._run_pieces(pieces, sizes, training), self._autocast is not None)
+        except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
+            found = f"it does not run on {sizes[1]} of them ({reason(error)})"
+        if coins:
+            _log.warning(
+                "a layer draws from the generator of %s, so it draws other numbers for each micro-batch, in the order "
+                "in which they happen to run: no run can be repeated. Draw with torch, whose generators are seeded for "
+                "each micro-batch and layer",
+                " and ".join(coins),
+            )
+        elif found is not None:
+            _log.warning(
+                "the model computes something else of %d samples in two micro-batches than of all of them at once: %s. "
+                "A layer mixes samples of a batch, or changes what it keeps in each forward, so training differs from "
+                "that on whole batches. If that matters, train with micro_batches=1 and one pipeline",
+                *(samples, found),
+            )
+
+    def _run_pieces(self, pieces: Sequence[Any], sizes: Sequence[int], training: bool) -> Outcome:
+        """Run the model on pieces of a batch one after another; BatchNorms, which differ by design, as in evaluation.
+
+        ValueError where an output has no samples.
+        """
+        model, dim = self._copy(self._model, training), self._batch_dims.outputs
+        for module in model.modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+        learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._begin()
+        outputs, gradients = list[list[torch.Tensor]](), dict[str, torch.Tensor]()
+        for m, (piece, size) in enumerate(zip(pieces, sizes)):
+            set_position(Position(batch=0, micro_batch=m))
+            with self._running(learns=True):
+                output = tensors_of(self._call(model, _cloned(piece)))
+            for t in output:
+                if t.dim() <= dim or t.shape[dim] != size:
+                    raise ValueError(
+                        f"an output of {list(t.shape)} has no {size} samples along dimension {dim}"
+                    )
+            outputs.append(output)
+            learnt = [t for t in output if t.requires_grad]
+            seeds = [_seed(t, dim, sum(sizes[:m]), sum(sizes)) for t in learnt]
+            found = (
+                torch.autograd.grad(learnt, list(learning.values()), seeds, allow_unused=True)
+                if learnt
+                else ()
+            )
+            for name, grad in zip(learning, found):
+                if grad is not None:
+                    gradients[name] = gradients[name] + grad if name in gradients else grad
+        set_position(Position(batch=0))
+        joined = [torch.cat(column, dim).detach() for column in zip(*outputs)]
+        return Outcome(joined, {n: some(g) for n, g in gradients.items()}, dict(model.named_buffers()))
 
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
@@ -310,14 +388,22 @@ def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from (t for of in (module._parameters, module._buffers) for t in of.values() if t is not None)
 
 
-def _few(inputs: Any, dims: Any) -> Any:
+def _few(inputs: Any, dims: Any, most: int = _SAMPLES) -> Any:
     """Return some samples of a batch; all of it where it is not said along which dimension they are."""
     try:
         samples = batch_size(inputs, dims)
     except ValueError:
         return inputs
-    few = max(2, min(_SAMPLES, samples // 4))
+    few = max(2, min(most, samples // 4))
     return split(inputs, max(1, samples // few), samples, dims)[0]
+
+
+def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Tensor:
+    """Return a gradient of an output that begins with sample ``first``: other numbers for each sample and element."""
+    shape = list(output.shape)
+    shape[dim] = samples
+    whole = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device).reshape(shape)
+    return whole.narrow(dim, first, output.shape[dim]).to(output.dtype)
 
 
 def _cloned(inputs: Any) -> Any:
