@@ -52,6 +52,36 @@ def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, 
     return float(best[layers]), bounds[1:-1]
 
 
+def least_sent(total: Array, sent: Sequence[float], stages: int, limit: float) -> list[int]:
+    """The first layers of stages 1 and up, of the cut that sends least with no stage above ``limit``.
+
+    Among cuts that send as little the one with the cheapest bottleneck, then the one that ends early stages latest.
+
+    Args:
+        total: What the first n layers cost, for n from 0 on.
+        sent: Over the boundary behind each layer but the last.
+        stages: How many; some cut has no stage above the limit.
+        limit: But for rounding.
+    """
+    layers = len(total) - 1
+    behind = np.array([0.0, *sent, 0.0])
+    costs = table_of(layers, lambda first, last: total[last] - total[first])
+    is_within = costs <= limit * (1 + EXACT)
+    sums = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    worst = sums.copy()
+    begins: list[Array] = []
+    for _ in range(stages):
+        reached = np.where(is_within, (sums + behind)[:, None], math.inf)
+        sums = reached.min(axis=0)
+        dearest = np.where(reached <= sums, np.maximum(worst[:, None], costs), math.inf)
+        begins.append(layers - dearest[::-1].argmin(axis=0))
+        worst = dearest.min(axis=0)
+    bounds = [layers]
+    for begin in reversed(begins):
+        bounds.insert(0, int(begin[bounds[0]]))
+    return bounds[1:-1]
+
+
 # ---- stages with replicas ----------------------------------------------------------------------------------------
 
 
