@@ -41,6 +41,7 @@ from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
+from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model, layers_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.plan import Plan
@@ -355,8 +356,9 @@ class Pipeline:
             check_model(names_of, may_be_meta=may_be_meta)
             check_names(layers, names_of)
         named = model if names_of is None else names_of
-        self._model = Model.cut(named, layers, plan.stages, plan.partition)
-        self._cut = Cut.of(named, layers, self._model.bounds)
+        estimate = Estimate.of(layers, example_inputs, plan.micro_batches, counts=plan.stages > 1)
+        self._model = Model.cut(named, layers, plan.stages, plan.partition, estimate)
+        self._cut = Cut.of(named, layers, self._model.bounds, estimate)
         if example_inputs is not None:
             expected = expected_traffic(self._model, layers, example_inputs, plan.micro_batches)
             self._cut = replace(self._cut, traffic=expected)
@@ -430,7 +432,11 @@ class Pipeline:
         self.world.describe([placement.describe(rank) for rank in range(self.world.size)])
         self.world.require_same(*options.shared_text())
         self.world.require_same("compile", described(self._compiling))
-        self.world.require_same("model", json.dumps([self._model.bounds, self._model.signature()]))
+        self.world.require_same("model", json.dumps(self._model.signature()))
+        self.world.require_same(
+            "cut of the model, which follows from the shapes of example_inputs,",
+            json.dumps(self._model.bounds),
+        )
         # stages step their copies of a tied parameter alike, so the copies must be equal from the beginning
         if initial is None:
             self.world.require_same(

@@ -13,14 +13,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.model.batch import batch_size, split, to_device
+from avgpipe.model.estimate import Estimate
 from avgpipe.model.example import device_of
-from avgpipe.model.model import Model, Skips, estimated_cost, extract_skips, insert_skips
+from avgpipe.model.model import Model, Skips, extract_skips, insert_skips
 from avgpipe.model.modes import in_mode
 from avgpipe.units import format_bytes, format_count
 
 Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by the stages that give and get it
 
-_COST = "cost: estimated by the weights, each used once per sample; measure with avgpipe.profile"
 _UNKNOWN = "unknown before the first batch, and then known of this process's stages; example_inputs= tells all at once"
 
 
@@ -34,6 +34,7 @@ class Cut:
         costs: of each layer, in proportion to its estimated time.
         bounds: first layer of each stage, then the number of layers.
         traffic: where known, bytes of a micro-batch that go from stage to stage, in the dtype that the layers give.
+        kind: in a line, what kind of estimate the costs are.
     """
 
     names: tuple[str, ...]
@@ -41,17 +42,23 @@ class Cut:
     costs: tuple[float, ...]
     bounds: tuple[int, ...]
     traffic: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    kind: str = ""
 
     @classmethod
     def of(
-        cls, model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module], bounds: Sequence[int]
+        cls,
+        model: nn.Module | Sequence[nn.Module],
+        layers: Sequence[nn.Module],
+        bounds: Sequence[int],
+        estimate: Estimate,
     ) -> Cut:
         """Describe ``layers``, of which ``model`` gives the names."""
         return cls(
             tuple(names_of_layers(model, layers)),
             tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
-            tuple(map(estimated_cost, layers)),
+            estimate.costs,
             tuple(bounds),
+            kind=estimate.kind,
         )
 
     @property
@@ -83,7 +90,7 @@ class Cut:
             for row in rows
         ]
         is_known = all((k, k + 1) in self.traffic for k in range(last))
-        return "\n".join([*lines, _COST, *([] if is_known else [_UNKNOWN])])
+        return "\n".join([*lines, self.kind, *([] if is_known else [_UNKNOWN])])
 
     def span(self, first: int, end: int) -> str:
         """Name a range of layers by its ends."""

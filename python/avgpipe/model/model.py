@@ -27,6 +27,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from avgpipe.errors import reason
 from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
+from avgpipe.model.estimate import Estimate
 from avgpipe.model.example import prove
 from avgpipe.model.pieces import BlockChain, Piece
 from avgpipe.model.recording import buffers_kept, generators, set_generators, sharing_copy
@@ -186,8 +187,21 @@ def _parts(layer: Any) -> list[Any]:
     return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
 
 
-def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[Any] | None) -> list[int]:
-    """Return the first layer of every stage, then the number of layers. ``partition``: as in ``Plan``."""
+def stage_bounds(
+    layers: Sequence[nn.Module],
+    stages: int,
+    partition: Sequence[Any] | None,
+    estimate: Estimate | None = None,
+) -> list[int]:
+    """Return the first layer of every stage, then the number of layers.
+
+    Args:
+        layers: Of the whole model.
+        stages: How many.
+        partition: As in ``Plan``.
+        estimate: Of the layers' costs, for the cut where there is no partition; by default what is known without an
+            example.
+    """
     count = len(layers)
     if stages > count:
         raise ValueError(
@@ -195,7 +209,10 @@ def stage_bounds(layers: Sequence[nn.Module], stages: int, partition: Sequence[A
             "what larger layers are made of, with names_of=model"
         )
     if partition is None:
-        return [0, *balance([estimated_cost(layer) for layer in layers], stages), count]
+        if stages in (1, count):
+            return [*range(stages), count]
+        found = estimate or Estimate.of(layers)
+        return [0, *balance(found.costs, stages, found.sent), count]
     first = [p if isinstance(p, int) else _named(layers, p) for p in partition]
     bounds = [0, *first, count]
     if any(a >= b for a, b in pairwise(bounds)):
@@ -215,19 +232,6 @@ def _named(layers: Sequence[nn.Module], name: str) -> int:
         if (target + ".").startswith(name + "."):
             return n
     raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
-
-
-def estimated_cost(layer: nn.Module) -> float:
-    """Estimate a layer's compute before anything is measured: its weights, each used once per sample.
-
-    An embedding only looks up; a layer may state its own ``compute_cost``.
-    """
-    stated = getattr(layer, "compute_cost", None)
-    if isinstance(stated, int | float):
-        return float(stated)
-    tables = [m for m in layer.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
-    looked_up = {id(p) for m in tables for p in m.parameters()}
-    return 1.0 + sum(p.numel() for p in layer.parameters() if id(p) not in looked_up)
 
 
 def without_adapters(model: Any) -> Any:
@@ -337,9 +341,10 @@ class Model:
         layers: Sequence[nn.Module],
         stages: int,
         partition: Sequence[Any] | None,
+        estimate: Estimate | None = None,
     ) -> Model:
-        """Cut ``model``, which ``layers`` compute, into ``stages``."""
-        bounds = stage_bounds(layers, stages, partition)
+        """Cut ``model``, which ``layers`` compute, into ``stages``; the rest is as of :func:`stage_bounds`."""
+        bounds = stage_bounds(layers, stages, partition, estimate)
         if isinstance(layers, BlockChain):
             layers.prove(bounds)
         tensors = named_tensors(model)

@@ -153,6 +153,11 @@ class BlockChain(Sequence[nn.Module]):
         """The whole model, whose very modules the pieces hold."""
         return self._anatomy.model
 
+    @property
+    def trial(self) -> dict[str, Any]:
+        """Some inputs that the sample takes."""
+        return dict(self._anatomy.call.trials[0])
+
     def called(self, model: nn.Module, value: Any) -> Any:
         """Return what a copy of the whole model makes of a batch's inputs, as the last piece returns it."""
         call = self._anatomy.call

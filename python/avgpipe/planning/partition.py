@@ -28,7 +28,6 @@ from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import RECOMPUTE, Schedule, build_schedule, published
 from avgpipe.units import format_bytes, format_seconds
 
-
 _ABOUT_AS_GOOD = 0.05  # by so much more a stage may cost where less is sent
 
 

@@ -1,0 +1,251 @@
+"""What a forward and a backward of each layer compute, counted on tensors without values.
+
+The count is arithmetic: it is the same on all ranks, takes no memory for activations, and draws nothing. Matrix
+products, convolutions and attention count by their FLOPs, with torch's own formulas where it has them. All other
+operators count by the bytes that they read and write: without these, layers of much data and few weights, as the first
+ones of a network for images, would seem cheaper than they are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from avgpipe.errors import reason
+from avgpipe.model.copies import copied
+from avgpipe.model.modes import in_mode
+from avgpipe.model.recording import generators, set_generators
+
+# A byte that is moved for an operation by elements takes as long as so many FLOPs of a product, about, on a CPU's core.
+# On GPUs it takes longer, but there kernels are often fused.
+_FLOPS_PER_BYTE = 8
+_MOST_OPERATORS = (
+    200_000  # of one count, which is seconds; unlike a time, a number of them is the same on all ranks
+)
+_HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+_aten = torch.ops.aten
+
+
+class CannotCount(ValueError):
+    """What a layer computes cannot be counted; the message says why."""
+
+
+class Work(NamedTuple):
+    """What layers do with the inputs of a micro-batch.
+
+    Attributes:
+        flops: of each layer in forward and backward, and what bytes count for.
+        sent: bytes that each layer but the last gives those behind it.
+    """
+
+    flops: list[int]
+    sent: list[int]
+
+
+def work_of(layers: Sequence[nn.Module], inputs: Any) -> Work:
+    """Count what a chain of layers does with ``inputs``: in training, or else, as with too few samples, in evaluation.
+
+    Layers, random generators and what is registered stay as they are. Hooks are not called.
+
+    Raises:
+        CannotCount: a layer asks for the values of a tensor, calls an operator without a formula, or fails.
+    """
+    before = generators()
+    try:
+        try:
+            return _counted(layers, inputs, training=True)
+        except CannotCount:
+            raise
+        except Exception:  # of any kind: it runs the layers' code
+            return _counted(layers, inputs, training=False)
+    except CannotCount:
+        raise
+    except Exception as error:
+        raise CannotCount(reason(error)) from None
+    finally:
+        set_generators(before)
+
+
+def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> Work:
+    from torch._subclasses import fake_tensor  # only now: it takes a second to import
+
+    fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        memo = {id(t): _empty(t) for layer in layers for t in (*layer.parameters(), *layer.buffers())}
+        value = pytree.tree_map_only(torch.Tensor, _empty, inputs)
+    chain = copied(nn.ModuleList(layers), dict[int, Any](memo))
+    for module in chain.modules():
+        for kind in _HOOKS:
+            getattr(module, kind).clear()
+    flops, sent, counter = list[int](), list[int](), _Counter()
+    with fake, torch.enable_grad(), in_mode(chain, training), _not_compiled():
+        for layer in chain:
+            try:
+                value, done = _done(layer, value, counter)
+            except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
+                raise CannotCount(f"{_name(layer)} goes by the values of a tensor") from None
+            flops.append(done)
+            sent.append(sum(t.nbytes for t in _tensors(value)))
+    return Work(flops, sent[:-1])
+
+
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like a parameter, buffer or input, without values; on the CPU, as all devices do the same."""
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+        raise CannotCount(f"{type(tensor).__name__} is no plain tensor")
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+
+def _not_compiled() -> AbstractContextManager[Any]:
+    """Have what is compiled run as it was before: the compiler would take minutes."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+def _name(layer: nn.Module) -> str:
+    return getattr(layer, "calls", "") or type(layer).__name__
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _done(layer: nn.Module, value: Any, counter: _Counter) -> tuple[Any, int]:
+    """Return a layer's output, and what its forward and backward compute."""
+    received = pytree.tree_map_only(torch.Tensor, _received, value)
+    leaves = [t for t in _tensors(received) if t.requires_grad]
+    given = pytree.tree_map_only(torch.Tensor, _changeable, received)
+    wanted = [*leaves, *dict.fromkeys(p for p in layer.parameters() if p.requires_grad)]
+    before = counter.flops
+    with counter:
+        output = layer(given)
+    made = [t for t in _tensors(output) if t.requires_grad]
+    grads = [torch.empty_like(t) for t in made]
+    if made and wanted:
+        with counter:
+            torch.autograd.grad(made, wanted, grads, allow_unused=True)
+    return output, counter.flops - before
+
+
+def _received(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _changeable(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what a layer may change in place, which it may not do to a leaf."""
+    return tensor.clone() if tensor.requires_grad else tensor
+
+
+# ---- formulas ------------------------------------------------------------------------------------------------------
+
+# torch counts attention on accelerators alone, and no recurrent layer of oneDNN.
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Count the products of queries with keys, and of shares with values, as wide."""
+    batch, heads, length, width = query.shape
+    return 4 * batch * heads * length * key.shape[-2] * width
+
+
+def _attention_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
+    """Count five products for two: the scores are computed again."""
+    return _attention(query, key) * 5 // 2
+
+
+def _recurrent(x: torch.Tensor, w_x: torch.Tensor, w_h: torch.Tensor, *_: Any, **__: Any) -> int:
+    steps = x.shape[0] * x.shape[1]
+    return 2 * steps * (w_x.numel() + w_h.numel())
+
+
+def _recurrent_backward(x: torch.Tensor, w_x: torch.Tensor, w_h: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * _recurrent(x, w_x, w_h)
+
+
+def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * a.numel() * b.shape[-1]
+
+
+def _times_vector(matrix: torch.Tensor, *_: Any, **__: Any) -> int:
+    return 2 * matrix.numel()
+
+
+_FORMULAS: Mapping[Any, Callable[..., int]] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    _aten.mkldnn_rnn_layer: _recurrent,
+    _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
+    _aten._grouped_mm: _grouped,
+    _aten.mv: _times_vector,
+}
+_OWN = frozenset({"aten", "prim", "prims"})
+# Of torch's own those that compute much, by no formula of anybody's.
+_UNKNOWN = frozenset({_aten._trilinear, _aten._thnn_fused_lstm_cell, _aten._cdist_forward})
+# They move nothing, though they are no views; and of what these are given, they read a part.
+_STILL = frozenset(
+    {
+        _aten._unsafe_view,
+        _aten.detach,
+        _aten.alias,
+        _aten.lift_fresh,
+        _aten.empty,
+        _aten.empty_like,
+        _aten.new_empty,
+    }
+)
+_LOOKUPS = frozenset({_aten.embedding, _aten.index, _aten.index_select, _aten.gather})
+
+
+def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
+    """Return the bytes that an operator reads and writes."""
+    operator = func._overloadpacket
+    written = sum(t.nbytes for t in _tensors(out))
+    if not written or func.is_view or operator in _STILL:
+        return 0
+    return written + (written if operator in _LOOKUPS else sum(t.nbytes for t in _tensors((args, kwargs))))
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds up what operators compute that run inside, but for those on the meta device, which are other layers'."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        from torch.utils.flop_counter import flop_registry  # what register_flop_formula adds to, as well
+
+        self.flops, self._operators, self._known = 0, 0, {**_FORMULAS, **flop_registry}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operator = func._overloadpacket
+        if func is torch.ops.prim.device.default:  # asked by C++ code, which takes no exception
+            return func(*args, **kwargs)
+        if operator not in self._known:
+            with self:
+                parts = func.decompose(*args, **kwargs)
+            if parts is not NotImplemented:
+                return parts
+        out = func(*args, **kwargs)
+        self._operators += 1
+        if self._operators > _MOST_OPERATORS:
+            raise CannotCount("the model runs too many operators")
+        if any(t.is_meta for t in _tensors(out)):
+            return out
+        if operator in self._known:
+            self.flops += int(self._known[operator](*args, **kwargs, out_val=out))
+        elif func.namespace in _OWN and operator not in _UNKNOWN:
+            self.flops += _FLOPS_PER_BYTE * _moved(func, args, kwargs, out)
+        else:
+            raise CannotCount(
+                f"nobody knows what {func.namespace}.{operator.__name__} computes: a formula by "
+                "torch.utils.flop_counter.register_flop_formula says so"
+            )
+        return out
