@@ -14,7 +14,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.model.example import prove
 from avgpipe.model.model import layers_of
 from avgpipe.model.tracing import TracedLayer
-from tests.runtime.cases import momentum, unequal
+from tests.runtime.cases import momentum, train_on_one_device, unequal
 
 
 class Path(nn.Module):
@@ -187,3 +187,104 @@ def test_an_encoder_of_torch_is_cut_inside() -> None:
         assert "1.layers.0" in str(pipeline)
     model[1].register_forward_hook(lambda *_: None)
     assert len(layers_of(model)) == 3
+
+
+# ---- modules of one's own ------------------------------------------------------------------------------------------
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.gain
+
+
+class OwnBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.weight = RMSNorm(width), nn.Parameter(torch.randn(width, width) / width**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.silu(functional.linear(self.norm(x), self.weight))
+
+
+class OfOwnBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(OwnBlock(8) for _ in range(4))
+        self.norm, self.out = RMSNorm(8), nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(self.norm(x), self.out)
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.linear(x, (self.weight * 16).round() / 16 + self.weight * 0.1, self.bias)
+
+
+class OfQuantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.out = nn.ModuleList(Quantised(8, 8) for _ in range(4)), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.out(x)
+
+
+def test_a_module_of_ones_own_that_holds_weights_begins_a_layer() -> None:
+    names = [layer.calls for layer in layers_of(OfOwnBlocks())]
+    assert names == [*(f"blocks.{n}{part}" for n in range(4) for part in (".norm", "")), "norm"]
+    assert [layer.calls for layer in layers_of(OfQuantised())] == [*(f"layers.{n}" for n in range(4)), "out"]
+
+
+@pytest.mark.parametrize("kind", [OfOwnBlocks, OfQuantised])
+@pytest.mark.parametrize("K", [2, 4])
+def test_models_of_ones_own_modules_train_as_on_one_device(kind: type[nn.Module], K: int) -> None:
+    torch.manual_seed(0)
+    model = kind().double()
+    batches = [(torch.randn(8, 8, dtype=torch.float64), torch.randint(3, (8,))) for _ in range(3)]
+    loss = nn.CrossEntropyLoss()
+    with Pipeline(model, Plan(stages=K, micro_batches=2), loss_fn=loss, optimizer=momentum) as pipeline:
+        losses = [result.loss for result in pipeline.train(batches)]
+        state = pipeline.state_dict()
+    expected_losses, expected = train_on_one_device(model, batches, loss, momentum)
+    assert unequal(losses, expected_losses) < 1e-9
+    for name, value in expected.items():
+        torch.testing.assert_close(state[name], value)
+
+
+def test_a_block_of_ones_own_may_be_named_as_a_cut() -> None:
+    plan = Plan(stages=3, partition=["blocks.1", "blocks.3"])
+    with Pipeline(OfOwnBlocks(), plan, loss_fn=nn.MSELoss(), optimizer=momentum) as pipeline:
+        assert pipeline._model.bounds == [0, 2, 6, 9]
+
+
+class OnlyItself(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.a @ self.b
+
+
+@pytest.mark.parametrize("example", [None, torch.zeros(4, 4)])
+def test_who_has_no_modules_is_told_what_was_tried(example: torch.Tensor | None) -> None:
+    with pytest.raises(
+        ValueError, match="2 stages need at least as many layers, and the model has 1"
+    ) as told:
+        Pipeline(
+            OnlyItself(), Plan(stages=2), loss_fn=nn.MSELoss(), optimizer=momentum, example_inputs=example
+        )
+    assert "modules that hold parameters" in str(told.value)
+    assert "torch.fx" in str(told.value)
+    assert "torch.export" in str(told.value)
+    assert "example_inputs" in str(told.value)
+    assert "names_of=model" in str(told.value)

@@ -15,6 +15,7 @@ same way; so a stage that uses it adds its part of the gradient, and the maker r
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -171,8 +172,15 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
         from avgpipe.model.exported import exported  # only now: torch.export takes seconds to import
 
         return list(exported(model, example_inputs))
-    if example_inputs is not None:
-        prove(layers, model, example_inputs)
+    if example_inputs is None:
+        return list(layers)
+    if len(layers) == 1:
+        from avgpipe.model.exported import exported
+
+        with suppress(ValueError):
+            more = exported(model, example_inputs)
+            layers = more if len(more) > 1 else layers
+    prove(layers, model, example_inputs)
     return list(layers)
 
 
@@ -205,8 +213,7 @@ def stage_bounds(
     count = len(layers)
     if stages > count:
         raise ValueError(
-            f"{stages} stages need at least as many layers, and the model has {count}: use fewer stages, or a list of "
-            "what larger layers are made of, with names_of=model"
+            f"{stages} stages need at least as many layers, and the model has {count}: {_more_layers(layers)}"
         )
     if partition is None:
         if stages in (1, count):
@@ -222,6 +229,18 @@ def stage_bounds(
             f"and stay below {count}"
         )
     return bounds
+
+
+def _more_layers(layers: Sequence[nn.Module]) -> str:
+    """Say what to do where a model has too few layers, and how it was taken apart."""
+    if not all(isinstance(layer, TracedLayer) for layer in layers):
+        return "use fewer stages, or a list of what larger layers are made of, with names_of=model"
+    return (
+        "torch.fx begins a layer where the forward enters one of torch's modules, or one of your modules that hold "
+        "parameters themselves; where it finds one layer, and example_inputs= is given, torch.export looks for blocks, "
+        "too. Use fewer stages, move parts of the forward into modules of their own, or pass a list of layers, with "
+        "names_of=model"
+    )
 
 
 def _named(layers: Sequence[nn.Module], name: str) -> int:

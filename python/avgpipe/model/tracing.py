@@ -116,9 +116,13 @@ class _Tracer(fx.Tracer):
 
 
 def traced(model: nn.Module) -> list[TracedLayer]:
-    """Cut the graph of ``model`` before every module call but the first; CannotTrace where there is none."""
+    """Cut the graph of ``model`` where its forward enters modules; CannotTrace where there is none.
+
+    These are the modules that the graph calls, and those of one's own that hold parameters themselves, whose code is
+    in the graph.
+    """
     whole = _graph(model)
-    calls = {n: str(n.target) for n in whole.graph.nodes if n.op == "call_module" and n.target != CHOICE}
+    calls = _entered(whole.graph, model)
     pieces: list[list[fx.Node]] = [[]]
     for node in whole.graph.nodes:
         if node in calls and any(n in calls for n in pieces[-1]):
@@ -126,6 +130,22 @@ def traced(model: nn.Module) -> list[TracedLayer]:
         if node.op != "output":
             pieces[-1].append(node)
     return layers_of_graph(whole, pieces, calls)
+
+
+def _entered(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
+    """Return by node, of each call of a module that begins a layer, the first one, and the module's name."""
+    found, seen = dict[fx.Node, str](), set[Any]()
+    for node in graph.nodes:
+        if node.op == "call_module":
+            if node.target != CHOICE:
+                found[node] = str(node.target)
+        elif node.op in ("call_function", "call_method"):
+            # Of a second call of a module, the key has a number.
+            key, (name, _) = next(reversed((node.meta.get("nn_module_stack") or {"": ("", None)}).items()))
+            if name and key not in seen and attribute(model, name)._parameters:
+                found[node] = name
+            seen.add(key)
+    return found
 
 
 def layers_of_graph(
