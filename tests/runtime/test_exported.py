@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import traceback
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -254,6 +256,87 @@ def test_nests_go_in_and_come_out() -> None:
         _run(layers, {**inputs, "times": 4})
     with pytest.raises(ValueError, match="batch is "):
         _run(layers, {"batch": {"x": torch.randn(3, 4)}, "times": 3})
+
+
+class Masked(nn.Module):
+    """An encoder and a decoder with masks, as people write them; neither is told whether its mask is causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.both, self.head = nn.Embedding(11, 8), transformer(), nn.Linear(8, 11)
+
+    def forward(self, src: torch.Tensor, tgt: torch.Tensor) -> torch.Tensor:
+        size = tgt.size(1)
+        mask = torch.triu(torch.ones(size, size, dtype=torch.bool, device=tgt.device), 1)
+        padded = src == 0
+        out = self.both(
+            self.words(src),
+            self.words(tgt),
+            tgt_mask=mask,
+            src_key_padding_mask=padded,
+            memory_key_padding_mask=padded,
+        )
+        return self.head(out)
+
+
+def _sentences(samples: int, source: int, target: int) -> tuple[torch.Tensor, torch.Tensor]:
+    src = torch.randint(1, 11, (samples, source))
+    src[::2, -1] = 0
+    return src, torch.randint(1, 11, (samples, target))
+
+
+def test_a_transformer_with_a_causal_mask_is_exported() -> None:
+    torch.manual_seed(0)
+    model = Masked().double()
+    layers = layers_of(model, _sentences(4, 6, 5))
+    assert "both.decoder.layers.2" in [layer.calls for layer in layers]
+    for sizes in ((4, 6, 5), (3, 7, 4), (1, 4, 9)):
+        inputs = _sentences(*sizes)
+        torch.testing.assert_close(_run(layers, inputs), model(*inputs), rtol=1e-10, atol=1e-10)
+
+
+class TakesMask(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True), 2)
+
+    def forward(self, x: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        assert x.size(1) < 20
+        near = torch.arange(x.size(1), device=x.device)
+        far = (near[:, None] - near[None]).abs() > window.max()
+        return self.encoder(x, mask=far | (near[:, None] < near[None]))
+
+
+def test_a_mask_that_is_causal_in_the_example_alone_stays_a_mask() -> None:
+    torch.manual_seed(0)
+    model = TakesMask().double()
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    wide, narrow = torch.full((4, 1), 9), torch.full((4, 1), 1)
+    layers = layers_of(model, (x, wide))
+    for window in (wide, narrow):
+        torch.testing.assert_close(_run(layers, (x, window)), model(x, window), rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(model(x, wide), model(x, narrow))
+
+
+def test_a_failing_export_prints_nothing_and_names_the_place(capfd: pytest.CaptureFixture[str]) -> None:
+    class Inside(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * 2 if x.sum() > 0 else x
+
+    class Outside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin, self.inside = nn.Linear(4, 4), Inside()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(self.lin(x))
+
+    with pytest.raises(ValueError, match=r"torch.export cannot export Outside") as told:
+        layers_of(Outside(), torch.randn(3, 4))
+    assert re.search(r"in 'inside' \(Inside\), forward, test_exported.py, line \d+\): pass", str(told.value))
+    assert told.value.__cause__ is None
+    assert len(traceback.format_exception(told.value)) < 20
+    assert capfd.readouterr().err == ""
 
 
 class Samples(nn.Module):

@@ -7,12 +7,21 @@ between the modules that its forward calls. BatchNorms stay modules, as their st
 
 from __future__ import annotations
 
+import io
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from functools import partial
+from pathlib import PurePath
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.export import Dim
+from torch.nn.modules import transformer
 from torch.utils import _pytree as pytree
 
 from avgpipe.errors import reason
@@ -25,6 +34,7 @@ from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
 from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
 from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of
 
+_TORCH = {PurePath(torch.__file__).parent}
 _LEAST_SAMPLES = 2  # of an example: a size of 1 would be taken for one that never changes
 _LEAST_LENGTH = 3
 _MOST_SAMPLES = 128  # as many sizes of micro-batches are looked at
@@ -168,15 +178,73 @@ def _export(model: nn.Module, call: Arguments, sizes: Any) -> Any:
     failures: list[Exception] = []
     for strict in (False, True):
         try:
-            return torch.export.export(
-                model, call.args, call.kwargs, dynamic_shapes=_sizes(call, sizes), strict=strict
-            )
+            with _masks_as_they_are(), _quietly():
+                return torch.export.export(
+                    model, call.args, call.kwargs, dynamic_shapes=_sizes(call, sizes), strict=strict
+                )
         except Exception as error:  # of any kind: it runs the model
             failures.append(error)
     raise ValueError(
-        f"torch.export cannot export {type(model).__name__} for batches of any size ({reason(failures[0])}): pass "
-        "nn.Sequential or a list of layers instead"
-    ) from failures[0]
+        f"torch.export cannot export {type(model).__name__} for batches of any size ({reason(failures[0])}; "
+        f"{_place(failures[0], model)}): pass nn.Sequential or a list of layers instead"
+    ) from None
+
+
+@contextmanager
+def _masks_as_they_are() -> Iterator[None]:
+    """Have torch's encoders and decoders apply the masks that they are given, whatever is in these.
+
+    They compare each mask with the causal one, whose kernels are quicker. A graph that goes by values cannot be
+    recorded; and what a mask leaves out is the same in both ways.
+    """
+
+    def is_said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
+        return is_causal is True
+
+    before = transformer._detect_is_causal_mask
+    transformer._detect_is_causal_mask = is_said_to_be_causal
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = before
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Keep to what the error says: torch would print the graph so far, of thousands of lines, and log warnings.
+
+    Whoever has asked for torch's logs gets all of it. What else is printed, by the model's own code, is printed after
+    an export that has gone well.
+    """
+    if "TORCH_LOGS" in os.environ:
+        yield
+        return
+    handlers, printed = logging.getLogger("torch").handlers, io.StringIO()
+    with ExitStack() as filters:
+        for handler in handlers:
+            handler.addFilter(_nothing)
+            filters.callback(handler.removeFilter, _nothing)
+        with redirect_stderr(printed):
+            yield
+    sys.stderr.write(printed.getvalue())
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
+
+
+def _place(error: BaseException, model: nn.Module) -> str:
+    """Say where in the model an export has failed: the module, and the line of code that is not torch's."""
+    names = {id(module): name for name, module in model.named_modules()}
+    place = f"in {type(model).__name__}"
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        module, path = frame.f_locals.get("self"), PurePath(frame.f_code.co_filename)
+        if id(module) in names:
+            name, kind = names[id(module)], type(module).__name__
+            place = f"in {name!r} ({kind})" if name else f"in {kind}"
+        if id(module) in names and not _TORCH.intersection(path.parents):
+            place += f", {frame.f_code.co_name}, {path.name}, line {line}"
+    return place
 
 
 def _sizes(call: Arguments, rest: Any) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
             raise ValueError(
                 f"{error}: give example_inputs=, one batch's inputs as the loader yields them, so that torch.export "
                 "can try, or pass nn.Sequential or a list of layers instead"
-            ) from error
+            ) from None
         from avgpipe.model.exported import exported  # only now: torch.export takes seconds to import
 
         return list(exported(model, example_inputs))

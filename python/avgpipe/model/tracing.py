@@ -182,11 +182,11 @@ def _graph(model: nn.Module) -> fx.GraphModule:
             f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
             "the same in both: build it without (such as aux_logits=False), move what differs into a module of its "
             "own, or pass a list of layers"
-        ) from error
+        ) from None
     except Exception as error:
         raise CannotTrace(
             f"{type(model).__name__} cannot be traced ({reason(error)}; {_place(error)})"
-        ) from error
+        ) from None
 
 
 def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module]) -> fx.GraphModule:
