@@ -227,8 +227,9 @@ class Pipeline:
         memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
             ``advance="auto"`` must keep to.
         example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces what torch.fx
-            cannot, layers of a traced model are proved to compute what it does, and ``print(pipeline)`` tells what
-            travels between stages. The runs that follow may have other batch sizes, and other sizes as far as
+            cannot, layers of a traced model are proved to compute what it does, the default cut balances what forward
+            and backward compute, and ``print(pipeline)`` tells what travels between stages. Shapes must be alike on all
+            ranks. The runs that follow may have other batch sizes, and other sizes as far as
             the model's code allows.
         names_of: the model that a list of layers is made of: names of parameters are this model's.
         accumulate: how many batches of the loader make one update, that of one batch of all their samples. The plan's
@@ -1270,7 +1271,10 @@ class Pipeline:
         return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
 
     def __str__(self) -> str:
-        """Return the cut as a table: layers by name, parameters, estimated cost, and what stages send on."""
+        """Return the cut as a table: layers by name, parameters, estimated cost, and what stages send on.
+
+        A line beneath says what kind of estimate the cost is.
+        """
         cut = self._seen_cut()
         how = f"{self.plan.pipelines} pipeline{'s' * (self.plan.pipelines > 1)}, {self.plan.schedule}"
         return f"Pipeline: {len(cut.bounds) - 1} stages of {len(cut.names)} layers, {how}, on {self._device}\n{cut}"

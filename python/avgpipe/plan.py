@@ -43,7 +43,8 @@ class Plan:
         system: the name of the published system that this is, whose row of ``avgpipe.systems`` the other attributes
             must have: ``Plan.for_system`` gives them to you.
         partition: the first layer of stages 1..K-1 as indices, or as module names for a traced model; None: balanced by
-            an estimate of the compute.
+            an estimate, of the work on ``Pipeline(example_inputs=...)`` where that is given; ``print(pipeline)`` says
+            what kind of estimate it is.
         alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
             they do nothing.
         rule: by which pipelines and reference are averaged. "mean-gradient": one optimizer for all, which steps the
