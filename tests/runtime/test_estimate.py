@@ -165,6 +165,13 @@ def test_counting_changes_nothing() -> None:
     assert all(p.grad is None for p in layer.parameters())
 
 
+def test_a_weight_that_is_computed_whenever_it_is_asked_for_stays_as_it_is() -> None:
+    layer = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 4, 3))
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    assert "made up" in Estimate.of([layer]).kind
+    assert all(torch.equal(t, before[name]) for name, t in layer.state_dict().items())
+
+
 def test_layers_may_change_what_they_receive_and_come_compiled() -> None:
     layers = [nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)]
     plain = work_of(layers, torch.zeros(2, 4))

@@ -139,13 +139,16 @@ def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any
         return
     modules = (m for layer in layers for m in layer.modules())
     first = next(m for m in modules if isinstance(m, _ConvNd | nn.Embedding | nn.Linear))
+    dtype = next(
+        (p.dtype for p in first.parameters()), None
+    )  # to ask for a weight may compute it, and change it
     if isinstance(first, nn.Embedding):
         yield torch.zeros(_SAMPLES, _WORDS, dtype=torch.long), f"sequences of {_WORDS} words"
     elif isinstance(first, nn.Linear):
         for more in ((), (_WORDS,)):
-            yield first.weight.new_empty((_SAMPLES, *more, first.in_features), device="meta"), "vectors"
+            yield torch.empty(_SAMPLES, *more, first.in_features, dtype=dtype, device="meta"), "vectors"
     else:
         for size in _SIZES[dimensions]:
             shape = (first.in_channels, *[size] * dimensions)
             words = " x ".join(map(str, shape))
-            yield first.weight.new_empty((_SAMPLES, *shape), device="meta"), f"inputs of {words}"
+            yield torch.empty(_SAMPLES, *shape, dtype=dtype, device="meta"), f"inputs of {words}"
