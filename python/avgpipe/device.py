@@ -175,9 +175,12 @@ def select(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that can be had on a device without swapping; infinite where the system does not say."""
+    """Bytes that can be had on a device without swapping; infinite where the system, or its allocator, does not say."""
     if device.type != "cpu":
-        return int(torch.accelerator.get_memory_info(device)[0])
+        try:
+            return int(torch.accelerator.get_memory_info(device)[0])
+        except NotImplementedError:
+            return math.inf
     facts = Path("/proc/meminfo")
     found = re.search(r"^MemAvailable: *(\d+)", facts.read_text() if facts.exists() else "", re.MULTILINE)
     return 1024.0 * int(found[1]) if found else math.inf

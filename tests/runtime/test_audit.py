@@ -466,6 +466,7 @@ def test_what_micro_batches_change_is_warned_of(
 SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "batch norm": lambda: nn.BatchNorm1d(8),
+    "dropout in a layer that is not asked": lambda: F(lambda x: nn.functional.dropout(x, 0.5)),
     "batch norm and dropout": lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)),
     "layer norm": lambda: nn.LayerNorm(8),
     "a frozen layer": lambda: nn.Linear(8, 8).requires_grad_(False),

@@ -137,7 +137,7 @@ def test_a_batch_that_is_not_cut_may_have_any_form(form: str) -> None:
         assert [result.samples for result in pipeline.train(data)] == [6, 6, 6]
         assert pipeline.evaluate(data).samples == 18
         assert pipeline.predict(data[0][0]).shape == (6, 3)
-    with pytest.raises(ValueError, match="use micro_batches=1 and one pipeline"):
+    with pytest.raises(ValueError, match="with micro_batches=1 and one pipeline"):
         train_pipeline(model, PLANS["two micro-batches"], data, LOSS, momentum)
 
 

@@ -5,7 +5,8 @@
     python -m tests.simulated_device.seeds --mutants --seeds 20
 
 A seed is four trainings, of 2 and 3 pipelines with staleness 0 and 1, each in an order of its own. The policies "eager"
-and "late" leave nothing to chance, so one seed of them is all.
+and "late" leave nothing to chance, so one seed of them is all. Stages are not compared with the model beforehand: that
+waits for the device, and hides the orders of the first batch.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def cases() -> list[Plan]:
 def expected(case: int) -> Results:
     """What the CPU gives. One run on the device goes before: the runtime looks at some things once in a process."""
     with simulate("eager"):
-        train(cases()[case], "sim:0")
-    return train(cases()[case], "cpu")
+        train(cases()[case], "sim:0", check="off")
+    return train(cases()[case], "cpu", check="off")
 
 
 class Run(NamedTuple):
@@ -70,7 +71,7 @@ def run_seed(policy: str, seed: int, mutant: str | None = None) -> Run:
         with simulate(policy, seed * len(cases()) + case) as simulation:
             try:
                 with MUTANTS[mutant]() if mutant else nullcontext():
-                    differs = differences(train(plan, "sim:0"), target)
+                    differs = differences(train(plan, "sim:0", check="off"), target)
             except Exception as error:
                 differs = [f"{type(error).__name__}: {str(error)[:200]}"]
             tasks += simulation.counters.tasks

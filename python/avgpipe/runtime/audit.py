@@ -181,11 +181,14 @@ class Audit:
         if samples < 2:
             return
         pieces, sizes = split(inputs, 2, samples, dims.inputs), sizes_of(samples, 2)
-        coins = moved(self._drawn, callers_generators())
-        training = not (self._draws or coins)  # each micro-batch has draws of its own, by design
+        coins, training = (
+            self._coins,
+            not (self._draws or self._coins),
+        )  # each micro-batch has draws of its own
         try:
-            expected = self._run_pieces([inputs], [samples], training)
-            found = compared(expected, self._run_pieces(pieces, sizes, training), self._autocast is not None)
+            expected, draws = self._run_pieces([inputs], [samples], training)
+            got, _ = self._run_pieces(pieces, sizes, training)
+            found = None if draws else compared(expected, got, self._autocast is not None)
         except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
             found = f"it does not run on {sizes[1]} of them ({reason(error)})"
         if coins:
@@ -203,27 +206,26 @@ class Audit:
                 *(samples, found),
             )
 
-    def _run_pieces(self, pieces: Sequence[Any], sizes: Sequence[int], training: bool) -> Outcome:
+    def _run_pieces(
+        self, pieces: Sequence[Any], sizes: Sequence[int], training: bool
+    ) -> tuple[Outcome, bool]:
         """Run the model on pieces of a batch one after another; BatchNorms, which differ by design, as in evaluation.
 
-        ValueError where an output has no samples.
+        Returns:
+            What has come out for the samples, and whether random numbers were drawn.
         """
         model, dim = self._copy(self._model, training), self._batch_dims.outputs
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self._begin()
+        states = self._begin()
         outputs, gradients = list[list[torch.Tensor]](), dict[str, torch.Tensor]()
         for m, (piece, size) in enumerate(zip(pieces, sizes)):
             set_position(Position(batch=0, micro_batch=m))
             with self._running(learns=True):
                 output = tensors_of(self._call(model, _cloned(piece)))
-            for t in output:
-                if t.dim() <= dim or t.shape[dim] != size:
-                    raise ValueError(
-                        f"an output of {list(t.shape)} has no {size} samples along dimension {dim}"
-                    )
+            output = [t for t in output if t.dim() > dim and t.shape[dim] == size]
             outputs.append(output)
             learnt = [t for t in output if t.requires_grad]
             seeds = [_seed(t, dim, sum(sizes[:m]), sum(sizes)) for t in learnt]
@@ -237,7 +239,8 @@ class Audit:
                     gradients[name] = gradients[name] + grad if name in gradients else grad
         set_position(Position(batch=0))
         joined = [torch.cat(column, dim).detach() for column in zip(*outputs)]
-        return Outcome(joined, {n: some(g) for n, g in gradients.items()}, dict(model.named_buffers()))
+        outcome = Outcome(joined, {n: some(g) for n, g in gradients.items()}, dict(model.named_buffers()))
+        return outcome, self._has_drawn(states)
 
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
@@ -283,13 +286,17 @@ class Audit:
         states = self._begin()
         with self._running(learns):
             output = tensors_of(self._call(model, _cloned(inputs)))
-        self._draws = any(
-            not torch.equal(state, generator.get_state())
-            for state, generator in zip(states, generators_of(self._device))
-        )
+        if training:
+            self._coins = moved(self._drawn, callers_generators())
+            self._draws = self._has_drawn(states)
         found = _gradients(output, list(learning.values()), None)
         gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
+
+    def _has_drawn(self, before: list[torch.Tensor]) -> bool:
+        """Whether torch's generators have other states than ``before``."""
+        now = [generator.get_state() for generator in generators_of(self._device)]
+        return not all(map(torch.equal, before, now))
 
     def _run_stages(self, inputs: Any, training: bool, learns: bool, again: bool) -> Outcome:
         """``again``: stages run once more in their backward."""
@@ -299,7 +306,7 @@ class Audit:
         with self._running(learns):
             for k, stage in enumerate(stages):
                 given = pytree.tree_map_only(torch.Tensor, _received, value)
-                value = _run(stage, Inputs(k), given, again)
+                value = _run(stage, Inputs(k), given, self._device, again)
                 passed.append((wanting_gradients(given), tensors_of(value)))
         output, grads = passed[-1][1], None
         total: dict[int, torch.Tensor] = {}
@@ -341,7 +348,7 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*call.args, **call.kwargs)
 
 
-def _run(stage: Any, inputs: Inputs, value: Any, again: bool) -> Any:
+def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bool) -> Any:
     def layers(value: Any, place: Any) -> Any:
         for layer in stage:
             value = layer(value)
@@ -352,7 +359,16 @@ def _run(stage: Any, inputs: Inputs, value: Any, again: bool) -> Any:
 
     if not again:
         return run(value)
-    return checkpoint(Repeated(stage).forward(run), value, use_reentrant=False)
+    drawn = [(generator, generator.get_state()) for generator in generators_of(device)]
+
+    def run_as_before(value: Any) -> Any:
+        for generator, state in drawn:
+            generator.set_state(state)
+        return run(value)
+
+    # Torch would keep the states of the kinds of devices alone that it knows.
+    twice = Repeated(stage).forward(run_as_before)
+    return checkpoint(twice, value, use_reentrant=False, preserve_rng_state=False)
 
 
 def _gradients(
