@@ -260,7 +260,9 @@ class Pipeline:
             with the same one. The first rank runs the model as it was given and as its stages run it, on samples of the
             batch: outputs, gradients and buffers must be equal, also in evaluation and with recomputation. That takes
             the time of some batches, and memory for the gradients of the whole model, twice; the model's code and hooks
-            run a few times more, on copies of its modules. What has no gradient is named. "every": compare stages with
+            run a few times more, on copies of its modules. A model that computes something else of a batch in
+            micro-batches than of the whole one, as its layers mix samples or count forwards, is warned of. What has no
+            gradient is named. "every": compare stages with
             the model in every hundredth batch, too, on the weights that it was given with; "full": in all batches, on
             all samples; "off": nothing of it.
         batch_dim: along which dimension tensors have the samples of a batch: a number for all of them, such as 1 for

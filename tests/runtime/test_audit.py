@@ -399,6 +399,16 @@ def test_nothing_is_left_of_a_model_that_nobody_else_has() -> None:
     assert not pytree.tree_leaves(made._parameters)
 
 
+@pytest.mark.parametrize("cut", [[1], [2], [3], [1, 2]], ids=str)
+@pytest.mark.parametrize("recompute", ["never", "always"])
+def test_a_layer_that_detaches_equals_one_device_wherever_the_cut_is(cut: list[int], recompute: str) -> None:
+    model = chain(F(lambda x: x.detach()), nn.Linear(8, 8)).double()
+    plan = Plan(stages=1 + len(cut), micro_batches=2, partition=cut, recompute=recompute)
+    given = [(x.double(), y.double()) for x, y in batches()]
+    expected = train_on_one_device(model, given, LOSS, momentum)
+    assert_same_training(train_pipeline(model, plan, given, LOSS, momentum), expected)
+
+
 # ---- micro-batches beside the whole batch ----------------------------------------------------------------------------
 
 

@@ -376,10 +376,12 @@ def _gradients(
 ) -> Sequence[torch.Tensor | None]:
     """Return gradients, of a number made of all tensors where ``grads`` of those that want some are not given."""
     learnt = [t for t in made if t.requires_grad]
-    if grads is None and learnt:
-        learnt, grads = [number_of(learnt)], [None]
-    pairs = [(t, grad) for t, grad in zip(learnt, grads or ()) if grads == [None] or grad is not None]
-    if not pairs or not wanted:
+    if not learnt or not wanted:
+        return [None] * len(wanted)
+    if grads is None:
+        return torch.autograd.grad(number_of(learnt), wanted, allow_unused=True)
+    pairs = [(t, grad) for t, grad in zip(learnt, grads) if grad is not None]
+    if not pairs:
         return [None] * len(wanted)
     made, into = zip(*pairs)
     return torch.autograd.grad(made, wanted, into, allow_unused=True)
