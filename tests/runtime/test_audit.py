@@ -427,7 +427,7 @@ class Keeps(nn.Module):
         return x - self.seen if self.used else x
 
 
-class Counts(nn.Module):
+class CountsInABuffer(nn.Module):
     calls: torch.Tensor
 
     def __init__(self) -> None:
@@ -454,7 +454,7 @@ MIXED: dict[str, Callable[[], nn.Module]] = {
     "a branch by the mean": lambda: F(lambda x: x * 2 if x.mean() != x[0].mean() else x + 1),
     "a buffer that is used": lambda: Keeps(used=True),
     "a buffer alone": lambda: Keeps(used=False),
-    "a counter": Counts,
+    "a counter": CountsInABuffer,
     "the norm of a gradient": lambda: F(limited),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
 }
@@ -500,3 +500,24 @@ def test_numbers_of_other_generators_than_torchs_are_warned_of(caplog: pytest.Lo
     train(chain(F(lambda x: x * (random.random() < 0.5))))
     (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert said.message.startswith("a layer draws from the generator of random, so it draws other numbers")
+
+
+class Teaches(nn.Module):
+    """Has a part whose gradient is not wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            target = self.b(h)
+        return self.c(h - target)
+
+
+def test_a_recorded_forward_says_what_recording_leaves_out() -> None:
+    with pytest.raises(
+        ValueError, match=r"recorded from its forward, which leaves out hooks, torch.no_grad\(\)"
+    ):
+        train(Teaches(), Plan(stages=2, micro_batches=2))

@@ -54,6 +54,10 @@ _OTHERWISE = {
     False: "in evaluation, the stages do not compute what the model does",
 }
 _ELSEWHERE = "cut it elsewhere by Plan(partition=...), or pass a list of layers"
+_RECORDED = (
+    "the layers were recorded from its forward, which leaves out hooks, torch.no_grad() blocks, and branches that this "
+    "recording did not take. Pass a list of layers, in whose forwards all that stays as it is"
+)
 _AGAIN = "recomputation changes what the model learns"
 _NO_RECOMPUTE = (
     "a layer does something else when it runs a second time. Let it depend on nothing but its input, parameters, "
@@ -94,6 +98,7 @@ class Audit:
     ) -> None:
         self._model, self._call = whole_of(model, layers)
         self._is_of_blocks = isinstance(layers, BlockChain)
+        self._is_recorded = not self._is_of_blocks and not is_chain(self._model)
         self._stages: list[nn.Module] = [
             nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
         ]
@@ -169,9 +174,10 @@ class Audit:
                     "comparison"
                 )
                 return
+            advice = _NO_RECOMPUTE if again else _RECORDED if self._is_recorded else _ELSEWHERE
             raise ValueError(
                 f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
-                f'{_NO_RECOMPUTE if again else _ELSEWHERE}. check="off" leaves this comparison out'
+                f'{advice}. check="off" leaves this comparison out'
             )
 
     def _cut_into_micro_batches(self, inputs: Any) -> None:
