@@ -496,6 +496,13 @@ def test_layers_that_take_each_sample_by_itself_are_not(
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_the_rounding_of_an_autocast_around_training_is_none_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
+    with torch.autocast("cpu", torch.bfloat16):
+        train(model, Plan(stages=2, micro_batches=4))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 def test_numbers_of_other_generators_than_torchs_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
     train(chain(F(lambda x: x * (random.random() < 0.5))))
     (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]

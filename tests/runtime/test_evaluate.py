@@ -98,11 +98,13 @@ def test_class_weights_are_copied_to_the_targets_once(monkeypatch: pytest.Monkey
 
 
 def test_outputs_are_joined_in_order() -> None:
-    found = OutputCollector()
+    collector = OutputCollector(0)
     for part in OUTPUT.split(1):
-        found.add({"logits": part, "count": 2}, None, 1, None)
-    assert torch.equal(found.result()["logits"], OUTPUT)
-    assert found.result()["count"] == 2
+        collector.add({"logits": part, "count": 2}, None, 1, None)
+    found, refusal = collector.result()
+    assert refusal is None
+    assert torch.equal(found["logits"], OUTPUT)
+    assert found["count"] == 2
 
 
 def test_many_batches_of_any_size_keep_their_order() -> None:

@@ -157,7 +157,7 @@ class Audit:
                 "one of samples along dimension 0, say so by batch_dim"
             )
             return
-        coarse = self._autocast is not None
+        coarse = self._is_coarse
         for expected, training, learns, again in ways:
             try:
                 found = compared(expected, self._run_stages(inputs, training, learns, again), coarse)
@@ -194,7 +194,7 @@ class Audit:
         try:
             expected, draws = self._run_pieces([inputs], [samples], training)
             got, _ = self._run_pieces(pieces, sizes, training)
-            found = None if draws else compared(expected, got, self._autocast is not None)
+            found = None if draws else compared(expected, got, self._is_coarse)
         except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
             found = f"it does not run on {sizes[1]} of them ({reason(error)})"
         if coins:
@@ -298,6 +298,11 @@ class Audit:
         found = _gradients(output, list(learning.values()), None)
         gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
+
+    @property
+    def _is_coarse(self) -> bool:
+        """Whether layers compute in 16 bits, as asked for here or around the caller."""
+        return self._autocast is not None or torch.is_autocast_enabled(self._device.type)
 
     def _has_drawn(self, before: list[torch.Tensor]) -> bool:
         """Whether torch's generators have other states than ``before``."""
