@@ -34,7 +34,8 @@ def text(tmp_path_factory):
 @pytest.fixture(scope="session")
 def options(text):
     """Of a run of two epochs of 65 batches, 2 stages x 2 pipelines."""
-    return ["--data", str(text), "--batch-size", "4", "--stages", "2", "--pipelines", "2", "--epochs", "2"]
+    size = ["--batch-size", "4", "--stages", "2", "--pipelines", "2", "--epochs", "2"]
+    return ["--data", str(text), *size, "--warmup-rounds", "0"]  # all would be warm-up
 
 
 @pytest.fixture(scope="session")
