@@ -228,7 +228,7 @@ class Pipeline:
             ``advance="auto"`` must keep to.
         example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces what torch.fx
             cannot, layers of a traced model are proved to compute what it does, the default cut balances what forward
-            and backward compute, and ``print(pipeline)`` tells what travels between stages. Shapes must be alike on all
+            and backward compute, and ``print(pipeline)`` shows what stages send. Shapes must be alike on all
             ranks. The runs that follow may have other batch sizes, and other sizes as far as
             the model's code allows.
         names_of: the model that a list of layers is made of: names of parameters are this model's.

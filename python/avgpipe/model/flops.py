@@ -23,7 +23,7 @@ from avgpipe.model.copies import copied
 from avgpipe.model.modes import in_mode
 from avgpipe.model.recording import generators, set_generators
 
-# A byte that is moved for an operation by elements takes as long as so many FLOPs of a product, about, on a CPU's core.
+# On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix product.
 # On GPUs it takes longer, but there kernels are often fused.
 _FLOPS_PER_BYTE = 8
 _MOST_OPERATORS = (
@@ -245,7 +245,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.flops += _FLOPS_PER_BYTE * _moved(func, args, kwargs, out)
         else:
             raise CannotCount(
-                f"nobody knows what {func.namespace}.{operator.__name__} computes: a formula by "
-                "torch.utils.flop_counter.register_flop_formula says so"
+                f"there is no FLOP formula for {func.namespace}.{operator.__name__}: register one with "
+                "torch.utils.flop_counter.register_flop_formula"
             )
         return out

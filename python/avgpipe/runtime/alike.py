@@ -175,12 +175,10 @@ class Alike:
             )
 
     def _first(self, name: str, mine: Any) -> tuple[int, Any]:
-        """Return what came first of this name, and from which rank: ``mine`` if nothing did, or nobody can be asked."""
+        """Return the first value of this name, and its rank: ``mine`` if it is the first, or no store answers."""
         try:
             rank, first = json.loads(self._world.first(name, json.dumps([self._world.rank, mine])))
-        except (
-            RuntimeError
-        ):  # the store does not answer, which training does not need; nobody waits for it again
+        except RuntimeError:  # no store answers: training goes on, and later calls do not wait
             self._is_on = False
             return self._world.rank, mine
         return rank, first

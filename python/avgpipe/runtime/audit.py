@@ -127,7 +127,7 @@ class Audit:
             if self._left_out is not None and self._looked == 1:
                 _log.warning("stages are not compared with the model: %s", self._left_out)
         if self._left_out is not None or self._check == "first-batch":
-            self._model, self._stages = nn.Module(), []  # they may take memory that is nobody else's
+            self._model, self._stages = nn.Module(), []  # frees copies of modules
 
     def _reason(self) -> str | None:
         """Say why there is no comparison; None if there is one."""
@@ -404,7 +404,7 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the same values, whose gradient is nobody else's."""
+    """Return a parameter with the same values, with a gradient of its own."""
     values = parameter.detach()
     leaf = nn.Parameter(
         (values.clone() if values.is_inference() else values).to(device), parameter.requires_grad
