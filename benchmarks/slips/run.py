@@ -1,0 +1,109 @@
+"""Question: what does an ordinary user do wrong or unusual, and does avgpipe then train something else in silence?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.slips.run [--all] [--count 60] [--seed 0] [--slips REGEX] [--models REGEX]
+
+A slip changes a training script of one of eight small models. Each script trains in a plain loop on one device and by
+five plans; losses, weights, buffers and the loss in evaluation are compared. A seed draws which slips are tried in
+which models, and what a slip leaves open: places, sizes and values. ``--all`` tries every slip in every model that can
+have it. ``--ranks`` tries what ranks may have differently, in two processes that ``avgpipe run`` starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import random
+import re
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from typing import Any
+
+import torch
+
+from benchmarks.common.record import say, write_record
+from benchmarks.slips.catalogue import PLACES, SLIPS
+from benchmarks.slips.models import MODELS
+from benchmarks.slips.trial import PLANS, TOLERANCES, VERDICTS, Bench, Trial
+from benchmarks.tables.slips import slips_count, slips_silent
+
+
+def main() -> None:
+    arguments = _arguments()
+    trials: list[Trial] = []
+    pairs = list(chosen(arguments))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
+        tried = pool.map(_tried, *zip(*pairs), repeat(arguments.seed))
+        for (slip, model), found in zip(pairs, tried):
+            trials += found
+            say(f"{slip}, {model}: {', '.join(dict.fromkeys(trial.verdict for trial in found))}")
+    record: dict[str, Any] = {
+        "seed": arguments.seed,
+        "plans": PLANS,
+        "tolerances": {str(dtype)[6:]: value for dtype, value in TOLERANCES.items()},
+        "verdicts": VERDICTS,
+        "slips": described(),
+        "trials": [trial.to_json() for trial in trials],
+    }
+    if arguments.ranks:
+        from benchmarks.slips.ranks import on_two_ranks
+
+        record["ranks"] = on_two_ranks(say)
+    write_record(
+        "slips", "does a slip of an ordinary script train something else in silence?", record, arguments.out
+    )
+    print(slips_count(record))
+    print(slips_silent(record))
+
+
+def _tried(slip: str, model: str, seed: int) -> list[Trial]:
+    torch.set_num_threads(1)
+    return Bench(SLIPS[slip], model, seed).run(PLANS)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="every slip in every model that can have it")
+    parser.add_argument("--count", type=int, default=60, help="how many pairs of slip and model are drawn")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--slips", default="", metavar="REGEX", help="slips by name; default: all")
+    parser.add_argument("--models", default="", metavar="REGEX", help="models by name; default: all")
+    parser.add_argument("--ranks", action="store_true", help="also what ranks may have differently")
+    parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
+    return parser.parse_args()
+
+
+def chosen(arguments: argparse.Namespace) -> Iterable[tuple[str, str]]:
+    """Return pairs of a slip and a model that can have it: all of them, or as many as asked, drawn by the seed."""
+    pairs = [
+        (slip, model)
+        for slip in SLIPS
+        for model in MODELS
+        if re.search(arguments.slips, slip)
+        and re.search(arguments.models, model)
+        and Bench(SLIPS[slip], model, arguments.seed).applies()
+    ]
+    if arguments.all or arguments.count >= len(pairs):
+        return pairs
+    return sorted(random.Random(arguments.seed).sample(pairs, arguments.count), key=pairs.index)
+
+
+def described() -> dict[str, dict[str, str]]:
+    """Say of each slip where it is, what it is, and where the documentation says that training differs."""
+    places = {name: place for place, module in PLACES.items() for name in _names_in(module)}
+    return {
+        name: {"place": places[name], "what": slip.what, "design": slip.design}
+        for name, slip in SLIPS.items()
+    }
+
+
+def _names_in(module: Any) -> list[str]:
+    return [name for name, slip in SLIPS.items() if slip.make.__module__ == module.__name__]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""Slips of ordinary training scripts, and whether they are told."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+from benchmarks.tables.markdown import Record, table
+
+_SILENT = "SILENT"
+
+
+def slips_count(record: Record) -> str:
+    """Count the verdicts of each slip over models and plans."""
+    rows = []
+    for slip, counts in _by_slip(record).items():
+        what = record["slips"][slip]
+        cells = [_bold(verdict, counts[verdict]) for verdict in record["verdicts"]]
+        rows.append((slip, what["what"], *cells))
+    columns = " | ".join(f"{verdict}:" for verdict in record["verdicts"])
+    return table(f"slip | what it is | {columns}", rows)
+
+
+def slips_plans(record: Record) -> str:
+    """Count the verdicts of each plan."""
+    rows = []
+    for plan in record["plans"]:
+        counts = Counter(trial["verdict"] for trial in record["trials"] if trial["plan"] == plan)
+        rows.append((plan, *(_bold(verdict, counts[verdict]) for verdict in record["verdicts"])))
+    columns = " | ".join(f"{verdict}:" for verdict in record["verdicts"])
+    return table(f"plan | {columns}", rows)
+
+
+def slips_silent(record: Record) -> str:
+    """List what differs without a word: of each slip and plan the models, and the largest difference."""
+    found = defaultdict(list)
+    for trial in record["trials"]:
+        if trial["verdict"] == _SILENT:
+            found[trial["slip"], trial["plan"]].append(trial)
+    rows = []
+    for (slip, plan), trials in found.items():
+        worst = max(trials, key=lambda trial: trial.get("apart", 0.0))
+        models = ", ".join(trial["model"] for trial in trials)
+        rows.append((slip, plan, models, f"{worst['apart']:.1g}", f"`{worst['where']}` of {worst['model']}"))
+    return table("slip | plan | models | largest relative difference: | of", rows)
+
+
+def slips_design(record: Record) -> str:
+    """Say of slips that differ by design where the documentation says so."""
+    rows = []
+    for slip, counts in _by_slip(record).items():
+        if counts["by design"]:
+            why = record["slips"][slip]["design"] or "BatchNorm, buffers of pipelines, or what layers draw"
+            rows.append((slip, counts["by design"], why))
+    return table("slip | trials: | the documentation", rows)
+
+
+def slips_ranks(record: Record) -> str:
+    """Say what became of slips in two processes."""
+    rows = [(row["slip"], row["what"], row["verdict"], _cell(row["said"])) for row in record.get("ranks", ())]
+    return table("slip | what it is | verdict | what is said", rows)
+
+
+def _by_slip(record: Record) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = defaultdict(Counter)
+    for trial in record["trials"]:
+        found[trial["slip"]][trial["verdict"]] += 1
+    return found
+
+
+def _bold(verdict: str, count: int) -> str:
+    if not count:
+        return ""
+    return f"**{count}**" if verdict == _SILENT else str(count)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
