@@ -56,7 +56,7 @@ _REFERENCES = "nothing", "dropout"  # with which those that follow are compared
 
 
 def on_two_ranks(say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Try every case, and compare its weights with those of a plain loop as rank 0 would have it."""
+    """Try every case, and compare its losses and weights with those of the case without a slip, in every bit."""
     rows = []
     expected = None
     for name, case in CASES.items():
@@ -69,7 +69,7 @@ def on_two_ranks(say: Callable[[str], None]) -> list[dict[str, Any]]:
         else:
             verdict = WARNED if re.search(case.about, said) else SILENT
         say(f"{name}, two processes: {verdict}")
-        rows.append({"slip": name, "what": case.what, "verdict": verdict, "said": _told(said)})
+        rows.append({"slip": name, "what": case.what, "verdict": verdict, "said": _told(said, case.about)})
     return rows
 
 
@@ -90,11 +90,15 @@ def _run(name: str, case: Case) -> tuple[str | None, str]:
         return (out.read_text() if out.exists() else None), said
 
 
-def _told(said: str) -> str:
-    """Return the line that says most, without paths."""
-    lines = [line for line in said.splitlines() if re.search(r"rank|Error|error|warning", line)]
-    line = next((line for line in lines if "Error:" in line), lines[0] if lines else "")
-    return re.sub(r"\s+", " ", re.sub(r"(/[\w.-]+){3,}/", "", line)).strip()[:400]
+def _told(said: str, about: str) -> str:
+    """Return the line that is about a slip, or else names an error, without paths."""
+    lines = said.splitlines()
+    of_slip = [line for line in lines if about and re.search(about, line) and not line.startswith("  ")]
+    errors = [line for line in lines if "Error: " in line or "Timeout: " in line]
+    line = next(
+        iter([*(line for line in of_slip if "Error: " in line or "Timeout: " in line), *of_slip, *errors]), ""
+    )
+    return re.sub(r"\s+", " ", re.sub(r"(/[\w.-]+){3,}/|^\[rank\d\]: ", "", line)).strip()[:300]
 
 
 # ---- the script that each rank runs ----------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ have it. ``--ranks`` tries what ranks may have differently, in two processes tha
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import random
 import re
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,19 +26,21 @@ import torch
 from benchmarks.common.record import say, write_record
 from benchmarks.slips.catalogue import PLACES, SLIPS
 from benchmarks.slips.models import MODELS
+from benchmarks.slips.ranks import on_two_ranks
 from benchmarks.slips.trial import PLANS, TOLERANCES, VERDICTS, Bench, Trial
-from benchmarks.tables.slips import slips_count, slips_silent
+from benchmarks.tables.slips import slips_plans, slips_silent
 
 
 def main() -> None:
     arguments = _arguments()
-    trials: list[Trial] = []
+    log = Log(arguments.log)
     pairs = list(chosen(arguments))
+    left = [pair for pair in pairs if pair not in log.trials]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, mp_context=context) as pool:
-        tried = pool.map(_tried, *zip(*pairs), repeat(arguments.seed))
-        for (slip, model), found in zip(pairs, tried):
-            trials += found
+        tried = pool.map(_tried, *zip(*left), repeat(arguments.seed)) if left else ()
+        for (slip, model), found in zip(left, tried):
+            log.add((slip, model), [trial.to_json() for trial in found])
             say(f"{slip}, {model}: {', '.join(dict.fromkeys(trial.verdict for trial in found))}")
     record: dict[str, Any] = {
         "seed": arguments.seed,
@@ -44,17 +48,31 @@ def main() -> None:
         "tolerances": {str(dtype)[6:]: value for dtype, value in TOLERANCES.items()},
         "verdicts": VERDICTS,
         "slips": described(),
-        "trials": [trial.to_json() for trial in trials],
+        "trials": [trial for pair in pairs for trial in log.trials[pair]],
     }
     if arguments.ranks:
-        from benchmarks.slips.ranks import on_two_ranks
-
         record["ranks"] = on_two_ranks(say)
-    write_record(
-        "slips", "does a slip of an ordinary script train something else in silence?", record, arguments.out
-    )
-    print(slips_count(record))
+    question = "does a slip of an ordinary script train something else in silence?"
+    write_record("slips", question, record, arguments.out)
+    print(slips_plans(record))
     print(slips_silent(record))
+
+
+class Log:
+    """Trials by slip and model, in lines of a file if there is one: a run that was stopped goes on from it."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self.trials: dict[tuple[str, str], list[dict[str, Any]]] = {}
+        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
+            found = json.loads(line)
+            self.trials[found[0]["slip"], found[0]["model"]] = found
+
+    def add(self, pair: tuple[str, str], found: list[dict[str, Any]]) -> None:
+        self.trials[pair] = found
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(found) + "\n")
 
 
 def _tried(slip: str, model: str, seed: int) -> list[Trial]:
@@ -73,6 +91,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slips", default="", metavar="REGEX", help="slips by name; default: all")
     parser.add_argument("--models", default="", metavar="REGEX", help="models by name; default: all")
     parser.add_argument("--ranks", action="store_true", help="also what ranks may have differently")
+    parser.add_argument(
+        "--log", type=Path, help="JSON lines that trials are added to; those that it has are not tried"
+    )
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     return parser.parse_args()
 

@@ -31,17 +31,26 @@ def slips_plans(record: Record) -> str:
 
 
 def slips_silent(record: Record) -> str:
-    """List what differs without a word: of each slip and plan the models, and the largest difference."""
+    """List what differs without a word: of each slip the models, the plans and the largest difference."""
     found = defaultdict(list)
     for trial in record["trials"]:
         if trial["verdict"] == _SILENT:
-            found[trial["slip"], trial["plan"]].append(trial)
+            found[trial["slip"]].append(trial)
     rows = []
-    for (slip, plan), trials in found.items():
+    for slip, trials in found.items():
         worst = max(trials, key=lambda trial: trial.get("apart", 0.0))
-        models = ", ".join(trial["model"] for trial in trials)
-        rows.append((slip, plan, models, f"{worst['apart']:.1g}", f"`{worst['where']}` of {worst['model']}"))
-    return table("slip | plan | models | largest relative difference: | of", rows)
+        models = dict.fromkeys(trial["model"] for trial in trials)
+        plans = [plan for plan in record["plans"] if any(trial["plan"] == plan for trial in trials)]
+        where = f"`{worst['where']}` of {worst['model']}, {worst['plan']}"
+        rows.append((slip, ", ".join(models), _plans(plans, record), f"{worst['apart']:.1g}", where))
+    return table("slip | models | plans | largest relative difference: | of", rows)
+
+
+def _plans(some: list[str], record: Record) -> str:
+    left = [plan for plan in record["plans"] if plan not in some]
+    if not left:
+        return "all"
+    return f"all but {left[0]}" if len(left) == 1 and len(some) > 1 else ", ".join(some)
 
 
 def slips_design(record: Record) -> str:

@@ -86,4 +86,4 @@ def test_tables_count_verdicts_and_mark_what_is_silent():
     }
     assert slips_count(record).splitlines()[2] == "| a | Something. | 1 | **1** |"
     assert slips_plans(record).splitlines()[2] == "| two stages | 1 | **1** |"
-    assert slips_silent(record).splitlines()[2] == "| a | two stages | lm | 0.2 | `loss 1` of lm |"
+    assert slips_silent(record).splitlines()[2] == "| a | lm | all | 0.2 | `loss 1` of lm, two stages |"
