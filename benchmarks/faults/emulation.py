@@ -168,6 +168,8 @@ class Emulation:
             for stage in stages:
                 for p in stage.arena.parameters if not slices else ():
                     p.grad = torch.zeros_like(p) if p in stage.elastic.state else None
+                for grad in stage.arena.grads:
+                    grad.mul_(share.shares)
                 stage.elastic.step()
                 stage.arena.drop_grads()
         for k, reference in enumerate(self._references):

@@ -42,8 +42,8 @@ from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.model import Model, layers_of
-from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
+from avgpipe.model.model import Model, layers_of, learning_tensors
+from avgpipe.model.modes import Modes, is_evaluated, modes_of, tells_modes_apart
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.generation import (
@@ -88,6 +88,7 @@ from avgpipe.runtime.requirements import (
     check_prepared,
     warn_of_waits,
 )
+from avgpipe.runtime.together import groups_of_whole, warn_of_steps
 from avgpipe.runtime.turn_feed import Counts, TurnFeed
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
@@ -365,6 +366,9 @@ class Pipeline:
         if example_inputs is not None:
             expected = expected_traffic(self._model, layers, example_inputs, plan.micro_batches)
             self._cut = replace(self._cut, traffic=expected)
+        learning = learning_tensors(named)
+        if check != "off":
+            options = replace(options, groups=groups_of_whole(optimizer, learning))
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
         check_carries(options, layers)
@@ -391,6 +395,8 @@ class Pipeline:
                 "are to stay as they are"
             )
         if check != "off" and not self.world.rank:
+            if plan.stages > 1:
+                warn_of_steps(optimizer, self._model.trainable, learning)
             self._worker.audit = Audit(
                 model,
                 layers,
@@ -447,6 +453,9 @@ class Pipeline:
             )
             if options.check != "off":
                 check_weights(self.world, placement, self._model, layers)
+        if options.check != "off":
+            self.world.require_same("groups of the optimizer", json.dumps(options.groups, default=str))
+            self.world.require_same("modes of the model, by train() and eval(),", json.dumps(modes_of(layers)))
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))

@@ -271,8 +271,10 @@ class Plan:
         schedule = self.build_schedule()
         if not schedule.flush:  # as many as it takes for the oldest to end
             return 1 + schedule.lookahead
-        # Of batches that all share the next one too, so that a pipeline which is ahead of the others goes on.
-        return 2 if self.shares > 1 else self.pipelines
+        if self.shares == 1:
+            return self.pipelines
+        # With staleness the next one too, so that a pipeline which is ahead of the others goes on.
+        return 2 if self.staleness else 1
 
     @property
     def delays(self) -> tuple[int, ...]:

@@ -106,9 +106,9 @@ def _differing() -> str:
 
 @pytest.mark.promise
 def test_what_differs_is_refused_on_all_ranks() -> None:
-    for rank, text in enumerate(run(3, _differing)):
-        assert text.startswith("the shape differs between ranks: ranks [1, 2] disagree with rank 0 (rank ")
-        assert f"(rank {rank} has that of {min(rank, 1)})" in text
+    for text in run(3, _differing):
+        assert text.startswith("the shape differs between ranks: ranks [1, 2] disagree with rank 0: ")
+        assert "rank 0 has that of 0 and rank 1 has that of 1;" in text
 
 
 def _dies() -> None:

@@ -313,13 +313,16 @@ class LossWeights:
     Attributes:
         factors: of the micro-batches.
         total: weight of the batch among others: samples, counted elements, or 1 for a sum.
-        scale: what gradients are multiplied with beside: of a share of a batch, how its weight stands to the mean of
-            all shares, so that the mean over the shares' gradients is the gradient of the whole batch.
+        scale: what the loss's gradient is multiplied with beside: of a share of a batch, its part of the batch's weight,
+            so that layers see the gradients that one device has.
+        shares: among how many the batch is shared out. Parameters' gradients are multiplied with it after all
+            backwards, so that the mean over the shares' gradients is the gradient of the whole batch.
     """
 
     factors: list[float]
     total: float
     scale: float = 1.0
+    shares: int = 1
 
 
 def loss_weights(
@@ -350,10 +353,10 @@ def share_out(weights: LossWeights, counts: Sequence[int], is_sum: bool) -> list
         factors = weights.factors[first:end]
         whole = sum(factors)
         if is_sum:
-            shares.append(LossWeights(factors, 1.0, float(len(counts))))
+            shares.append(LossWeights(factors, 1.0, shares=len(counts)))
         else:
             own = [f / whole if whole else whole for f in factors]
-            shares.append(LossWeights(own, whole * weights.total, whole * len(counts)))
+            shares.append(LossWeights(own, whole * weights.total, whole, len(counts)))
     return shares
 
 

@@ -8,9 +8,10 @@ ones of a network for images, would seem cheaper than they are.
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> Work:
         for kind in _HOOKS:
             getattr(module, kind).clear()
     flops, sent, counter = list[int](), list[int](), _Counter()
-    with fake, torch.enable_grad(), in_mode(chain, training), _not_compiled():
+    with fake, torch.enable_grad(), in_mode(chain, training), _not_compiled(), _without_log(fake_tensor.log):
         for layer in chain:
             try:
                 value, done = _done(layer, value, counter)
@@ -110,6 +111,16 @@ def _not_compiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
+
+
+@contextmanager
+def _without_log(log: logging.Logger) -> Iterator[None]:
+    """Have a logger say nothing: shapes that do not fit are for the caller, and no fault of anybody's."""
+    was, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = was
 
 
 def _name(layer: nn.Module) -> str:

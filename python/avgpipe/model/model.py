@@ -299,6 +299,12 @@ def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Ten
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
+def learning_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
+    """Return the parameters that want gradients, by their first names, in the order of ``model.parameters()``."""
+    first = {id(p): (name, p) for name, p in reversed(named_tensors(model).items()) if p.requires_grad}
+    return dict(reversed(first.values()))
+
+
 def _versions(model: nn.Module | Sequence[nn.Module]) -> dict[str, dict[str, Any]]:
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     state: Any = whole.state_dict(keep_vars=True)

@@ -40,6 +40,11 @@ def is_evaluated(modules: Iterable[Any]) -> bool:
     return not any(module.training for module in of_all)
 
 
+def modes_of(modules: Iterable[nn.Module]) -> list[bool]:
+    """Return whether modules, and those in them, are in training mode, one by one."""
+    return [module.training for whole in modules for module in whole.modules()]
+
+
 def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
     """Whether some layer of torch's does other things in training than in evaluation."""
     kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)

@@ -232,9 +232,15 @@ class World:
         digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
         different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if different:
+            texts = self.gather(text)
+            theirs = texts[different[0]]
+            shown = " and ".join(
+                f"rank {rank} has {_around(texts[rank], _first_difference(texts[0], theirs))}"
+                for rank in (0, different[0])
+            )
             raise ValueError(
-                f"the {what} differs between ranks: ranks {different} disagree with rank 0 "
-                f"(rank {self.rank} has {text[:200]}); every rank must build the same"
+                f"the {what} differs between ranks: ranks {different} disagree with rank 0: {shown}; every rank must "
+                "build the same"
             )
 
     @contextmanager
@@ -418,3 +424,17 @@ def since(what: str, begin_s: float) -> str:
     """``what``, begun at ``begin_s`` of the monotonic clock; only seconds that matter are shown, so the text rests."""
     seconds = time.monotonic() - begin_s
     return what if seconds < 1 else f"{what}, for {seconds:.0f} s"
+
+
+_SHOWN = 60  # characters on each side of a difference
+
+
+def _first_difference(a: str, b: str) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _around(text: str, place: int) -> str:
+    """Return what stands around a place in a text, on one line."""
+    first, end = max(0, place - _SHOWN), place + _SHOWN
+    shown = " ".join(text[first:end].split())
+    return f"{'...' if first else ''}{shown}{'...' if end < len(text) else ''}"

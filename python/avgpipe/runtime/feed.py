@@ -107,8 +107,10 @@ class Feed:
         if worker.streams is not None:
             # Or the device would idle while the host reads a loss and begins the next batch.
             self._most_in_flight = max(2, self._most_in_flight)
-        # Batches, none beside another one.
-        self._alone = 0 if plan.build_schedule().flush else plan.warmup_rounds or 0
+        # The first batches, none beside another one: what the caller changes between two of them reaches the next.
+        self._flushes = plan.build_schedule().flush
+        is_alone = not self._flushes or (self._shares > 1 and worker.streams is None)
+        self._alone = plan.warmup_rounds or 0 if is_alone else 0
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._columns = Columns()
         self._samples = 0  # of the largest batch
@@ -196,7 +198,7 @@ class Feed:
         self.begun += 1
         totals = {i: part.weights.total for i, part in works.items() if part.weights is not None}
         self._in_flight.append(InFlight(batch, sum(counts), totals))
-        if batch < self._alone:
+        if batch < self._alone and not self._flushes:
             self.end()
 
     def _parts_of(self, samples: int) -> int:

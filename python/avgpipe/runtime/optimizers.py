@@ -13,13 +13,17 @@ from torch import nn
 
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, with_names
 from avgpipe.runtime.requirements import check_lr_scheduler, checked_optimizer
+from avgpipe.runtime.together import Groups, check_groups, groups_of
 
 _log = logging.getLogger("avgpipe")
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
-def maker_of(function: OptimizerFn, names: Sequence[str]) -> Maker:
-    """Return what makes the optimizer of parameters that have these names, in their order; several become one."""
+def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | None = None) -> Maker:
+    """Return what makes the optimizer of parameters that have these names, in their order; several become one.
+
+    ``of_whole``: the options that they must have; by default any.
+    """
     function, has_warned = with_names(function, names), False
 
     def make(parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
@@ -37,6 +41,7 @@ def maker_of(function: OptimizerFn, names: Sequence[str]) -> Maker:
         members = [checked_optimizer(one) for one in (made if isinstance(made, list | tuple) else [made])]
         named = dict(zip(names, parameters))
         _check_whose(members, named)
+        check_groups(groups_of(members, named), of_whole or {})
         if isinstance(made, list | tuple):
             _check_shared_out(members, named)
             return Optimizers(members)

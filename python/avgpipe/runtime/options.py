@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -51,6 +51,8 @@ class TrainingOptions:
         keeps_modes: whether modules that were given in evaluation mode stay there in training.
         loss_modes: of a loss function that is a module.
         batch_dims: where the samples of a batch are.
+        groups: what ``optimizer`` gives parameters where it is given all of them, by name; see
+            :mod:`avgpipe.runtime.together`.
     """
 
     loss_fn: LossFn
@@ -77,6 +79,7 @@ class TrainingOptions:
     keeps_modes: bool = False
     loss_modes: Modes | None = None
     batch_dims: BatchDims = SAMPLES_FIRST
+    groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def needs_norm(self) -> bool:

@@ -145,7 +145,11 @@ class TrainedStage:
         for p, grad in zip(self._arena.parameters, grads):
             p.grad = grad
 
-    def scale_grads(self, factor: torch.Tensor) -> None:
+    def scale_grads(self, factor: torch.Tensor | int) -> None:
+        if isinstance(factor, int):
+            if grads := self.arena.grads:
+                torch._foreach_mul_(grads, factor)
+            return
         for grad in self.arena.grads:
             # a gradient of 16 bits is not multiplied with a factor of as few
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))

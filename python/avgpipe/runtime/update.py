@@ -112,6 +112,8 @@ class Update:
         if state.grads_are_scaled:
             return
         state.grads_are_scaled = True
+        weights = state.work.weights
+        shares = 1 if weights is None else weights.shares
         if state.outcome is not None and state.outcome.dim():
             if self.divides_alone and state.counts:
                 self.divides_alone = False
@@ -122,7 +124,9 @@ class Update:
                     "they count"
                 )
             factor = self.share_factor(state)
-            self._trained.scale_grads(state.outcome[1] if factor is None else factor)
+            self._trained.scale_grads(state.outcome[1] * shares if factor is None else factor)
+        elif shares > 1:
+            self._trained.scale_grads(shares)
         self._trained.run_hooks()
 
     # ---- replicas of the stage -----------------------------------------------------------------------------------

@@ -225,7 +225,7 @@ class Worker:
         ema = self.emas.get(first_here)
         if options.ema_decay is not None:
             ema = self.emas[replica] = ema or MovingAverage(arenas[0].weights, options.ema_decay)
-        optimizer = maker_of(options.optimizer, self.model.trainable[k])
+        optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
         for i, stage, arena, inside in zip(pipelines, stages, arenas, prepared):
             self.trained[replica, i] = TrainedStage(

@@ -1,0 +1,148 @@
+"""What a function makes of a model's parameters all together, beside what it makes of each stage's.
+
+A pipeline has an optimizer for each stage, of copies of the stage's parameters. One device has a single one, of all of
+them, which the caller's function may count on: it may choose groups by a parameter's place in the list, or know the
+parameters of its own model; and a step may depend on all gradients, as by their norm.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from avgpipe.device import generators_of
+from avgpipe.model.recording import callers_generators, set_generators
+from avgpipe.runtime.options import OptimizerFn, with_names
+
+_log = logging.getLogger("avgpipe")
+
+Groups = dict[str, dict[str, Any]]  # by name of a parameter, the options of its group
+
+_SIDE = 3  # elements of a stand-in along each dimension, at most
+_STEPS = 2
+_TOLERANCE = 1e-2  # of a step: where operators work through several tensors at once, rounding differs
+
+
+def groups_of_whole(function: OptimizerFn, parameters: Mapping[str, torch.Tensor]) -> Groups:
+    """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them."""
+    try:
+        made = with_names(function, list(parameters))(list(parameters.values()))
+        optimizers = made if isinstance(made, list | tuple) else [made]
+        return groups_of(optimizers, parameters)
+    except Exception:  # of any kind, of the caller's code: on each stage it will say so in training
+        return {}
+
+
+def groups_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> Groups:
+    """Return the options of each parameter's group that can be compared."""
+    names = {id(p): name for name, p in parameters.items()}
+    return {
+        names[id(p)]: {"optimizer": type(one).__name__} | _plain(group)
+        for one in optimizers
+        for group in one.param_groups
+        for p in group["params"]
+        if id(p) in names
+    }
+
+
+def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
+    found = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in group.items()}
+    kinds = (bool, int, float, str, list, tuple, type(None))
+    return {n: v for n, v in found.items() if isinstance(v, kinds) and n not in ("params", "param_names")}
+
+
+def check_groups(found: Groups, of_whole: Groups) -> None:
+    """Raise ValueError for a parameter that has other options on its stage than in the whole model."""
+    for name, own in found.items():
+        expected = of_whole.get(name, own)
+        different = [key for key in own if key in expected and own[key] != expected[key]]
+        if different:
+            here, there = (", ".join(f"{k}={of[k]!r}" for k in different) for of in (own, expected))
+            raise ValueError(
+                f"optimizer gives {name!r} {here} among the parameters of its stage, and {there} among those of the "
+                "whole model. It is called for each stage, with the stage's own copies of its parameters, so neither "
+                "a parameter's place in the list nor what it is in the script's model says which one it is. Choose by "
+                "its name, as `def optimizer(named_params)` is given pairs (name, parameter), or by its shape. "
+                'check="off" leaves this out'
+            )
+
+
+def warn_of_steps(
+    function: OptimizerFn, stages: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Warn of an optimizer whose step of a parameter depends on the others that it has.
+
+    It makes steps of small stand-ins for the parameters, all together and stage by stage.
+
+    Args:
+        function: of the caller.
+        stages: names of each one's parameters.
+        parameters: by name.
+    """
+    own = [[name for name in names if name in parameters] for names in stages]
+    whole = list(dict.fromkeys(name for names in own for name in names))
+    kept = {name: parameters[name] for name in whole}
+    try:
+        with _generators_kept(kept.values()):
+            together = _stepped(function, whole, kept)
+            apart: dict[str, torch.Tensor] = {}
+            for names in own:
+                if names:
+                    apart |= _stepped(function, names, kept)
+    except Exception:  # of any kind, of the caller's code: an optimizer may want more than a few elements
+        return
+    for name, moved in together.items():
+        if not torch.allclose(moved, apart[name], rtol=_TOLERANCE, atol=1e-12, equal_nan=True):
+            _log.warning(
+                "a step of %r depends on which other parameters its optimizer has, as where it limits a norm over all "
+                "of them, draws random numbers, or counts its steps outside: each stage has an optimizer of its own, "
+                "so training differs from that with one for all. For a limit of the whole gradient's norm, give "
+                "clip_grad_norm",
+                name,
+            )
+            return
+
+
+def _stepped(
+    function: OptimizerFn, names: Sequence[str], parameters: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Return, by name, how far steps of one optimizer move stand-ins, float64."""
+    numbers = {name: n for n, name in enumerate(parameters)}
+    given = [_stand_in(numbers[name], parameters[name]) for name in names]
+    before = [p.detach().clone() for p in given]
+    for device in {p.device for p in given}:
+        for generator in generators_of(device):
+            generator.manual_seed(0)
+    made = with_names(function, names)(given)
+    for step in range(_STEPS):
+        for name, p in zip(names, given):  # larger than what limits are made for
+            p.grad = torch.full_like(p, float((1 + step) * (1 + numbers[name] % 3)))
+        for one in made if isinstance(made, list | tuple) else [made]:
+            one.step()
+    return {name: (p.detach() - b).double().cpu() for name, p, b in zip(names, given, before)}
+
+
+def _stand_in(number: int, parameter: torch.Tensor) -> nn.Parameter:
+    """Return a small parameter in the place of one, the same for the same number."""
+    draw = torch.Generator().manual_seed(number)
+    shape = [min(size, _SIDE) for size in parameter.shape]
+    device = torch.device("cpu") if parameter.is_meta else parameter.device
+    return nn.Parameter(torch.randn(shape, generator=draw).to(device, parameter.dtype))
+
+
+@contextmanager
+def _generators_kept(tensors: Any) -> Iterator[None]:
+    devices = {t.device for t in tensors if not t.is_meta} | {torch.device("cpu")}
+    drawn = [(g, g.get_state()) for device in devices for g in generators_of(device)]
+    callers = callers_generators()
+    try:
+        yield
+    finally:
+        set_generators(callers)
+        for generator, state in drawn:
+            generator.set_state(state)
