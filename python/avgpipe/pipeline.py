@@ -42,7 +42,7 @@ from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.model import Model, layers_of, learning_tensors
+from avgpipe.model.model import Model, layers_of, learning_tensors, outside_of
 from avgpipe.model.modes import Modes, is_evaluated, modes_of, tells_modes_apart
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
@@ -409,6 +409,8 @@ class Pipeline:
                 batch_dims=options.batch_dims,
                 cuts=plan.micro_batches > 1,
             )
+        if check != "off":
+            self._worker.outside = outside_of(model, layers)
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None

@@ -30,6 +30,8 @@ from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.example import prove
+from avgpipe.model.modes import has_hooks
+from avgpipe.model.outside import Outside, recorded_modules
 from avgpipe.model.pieces import BlockChain, Piece
 from avgpipe.model.recording import buffers_kept, generators, set_generators, sharing_copy
 from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
@@ -127,17 +129,21 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
     return [unwrapped(layer, memo) for layer in layers]
 
 
+def outside_of(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> Outside:
+    """Return what the layers of a model take for constants, as its forward was recorded; nothing where it was not."""
+    graphs = [layer.graph for layer in layers if isinstance(layer, TracedLayer)]
+    whole = without_adapters(original(model))
+    return Outside(recorded_modules(whole, graphs) if graphs and isinstance(whole, nn.Module) else ())
+
+
 def is_chain(model: nn.Module) -> bool:
     """Whether a container of modules is these one after another: it has no forward of its own."""
     return type(model).forward in (nn.Sequential.forward, nn.Module.forward)
 
 
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
-
-
 def _refuse_hooks(model: nn.Module) -> None:
     """Refuse hooks of the model as a whole, which no stage is."""
-    if any(vars(model)[of] for of in _HOOKS):
+    if has_hooks(model):
         raise ValueError(
             f"the model, a {type(model).__name__}, has a hook of its own, which no stage would call: register it on a "
             "module inside of it, or do in its forward what the hook does"
@@ -189,7 +195,7 @@ def _parts(layer: Any) -> list[Any]:
     if (
         type(layer) is not nn.TransformerEncoder
         or is_compiled(layer)
-        or any(vars(layer)[of] for of in _HOOKS)
+        or has_hooks(layer)
     ):
         return [layer]
     return [*layer.layers, *([] if layer.norm is None else [layer.norm])]

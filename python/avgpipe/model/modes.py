@@ -81,6 +81,14 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
             module.training = was
 
 
+_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether somebody has registered a hook on this very module."""
+    return any(vars(module)[of] for of in _HOOKS)
+
+
 def reads_mode(module: nn.Module) -> bool:
     """Whether a module's own forward asks for ``self.training``, as far as its code shows."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)

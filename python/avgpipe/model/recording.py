@@ -113,7 +113,7 @@ class Knowledge:
 
     def _known(self) -> dict[str, Any]:
         return {
-            f"{name}.{key}" if name else key: _plain(value)
+            f"{name}.{key}" if name else key: plain(value)
             for name, module in self._model.named_modules()
             for key, value in vars(module).items()
             if key not in _OWN
@@ -128,24 +128,24 @@ class Knowledge:
             if tensor._version != version or (key in module._buffers and module._buffers[key] is not tensor):
                 return name
         for name, value in self._known().items():
-            before = self._values.get(name, _UNKNOWN)
-            if value is not _UNKNOWN and before is not _UNKNOWN and value != before:
+            before = self._values.get(name, UNKNOWN)
+            if value is not UNKNOWN and before is not UNKNOWN and value != before:
                 return name
         return None
 
 
-_UNKNOWN = object()
+UNKNOWN = object()
 
 
-def _plain(value: Any) -> Any:
-    """Return numbers, words and collections of them as they are now, to be compared; _UNKNOWN for what is none."""
+def plain(value: Any) -> Any:
+    """Return numbers, words and collections of them as they are now, to be compared; UNKNOWN for all else."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     if isinstance(value, list | tuple | dict | set):
         items = [*value.items()] if isinstance(value, dict) else list(value)
-        plain = [_plain(item) for item in items]
-        return _UNKNOWN if any(item is _UNKNOWN for item in plain) else (type(value).__name__, plain)
-    return _UNKNOWN
+        known = [plain(item) for item in items]
+        return UNKNOWN if any(item is UNKNOWN for item in known) else (type(value).__name__, known)
+    return UNKNOWN
 
 
 # ---- custom functions ------------------------------------------------------------------------------------------------

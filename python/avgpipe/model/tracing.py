@@ -18,7 +18,8 @@ from torch import fx, nn
 from avgpipe.errors import reason
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.in_place import joined
-from avgpipe.model.modes import CHOICE, Choice, Differs, in_mode, merged, reads_mode
+from avgpipe.model.modes import CHOICE, Choice, Differs, has_hooks, in_mode, merged, reads_mode
+from avgpipe.model.outside import sees_to_gradients
 from avgpipe.model.recording import Knowledge, Lost, applying, functions_called, generators, moved
 
 
@@ -121,8 +122,12 @@ def traced(model: nn.Module) -> list[TracedLayer]:
     These are the modules that the graph calls, and those of one's own that hold parameters themselves, whose code is
     in the graph.
     """
-    whole = _graph(model)
+    kept = frozenset(m for m in model.modules() if m is not model and _is_called_as_it_is(m))
+    whole = _graph(model, kept)
     calls = _entered(whole.graph, model)
+    if kept and len(calls) < 2:  # there is nothing to cut but what they are made of
+        whole = _graph(model, frozenset())
+        calls = _entered(whole.graph, model)
     pieces: list[list[fx.Node]] = [[]]
     for node in whole.graph.nodes:
         if node in calls and any(n in calls for n in pieces[-1]):
@@ -130,6 +135,11 @@ def traced(model: nn.Module) -> list[TracedLayer]:
         if node.op != "output":
             pieces[-1].append(node)
     return layers_of_graph(whole, pieces, calls)
+
+
+def _is_called_as_it_is(module: nn.Module) -> bool:
+    """Whether a graph of what is inside a module would leave out something that its call does."""
+    return has_hooks(module) or sees_to_gradients(module)
 
 
 def _entered(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
@@ -164,17 +174,20 @@ def layers_of_graph(
 # ---- the graph of a module -----------------------------------------------------------------------------------------
 
 
-def _graph(model: nn.Module) -> fx.GraphModule:
-    """Trace in both modes. Modules whose own code depends on the mode are called as they are, where that is needed."""
+def _graph(model: nn.Module, kept: frozenset[nn.Module]) -> fx.GraphModule:
+    """Trace in both modes. Modules whose own code depends on the mode are called as they are, where that is needed.
+
+    ``kept``: modules that are so in any case.
+    """
     aware = [m for m in model.modules() if m is not model and reads_mode(m)]
     leaves = frozenset(m for m in aware if not any(True for _ in m.children()))
     try:
         try:
-            return _in_both_modes(model, leaves)
+            return _in_both_modes(model, kept | leaves)
         except Differs:
             if leaves == frozenset(aware):
                 raise
-        return _in_both_modes(model, frozenset(aware))
+        return _in_both_modes(model, kept | frozenset(aware))
     except Lost as error:
         raise CannotTrace(f"{type(model).__name__} cannot be traced: {error}") from None
     except Differs as error:

@@ -19,6 +19,7 @@ from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.model.context import CallerModes
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
+from avgpipe.model.outside import Outside
 from avgpipe.plan import Plan
 from avgpipe.ranks.generation import generation
 from avgpipe.ranks.membership import Membership
@@ -63,6 +64,7 @@ class Worker:
         preemption: whether its ranks are to stop.
         alike: compares what its ranks are given.
         audit: compares the stages with the model, on the first rank.
+        outside: what recorded layers take for constants.
         rows: one for each pipeline on each worker of the plan that this process is.
         pace: of this process; None where it is the only one.
         is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
@@ -94,6 +96,7 @@ class Worker:
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
         self.audit: Audit | None = None
+        self.outside: Outside | None = None
         self.alike = Alike(world, self.mailbox.fail, options.check != "off", generation())
         self.streams = streams_of(device)
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
@@ -147,8 +150,17 @@ class Worker:
     def look(self, batch: int, given: Sequence[tuple[Any, Any]]) -> None:
         """Look whether the batch is the others', too, and whether stages compute on it what the model does."""
         self.alike.batch(batch, *zip(*given))
+        self._check_outside()
         if self.audit is not None:
             self.audit.look(batch, given[0][0])
+
+    def _check_outside(self) -> None:
+        if self.outside is not None and (name := self.outside.changed()) is not None:
+            raise ValueError(
+                f"{name!r}, which the model's forward reads, is another one now than when the forward was recorded, "
+                "and stages go on with what it was then. Pass a list of layers, whose forwards read it each time, or "
+                'keep it in a buffer of the model. check="off" leaves this out'
+            )
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
         """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""

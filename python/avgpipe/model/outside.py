@@ -1,0 +1,105 @@
+"""What the code of a forward reads beside its arguments and its module: variables around it, and the environment.
+
+A recorded graph keeps what these were while it was recorded, and asks them never again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FunctionType
+from typing import Any
+
+from torch import fx, nn
+
+from avgpipe.model.recording import UNKNOWN, plain
+
+# What asks for, or sets, the gradient mode, or hangs something on a gradient. None of it is in a graph.
+_OF_GRADIENTS = frozenset(
+    (
+        *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "is_grad_enabled"),
+        *("register_hook", "register_multi_grad_hook"),
+    )
+)
+_ENVIRONMENT = frozenset(("environ", "getenv"))
+
+
+def sees_to_gradients(module: nn.Module) -> bool:
+    """Whether the code of a module's own forward deals with what a graph leaves out, as far as it shows."""
+    return any(_OF_GRADIENTS & set(code.co_names) for _, code in _functions(module))
+
+
+def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list[nn.Module]:
+    """Return the modules whose forwards graphs have recorded; they call the others as they are."""
+    called = {
+        id(inside)
+        for graph in graphs
+        for node in graph.graph.nodes
+        if node.op == "call_module"
+        for inside in graph.get_submodule(str(node.target)).modules()
+    }
+    return [module for module in model.modules() if id(module) not in called]
+
+
+class Outside:
+    """Remembers what variables around forwards are, to see whether they change."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._read: dict[tuple[Any, ...], tuple[str, Callable[[], Any]]] = {}  # by what it is, its name, and its value
+        for module in modules:
+            for function, code in _functions(module):
+                self._note(function, code)
+        self._known = {key: plain(read()) for key, (_, read) in self._read.items()}
+        self._read = {key: read for key, read in self._read.items() if self._known[key] is not UNKNOWN}
+
+    def _note(self, function: FunctionType, code: CodeType) -> None:
+        variables = function.__globals__
+        for name in code.co_names:
+            if name in variables:
+                self._read[id(variables), name] = name, lambda name=name: variables.get(name)
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            self._read[(id(cell),)] = name, lambda cell=cell: _content(cell)
+        if _ENVIRONMENT & set(code.co_names):
+            self._read[("environ",)] = "os.environ", lambda: dict(os.environ)
+
+    def changed(self) -> str | None:
+        """Name the first variable that is another one now; None if there is none."""
+        for key, (name, read) in self._read.items():
+            if plain(read()) != self._known[key]:
+                return name
+        return None
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return UNKNOWN
+
+
+def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
+    """Yield the code of a module's own forward, with that of what it calls in the same file, and whose it is."""
+    forward = inspect.unwrap(module.forward)
+    first = getattr(forward, "__func__", forward)
+    found, left = set[int](), [first]
+    while left:
+        function = left.pop()
+        if not isinstance(function, FunctionType) or id(function) in found or _is_library(function):
+            continue
+        found.add(id(function))
+        codes = [function.__code__]
+        while codes:
+            code = codes.pop()
+            yield function, code
+            codes += [value for value in code.co_consts if isinstance(value, CodeType)]
+            for name in code.co_names:
+                for of in (function.__globals__, vars(type(module))):
+                    called = of.get(name)
+                    if getattr(called, "__module__", None) == function.__module__:
+                        left.append(called)
+        left += [_content(cell) for cell in function.__closure__ or ()]
+
+
+def _is_library(function: FunctionType) -> bool:
+    return function.__module__.split(".")[0] in ("torch", "transformers")
