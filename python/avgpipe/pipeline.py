@@ -73,6 +73,7 @@ from avgpipe.runtime.evaluate import (
 from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.integrity import Verification
+from avgpipe.runtime.loss_check import callers
 from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
 from avgpipe.runtime.placement import Placement
@@ -368,7 +369,8 @@ class Pipeline:
             self._cut = replace(self._cut, traffic=expected)
         learning = learning_tensors(named)
         if check != "off":
-            options = replace(options, groups=groups_of_whole(optimizer, learning))
+            groups = groups_of_whole(optimizer, learning)
+            options = replace(options, groups=groups, callers=callers(learning))
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
         check_carries(options, layers)
@@ -457,7 +459,9 @@ class Pipeline:
                 check_weights(self.world, placement, self._model, layers)
         if options.check != "off":
             self.world.require_same("groups of the optimizer", json.dumps(options.groups, default=str))
-            self.world.require_same("modes of the model, by train() and eval(),", json.dumps(modes_of(layers)))
+            self.world.require_same(
+                "modes of the model, by train() and eval(),", json.dumps(modes_of(layers))
+            )
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))

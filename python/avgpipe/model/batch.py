@@ -313,8 +313,8 @@ class LossWeights:
     Attributes:
         factors: of the micro-batches.
         total: weight of the batch among others: samples, counted elements, or 1 for a sum.
-        scale: what the loss's gradient is multiplied with beside: of a share of a batch, its part of the batch's weight,
-            so that layers see the gradients that one device has.
+        scale: what the loss's gradient is multiplied with beside: of a share of a batch, its part of the batch's
+            weight, so that layers see the gradients that one device has.
         shares: among how many the batch is shared out. Parameters' gradients are multiplied with it after all
             backwards, so that the mean over the shares' gradients is the gradient of the whole batch.
     """

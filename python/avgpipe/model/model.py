@@ -192,11 +192,7 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
 
 def _parts(layer: Any) -> list[Any]:
     """Return an encoder of torch's as its blocks, which is what it calls one after another; anything else as it is."""
-    if (
-        type(layer) is not nn.TransformerEncoder
-        or is_compiled(layer)
-        or has_hooks(layer)
-    ):
+    if type(layer) is not nn.TransformerEncoder or is_compiled(layer) or has_hooks(layer):
         return [layer]
     return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -46,7 +47,9 @@ class Outside:
     """Remembers what variables around forwards are, to see whether they change."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._read: dict[tuple[Any, ...], tuple[str, Callable[[], Any]]] = {}  # by what it is, its name, and its value
+        self._read: dict[
+            tuple[Any, ...], tuple[str, Callable[[], Any]]
+        ] = {}  # by what it is, its name, and its value
         for module in modules:
             for function, code in _functions(module):
                 self._note(function, code)
@@ -57,9 +60,9 @@ class Outside:
         variables = function.__globals__
         for name in code.co_names:
             if name in variables:
-                self._read[id(variables), name] = name, lambda name=name: variables.get(name)
+                self._read[id(variables), name] = name, partial(variables.get, name)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            self._read[(id(cell),)] = name, lambda cell=cell: _content(cell)
+            self._read[(id(cell),)] = name, partial(_content, cell)
         if _ENVIRONMENT & set(code.co_names):
             self._read[("environ",)] = "os.environ", lambda: dict(os.environ)
 

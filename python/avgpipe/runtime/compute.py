@@ -25,7 +25,8 @@ from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
-from avgpipe.runtime.loss import MeanCheck, loss_of
+from avgpipe.runtime.loss import is_mean_by_kind, loss_of
+from avgpipe.runtime.loss_check import LossCheck
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
@@ -305,7 +306,9 @@ class Compute:
         self._layers = StageGraphs(trained.stage) if options.cuda_graphs else run
         self._arrivals, self._departures = route.skips
         self._check = (
-            MeanCheck(options.loss_fn, options.batch_dims) if route.last and options.may_be_no_mean else None
+            LossCheck(options.loss_fn, options.batch_dims, options.may_be_no_mean, options.callers)
+            if route.last and not is_mean_by_kind(options.loss_fn)
+            else None
         )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self._has_learnt = False
@@ -427,7 +430,11 @@ class Compute:
         if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
             return self._no_loss(output)
         target = to_device(work.targets[m], self._device)
-        loss, count, metrics = loss_of(self._options.loss_fn, output, target)
+        check = self._check
+        if check is None or check.has_called:
+            loss, count, metrics = loss_of(self._options.loss_fn, output, target)
+        else:
+            loss, count, metrics = check.call(output, target)
         if count is not None:
             if self._prepared is not None:
                 self._prepared.refuse_late_factors()
@@ -437,14 +444,12 @@ class Compute:
                 )
             state.counts.append(count)
             factor = 1.0
-        elif self._check is not None:
-            # Asked on the CPU alone, where nobody waits for the answer.
-            if self._on_cpu and math.isnan(loss.item()) and self._check.counts_nothing(output):
-                state.without_loss += 1
-                return self._no_loss(output)
-            is_part = work.micro_batches > 1 or work.draws is not None
-            if not self._check.done and is_part:
-                self._check.look(work.batch, output, target)
+        # Asked on the CPU alone, where nobody waits for the answer.
+        elif check is not None and self._on_cpu and check.counts_nothing(loss, output):
+            state.without_loss += 1
+            return self._no_loss(output)
+        if check is not None and (count is not None or work.micro_batches > 1 or work.draws is not None):
+            check.look(work.batch, output, target, count is not None)
         state.losses.append((loss.detach(), factor))
         if metrics:
             state.add_metrics(metrics, factor)

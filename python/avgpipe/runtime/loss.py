@@ -1,4 +1,4 @@
-"""The loss of a micro-batch: what a loss function may return, and whether a scalar is the mean it is taken for."""
+"""The loss of a micro-batch, what it is scaled by, and losses that are not finite."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from avgpipe.errors import StageError
-from avgpipe.links.message import tensors_of
-from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
+from avgpipe.model.batch import LossFn
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
-_LOOKED_AT = 8  # samples of a micro-batch, at most
-_FIRST, _EVERY = 3, 100  # batches that are looked at, and later every hundredth
-# Of the loss, by its dtype: rounding does less, and what is no mean is further off where outputs differ.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-_TOLERANCE_16 = 1e-2
 
 
 class Loss(NamedTuple):
@@ -94,149 +87,6 @@ def is_mean_by_kind(loss_fn: LossFn) -> bool:
     return getattr(loss_fn, "reduction", None) == "sum" or (
         isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn.")
     )
-
-
-class MeanCheck:
-    """Checks in micro-batches of the first batches, and some later ones, whether a loss is a mean over samples.
-
-    Each is evaluated whole and sample by sample, in float64, on outputs that differ more than those of a new model: to
-    it all targets are as likely, so that one that is hidden would not be missed. What finds nothing says nothing: where
-    outputs do not have their samples in dimension 0 there is no telling.
-    """
-
-    def __init__(self, loss_fn: LossFn, dims: BatchDims = SAMPLES_FIRST) -> None:
-        self._loss_fn, self._dims = loss_fn, dims
-        self._first: int | None = None  # batch
-        self._batch: int | None = None  # whose parts these are
-        self._parts: list[tuple[Any, Any]] = []  # of too few samples, until there are two
-        self.done = False
-        self._warned_of_nan = False
-
-    @torch.no_grad()
-    def look(self, batch: int, output: Any, target: Any) -> None:
-        """Look at a micro-batch, and warn, once, of a loss that is no mean."""
-        self._first = batch if self._first is None else self._first
-        if batch - self._first >= _FIRST and batch % _EVERY:
-            return
-        if batch != self._batch:
-            self._batch, self._parts = batch, []
-        self._parts.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (output, target)))
-        samples = sum(map(self._samples, self._parts))
-        if samples < 2:
-            return
-        parts, self._parts = self._parts, []
-        output, target = self._joined(parts)
-        for spread in (_spread, _as_it_is):
-            try:
-                found = self._evaluate(*spread(output, target), samples)
-            except (
-                Exception
-            ):  # of any kind: the caller's function was not made for values of these shapes or dtypes
-                continue
-            if found is not None:
-                self._tell(*found)
-                return
-
-    def _tell(self, whole: float, each: list[float], tolerance: float) -> None:
-        if _near(whole, sum(each) / len(each), each, tolerance):
-            return
-        self.done = True
-        if _near(whole, sum(each), each, tolerance):
-            _log.warning(
-                "loss_fn returns the sum over the samples and is taken for their mean: give it an attribute "
-                'reduction = "sum", or let it return (sum, count)'
-            )
-            return
-        _log.warning(
-            "loss_fn is no mean over the samples: on outputs that differ from each other, %d samples have the loss "
-            "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighed by their samples, so training "
-            "differs from that with whole batches: let loss_fn return (sum, count), where some targets are ignored the "
-            "count of the others, or give loss_weight; a loss that compares samples with each other needs "
-            "micro_batches=1",
-            *(len(each), whole, sum(each) / len(each)),
-        )
-
-    def _evaluate(self, output: Any, target: Any, samples: int) -> tuple[float, list[float], float] | None:
-        """Return the loss of some samples, those of each, and how far rounding may part them; None for no telling."""
-        dims = self._dims
-        if dims == SAMPLES_FIRST and any(
-            t.shape[0] % samples for t in tensors_of((output, target)) if t.dim() > 0
-        ):
-            return None
-        outputs, targets = (
-            split(v, samples, samples, d) for v, d in ((output, dims.outputs), (target, dims.targets))
-        )
-        each = list(zip(outputs, targets))[:_LOOKED_AT]
-        some = self._joined(each)
-        whole, again = (loss_of(self._loss_fn, *some).value for _ in range(2))
-        if not math.isfinite(float(whole)) or float(whole) != float(again):  # it draws at random
-            return None
-        tolerance = _TOLERANCES.get(whole.dtype, _TOLERANCE_16)
-        return float(whole), [float(loss_of(self._loss_fn, x, y).value) for x, y in each], tolerance
-
-    def _samples(self, part: tuple[Any, Any]) -> int:
-        if self._dims == SAMPLES_FIRST:
-            return _samples(part)
-        return batch_size(part[0], self._dims.outputs)
-
-    def _joined(self, parts: Sequence[tuple[Any, Any]]) -> tuple[Any, Any]:
-        """Join outputs, and targets, of which one without samples is the first's."""
-        if len(parts) == 1:
-            return parts[0]
-        outputs, targets = zip(*parts)
-        return _join(outputs, self._dims.outputs), _join(targets, self._dims.targets)
-
-    def counts_nothing(self, output: Any) -> bool:
-        """Whether a loss that is NaN is one of finite outputs: a mean over nothing, as where all targets are hidden."""
-        if not all(bool(t.isfinite().all()) for t in tensors_of(output)):
-            return False
-        if not self._warned_of_nan:
-            self._warned_of_nan = True
-            _log.warning(
-                "loss_fn is NaN for a micro-batch whose outputs are finite, as the mean over no target is: it counts "
-                "for nothing. Let loss_fn return (sum, count), and whole batches have the right loss"
-            )
-        return True
-
-
-def _samples(part: tuple[Any, Any]) -> int:
-    """Count the samples of output and target. The target has them in dimension 0."""
-    return next((t.shape[0] for t in tensors_of(part[1]) + tensors_of(part[0]) if t.dim() > 0), 1)
-
-
-def _spread(output: Any, target: Any) -> tuple[Any, Any]:
-    """Return output and target in float64, each element of the output nearer to zero, by another part.
-
-    So probabilities stay such, and logarithms of them below zero.
-    """
-    draw = torch.Generator().manual_seed(0)
-
-    def spread(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        parts = torch.rand(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device)
-        return parts * tensor.double() if bool(tensor.any()) else parts
-
-    wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, target)
-    return pytree.tree_map_only(torch.Tensor, spread, output), wide
-
-
-def _join(values: Sequence[Any], dims: Any) -> Any:
-    leaves, spec = pytree.tree_flatten(values[0])
-    columns = zip(*map(pytree.tree_leaves, values))
-    return pytree.tree_unflatten(
-        [c[0] if dim is None else torch.cat(c, dim) for c, dim in zip(columns, dims_in(leaves, spec, dims))],
-        spec,
-    )
-
-
-def _as_it_is(output: Any, target: Any) -> tuple[Any, Any]:
-    return output, target
-
-
-def _near(a: float, b: float, parts: list[float], tolerance: float) -> bool:
-    """Whether two losses differ by no more than rounding may do. False for NaN."""
-    return abs(a - b) <= tolerance * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
 
 
 # Those of torch.amp.GradScaler.

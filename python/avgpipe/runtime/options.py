@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 
@@ -51,6 +52,7 @@ class TrainingOptions:
         keeps_modes: whether modules that were given in evaluation mode stay there in training.
         loss_modes: of a loss function that is a module.
         batch_dims: where the samples of a batch are.
+        callers: parameters of the model that was given.
         groups: what ``optimizer`` gives parameters where it is given all of them, by name; see
             :mod:`avgpipe.runtime.together`.
     """
@@ -79,6 +81,7 @@ class TrainingOptions:
     keeps_modes: bool = False
     loss_modes: Modes | None = None
     batch_dims: BatchDims = SAMPLES_FIRST
+    callers: Mapping[str, ref[torch.Tensor]] = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property

@@ -21,7 +21,7 @@ from avgpipe.runtime.options import OptimizerFn, with_names
 
 _log = logging.getLogger("avgpipe")
 
-Groups = dict[str, dict[str, Any]]  # by name of a parameter, the options of its group
+Groups = Mapping[str, Mapping[str, Any]]  # by name of a parameter, the options of its group
 
 _SIDE = 3  # elements of a stand-in along each dimension, at most
 _STEPS = 2
@@ -31,9 +31,7 @@ _TOLERANCE = 1e-2  # of a step: where operators work through several tensors at 
 def groups_of_whole(function: OptimizerFn, parameters: Mapping[str, torch.Tensor]) -> Groups:
     """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them."""
     try:
-        made = with_names(function, list(parameters))(list(parameters.values()))
-        optimizers = made if isinstance(made, list | tuple) else [made]
-        return groups_of(optimizers, parameters)
+        return groups_of(_made(function, list(parameters), list(parameters.values())), parameters)
     except Exception:  # of any kind, of the caller's code: on each stage it will say so in training
         return {}
 
@@ -48,6 +46,13 @@ def groups_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[s
         for p in group["params"]
         if id(p) in names
     }
+
+
+def _made(
+    function: OptimizerFn, names: Sequence[str], given: Sequence[Any]
+) -> Sequence[torch.optim.Optimizer]:
+    made: Any = with_names(function, names)(given)
+    return made if isinstance(made, list | tuple) else [made]
 
 
 def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,11 +123,11 @@ def _stepped(
     for device in {p.device for p in given}:
         for generator in generators_of(device):
             generator.manual_seed(0)
-    made = with_names(function, names)(given)
+    made = _made(function, names, given)
     for step in range(_STEPS):
         for name, p in zip(names, given):  # larger than what limits are made for
             p.grad = torch.full_like(p, float((1 + step) * (1 + numbers[name] % 3)))
-        for one in made if isinstance(made, list | tuple) else [made]:
+        for one in made:
             one.step()
     return {name: (p.detach() - b).double().cpu() for name, p, b in zip(names, given, before)}
 

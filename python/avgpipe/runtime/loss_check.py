@@ -1,0 +1,351 @@
+"""Whether a loss function is what it is taken for, on outputs and targets of the run itself.
+
+A micro-batch's loss is weighed by its samples, or divided by a count, as if it were a mean over them, or a sum. And it
+is called once for each micro-batch, beside a copy of the caller's model.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from avgpipe.device import generators_of
+from avgpipe.errors import StageError
+from avgpipe.links.message import tensors_of, wanting_gradients
+from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
+from avgpipe.model.recording import callers_generators, set_generators
+from avgpipe.runtime.loss import Loss, loss_of
+
+_log = logging.getLogger("avgpipe")
+_LOOKED_AT = 8  # samples of a micro-batch, at most
+_FIRST, _EVERY = 3, 100  # batches that are looked at, and later every hundredth
+_NEWS = 20  # batches that are looked at as their targets are new, at most
+# Of the loss, by its dtype: rounding does less, and what is no mean is further off where outputs differ.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
+_TOLERANCE_16 = 1e-2
+
+_Part = tuple[Any, Any]  # output and target
+Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was given, by name
+
+
+def callers(parameters: Mapping[str, torch.Tensor]) -> Callers:
+    """Return what is needed to know the caller's parameters again, without keeping them."""
+    return {name: ref(p) for name, p in parameters.items()}
+
+
+class _Looked(NamedTuple):
+    """What was found of some samples: the loss of all, that of each, and how far rounding may part them."""
+
+    whole: Loss
+    each: list[Loss]
+    tolerance: float
+
+
+class LossCheck:
+    """Checks a loss function in the first batches, and in some later ones.
+
+    Args:
+        weighs: whether a scalar is taken for a mean over samples.
+        callers: parameters of the model that was given.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        dims: BatchDims = SAMPLES_FIRST,
+        weighs: bool = True,
+        callers: Callers | None = None,
+    ) -> None:
+        self._loss_fn, self._dims, self.weighs = loss_fn, dims, weighs
+        self._callers = {id(p): name for name, of in (callers or {}).items() if (p := of()) is not None}
+        self._given = callers or {}
+        self._first: int | None = None  # batch
+        self._batch: int | None = None  # whose parts these are
+        self._parts: list[_Part] = []  # of too few samples, until there are two
+        self._extremes: list[float] = []  # of targets
+        self._news = 0
+        self.has_called = False
+        self.done = False
+        self._warned_of_nan = False
+
+    # ---- the first call ----------------------------------------------------------------------------------------------
+
+    def call(self, output: Any, target: Any) -> Loss:
+        """Return the loss of a first micro-batch; StageError for what a loss function cannot do here."""
+        self.has_called = True
+        tensors, ran = wanting_gradients(output), list[int]()
+        ends = {t.grad_fn for t in tensors}
+        watched: list[Any] = tensors
+        hooks = [t.register_hook(lambda grad: ran.append(0)) for t in watched]
+        loss = loss_of(self._loss_fn, output, target)
+        for hook in hooks:
+            hook.remove()
+        if ran:
+            raise StageError(
+                "loss_fn has called backward() itself, which reaches the last stage alone, once for each micro-batch: "
+                "let it return the whole loss, whose backward the pipeline runs"
+            )
+        if (name := self._caller_in(loss.value, ends)) is not None:
+            raise StageError(
+                f"loss_fn uses {name!r} of the model that was given, of which a Pipeline trains a copy: its gradient "
+                "would reach nothing that is trained. Let the model return what the loss needs of it, or give a "
+                "penalty on weights to the optimizer, as weight_decay"
+            )
+        self._callers, self._given = {}, {}
+        return loss
+
+    def _caller_in(self, loss: torch.Tensor, ends: set[Any]) -> str | None:
+        """Name a parameter of the caller's model that the loss leads back to beside the outputs; None for none."""
+        seen, left = set(ends), [loss.grad_fn]
+        while left:
+            node = left.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            variable = getattr(node, "variable", None)
+            if variable is not None and id(variable) in self._callers:
+                name = self._callers[id(variable)]
+                if self._given[name]() is variable:
+                    return name
+            left += [of for of, _ in node.next_functions]
+        return None
+
+    # ---- means, sums and counts --------------------------------------------------------------------------------------
+
+    def look(self, batch: int, output: Any, target: Any, counts: bool) -> None:
+        """Look at a micro-batch, and warn, once. ``counts``: whether the loss function has returned a count.
+
+        Samples are evaluated together and one by one, in float64, on outputs that differ more than those of a new
+        model: to it all targets are as likely, so that one that is hidden would not be missed. What finds nothing says
+        nothing: where outputs do not have their samples in dimension 0 there is no telling.
+        """
+        if self.done or not (self.weighs or counts) or not self._is_due(batch, target):
+            return
+        if batch != self._batch:
+            self._batch, self._parts = batch, []
+        # A loss function may write to what it is given.
+        part = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (output, target))
+        self._parts.append(part)
+        samples = sum(map(self._samples, self._parts))
+        if samples < 2:
+            return
+        parts, self._parts = self._parts, []
+        output, target = self._joined(parts)
+        others = [_small] if self._tries(_spread, output, target, samples) else [_as_it_is]
+        for spread in others:
+            if not self.done:
+                self._tries(spread, output, target, samples)
+
+    def _is_due(self, batch: int, target: Any) -> bool:
+        self._first = batch if self._first is None else self._first
+        # One that is hidden may come late, as padding does.
+        is_new = batch != self._batch and self._has_news(target)
+        return batch - self._first < _FIRST or not batch % _EVERY or batch == self._batch or is_new
+
+    def _has_news(self, target: Any) -> bool:
+        """Whether targets that are whole numbers, on the CPU, are smaller or larger than all before."""
+        if self._news == _NEWS:
+            return False
+        before = self._extremes
+        for t in tensors_of(target):
+            if t.device.type == "cpu" and not (t.is_floating_point() or t.is_complex()) and t.numel() > 1:
+                low, high = (float(x) for x in torch.aminmax(t))
+                known = self._extremes
+                self._extremes = [min([low, *known[:1]]), max([high, *known[1:]])]
+        self._news += self._extremes != before
+        return self._extremes != before
+
+    def _tries(self, spread: Callable[[Any, Any], _Part], output: Any, target: Any, samples: int) -> bool:
+        """Evaluate, and warn of what is found; whether that could be."""
+        drawn = [(g, g.get_state()) for g in generators_of(_device_of(output))]
+        callers_drawn = callers_generators()
+        loss_fn = self._loss_fn
+        if isinstance(loss_fn, nn.Module):  # one with a state of its own keeps it
+            with suppress(Exception):
+                loss_fn = copy.deepcopy(loss_fn)
+
+        def call(output: Any, target: Any) -> Loss:
+            set_generators(callers_drawn)
+            for generator, state in drawn:
+                generator.set_state(state)
+            outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
+            with torch.enable_grad():
+                return loss_of(loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
+
+        try:
+            looked = self._evaluate(call, *spread(output, target), samples)
+        except (
+            Exception
+        ):  # of any kind: the caller's function was not made for values of these shapes or dtypes
+            return False
+        finally:
+            set_generators(callers_drawn)
+            for generator, state in drawn:
+                generator.set_state(state)
+        return looked is not None
+
+    def _evaluate(
+        self, call: Callable[[Any, Any], Loss], output: Any, target: Any, samples: int
+    ) -> bool | None:
+        """Evaluate samples together and one by one, and warn of what is found; None where there is no telling."""
+        dims = self._dims
+        if dims == SAMPLES_FIRST and any(
+            t.shape[0] % samples for t in tensors_of((output, target)) if t.dim() > 0
+        ):
+            return None
+        outputs, targets = (
+            split(v, samples, samples, d) for v, d in ((output, dims.outputs), (target, dims.targets))
+        )
+        each = list(zip(outputs, targets))[:_LOOKED_AT]
+        some = self._joined(each)
+        whole, again = call(*some), call(*some)
+        value = float(whole.value)
+        if not math.isfinite(value):
+            return None
+        if value != float(again.value):
+            return self._warn(
+                "loss_fn gives another value for the same outputs, targets and random numbers when it is called again: "
+                "it counts its calls, or keeps something of them, and is called once for each micro-batch. Keep what "
+                "changes outside, as in the body of the training loop"
+            )
+        tolerance = _TOLERANCES.get(whole.value.dtype, _TOLERANCE_16)
+        looked = _Looked(whole, [call(x, y) for x, y in each], tolerance)
+        return self._tell_of_counts(looked) if whole.divisor is not None else self._tell_of_means(looked)
+
+    def _warn(self, *message: Any) -> bool:
+        self.done = True
+        _log.warning(*message)
+        return True
+
+    def _tell_of_counts(self, looked: _Looked) -> bool:
+        counts = [float(of.divisor) for of in looked.each if of.divisor is not None]
+        whole = float(looked.whole.divisor or 0.0)
+        # A count may be limited to 1 from below, where nothing counts.
+        spare = sum(float(of.value) == 0 for of in looked.each)
+        slack = looked.tolerance * max(map(abs, (whole, *counts)))
+        if whole - slack <= sum(counts) <= whole + spare + slack:
+            return False
+        return self._warn(
+            "loss_fn returns two numbers, which are taken for a sum over the samples and the count that divides it, "
+            "and the second is no count: of %d samples it is %.6g, and theirs add up to %.6g. If it is a metric beside "
+            'the loss, return (loss, {"name": metric})',
+            *(len(looked.each), whole, sum(counts)),
+        )
+
+    def _tell_of_means(self, looked: _Looked) -> bool:
+        whole, each = float(looked.whole.value), [float(of.value) for of in looked.each]
+        if _near(whole, sum(each) / len(each), each, looked.tolerance):
+            return False
+        if _near(whole, sum(each), each, looked.tolerance):
+            return self._warn(
+                "loss_fn returns the sum over the samples and is taken for their mean: give it an attribute "
+                'reduction = "sum", or let it return (sum, count)'
+            )
+        return self._warn(
+            "loss_fn is no mean over the samples: on outputs that differ from each other, %d samples have the loss "
+            "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighed by their samples, so training "
+            "differs from that with whole batches: let loss_fn return (sum, count), where some targets are ignored the "
+            "count of the others, or give loss_weight; a loss that compares samples with each other needs "
+            "micro_batches=1",
+            *(len(each), whole, sum(each) / len(each)),
+        )
+
+    def _samples(self, part: _Part) -> int:
+        if self._dims == SAMPLES_FIRST:
+            return _samples(part)
+        return batch_size(part[0], self._dims.outputs)
+
+    def _joined(self, parts: Sequence[_Part]) -> _Part:
+        """Join outputs, and targets, of which one without samples is the first's."""
+        if len(parts) == 1:
+            return parts[0]
+        outputs, targets = zip(*parts)
+        return _join(outputs, self._dims.outputs), _join(targets, self._dims.targets)
+
+    def counts_nothing(self, loss: torch.Tensor, output: Any) -> bool:
+        """Whether a loss is NaN, of finite outputs: a mean over nothing, as where all targets are hidden."""
+        if not self.weighs or not math.isnan(loss.item()):
+            return False
+        if not all(bool(t.isfinite().all()) for t in tensors_of(output)):
+            return False
+        if not self._warned_of_nan:
+            self._warned_of_nan = True
+            _log.warning(
+                "loss_fn is NaN for a micro-batch whose outputs are finite, as the mean over no target is: it counts "
+                "for nothing. Let loss_fn return (sum, count), and whole batches have the right loss"
+            )
+        return True
+
+
+def _samples(part: _Part) -> int:
+    """Count the samples of output and target. The target has them in dimension 0."""
+    return next((t.shape[0] for t in tensors_of(part[1]) + tensors_of(part[0]) if t.dim() > 0), 1)
+
+
+def _device_of(value: Any) -> torch.device:
+    return next((t.device for t in tensors_of(value)), torch.device("cpu"))
+
+
+def _wanting(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that wants a gradient, as an output does in training; no leaf, which cannot be written to."""
+    if not tensor.is_floating_point():
+        return tensor.clone()
+    return tensor.detach().requires_grad_(True).clone()
+
+
+def _spread(output: Any, target: Any) -> _Part:
+    """Return output and target in float64, each element of the output nearer to zero, by another part.
+
+    So probabilities stay such, and logarithms of them below zero.
+    """
+    draw = torch.Generator().manual_seed(0)
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        parts = torch.rand(tensor.shape, generator=draw, dtype=torch.float64).to(tensor.device)
+        return parts * tensor.double() if bool(tensor.any()) else parts
+
+    wide = pytree.tree_map_only(torch.Tensor, lambda t: t.double() if t.is_floating_point() else t, target)
+    return pytree.tree_map_only(torch.Tensor, spread, output), wide
+
+
+def _small(output: Any, target: Any) -> _Part:
+    """As :func:`_spread`, with samples of norm 1 at most: products of large ones leave a softmax nothing to choose."""
+
+    def small(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_floating_point() or not tensor.dim():
+            return tensor
+        norms = torch.linalg.vector_norm(tensor.reshape(len(tensor), -1), dim=1)
+        scaled: torch.Tensor = tensor / norms.max().clamp(min=1.0)
+        return scaled
+
+    output, target = _spread(output, target)
+    return pytree.tree_map_only(torch.Tensor, small, output), target
+
+
+def _as_it_is(output: Any, target: Any) -> _Part:
+    return output, target
+
+
+def _join(values: Sequence[Any], dims: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(values[0])
+    columns = zip(*map(pytree.tree_leaves, values))
+    return pytree.tree_unflatten(
+        [c[0] if dim is None else torch.cat(c, dim) for c, dim in zip(columns, dims_in(leaves, spec, dims))],
+        spec,
+    )
+
+
+def _near(a: float, b: float, parts: list[float], tolerance: float) -> bool:
+    """Whether two losses differ by no more than rounding may do. False for NaN."""
+    return abs(a - b) <= tolerance * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))
