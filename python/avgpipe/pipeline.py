@@ -83,10 +83,12 @@ from avgpipe.runtime.requirements import (
     check_correction,
     check_device,
     check_dtypes,
+    check_memory,
     check_model,
     check_names,
     check_options,
     check_prepared,
+    warn_of_hooks,
     warn_of_waits,
 )
 from avgpipe.runtime.together import groups_of_whole, warn_of_steps
@@ -356,6 +358,7 @@ class Pipeline:
             check_copies(options, plan, copies_every_s, members is not None)
         may_be_meta, example_inputs = weights_from is not None, plain(example_inputs)
         check_model(model, may_be_meta=may_be_meta)
+        check_memory(model)
         self.plan, layers = plan, layers_of(model, example_inputs)
         if names_of is not None:
             check_model(names_of, may_be_meta=may_be_meta)
@@ -368,6 +371,7 @@ class Pipeline:
             expected = expected_traffic(self._model, layers, example_inputs, plan.micro_batches)
             self._cut = replace(self._cut, traffic=expected)
         learning = learning_tensors(named)
+        warn_of_hooks(plan, learning)
         if check != "off":
             groups = groups_of_whole(optimizer, learning)
             options = replace(options, groups=groups, callers=callers(learning))
@@ -410,6 +414,9 @@ class Pipeline:
                 check=check,
                 batch_dims=options.batch_dims,
                 cuts=plan.micro_batches > 1,
+                copies=plan.pipelines > 1
+                or plan.replication is not None
+                or (plan.weights or "flush") != "flush",
             )
         if check != "off":
             self._worker.outside = outside_of(model, layers)

@@ -50,6 +50,15 @@ def pair(batch: Any) -> tuple[Any, Any]:
     )
 
 
+def refuse_graphs(inputs: Any) -> None:
+    """Raise ValueError for inputs that other modules have made with gradients."""
+    if any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in tree_leaves(inputs)):
+        raise ValueError(
+            "the inputs of a batch lead back to what made them, as they have a grad_fn, and each micro-batch would run "
+            "that backward once more: let what made them be the first layer of the model, or detach() them"
+        )
+
+
 def plain(value: Any) -> Any:
     """Turn a mapping that torch does not know as a container, such as a tokenizer's output, into a dict."""
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value

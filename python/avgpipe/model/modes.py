@@ -46,9 +46,11 @@ def modes_of(modules: Iterable[nn.Module]) -> list[bool]:
 
 
 def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
-    """Whether some layer of torch's does other things in training than in evaluation."""
+    """Whether some layer does other things in training than in evaluation."""
     kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
-    return any(isinstance(m, kinds) and getattr(m, "p", 1) > 0 for whole in modules for m in whole.modules())
+    of_all = [m for whole in modules for m in whole.modules()]
+    own = [m for m in of_all if type(m).__module__.split(".")[0] not in ("torch", "transformers", "avgpipe")]
+    return any(isinstance(m, kinds) and getattr(m, "p", 1) > 0 for m in of_all) or any(map(reads_mode, own))
 
 
 class Modes:

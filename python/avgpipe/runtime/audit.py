@@ -80,6 +80,7 @@ class Audit:
         check: "first-batch", "every" or "full"; see Pipeline.
         batch_dims: where the samples of a batch are.
         cuts: whether batches are cut into micro-batches.
+        copies: whether there are several copies of a stage's weights, as of pipelines, or older ones.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class Audit:
         check: str,
         batch_dims: BatchDims = SAMPLES_FIRST,
         cuts: bool = False,
+        copies: bool = False,
     ) -> None:
         self._model, self._call = whole_of(model, layers)
         self._is_of_blocks = isinstance(layers, BlockChain)
@@ -104,7 +106,7 @@ class Audit:
         ]
         self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
         self._autocast, self._check, self._looked = autocast, check, 0
-        self._batch_dims, self._cuts = batch_dims, cuts
+        self._batch_dims, self._cuts, self._copies = batch_dims, cuts, copies
         self._left_out = self._reason()
         if self._left_out is None:  # the caller may do with the model what it wants
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
@@ -157,6 +159,7 @@ class Audit:
                 "one of samples along dimension 0, say so by batch_dim"
             )
             return
+        self._tell_of_writing()
         coarse = self._is_coarse
         for expected, training, learns, again in ways:
             try:
@@ -178,6 +181,22 @@ class Audit:
             raise ValueError(
                 f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
                 f'{advice}. check="off" leaves this comparison out'
+            )
+
+    def _tell_of_writing(self) -> None:
+        parameters = [name for name in self._written if name]
+        if parameters and self._copies:
+            raise ValueError(
+                f"the forward writes to the parameter {parameters[0]!r}, as an embedding with max_norm does, and each "
+                "pipeline, or version of the weights, has a copy of its own: what is written would not reach the "
+                "others. Train with one pipeline and a schedule with a flush, or do it in the optimizer's step. "
+                'check="off" leaves this out'
+            )
+        if "" in self._written and self._looked == 1:
+            _log.warning(
+                "the forward writes to its inputs: the loader's own tensors may stay as they are, or be changed, "
+                "depending on where they lie. If batches come again, as in another epoch, let the first layer begin "
+                "with x = x.clone()"
             )
 
     def _cut_into_micro_batches(self, inputs: Any) -> None:
@@ -289,9 +308,13 @@ class Audit:
     def _run_model(self, inputs: Any, training: bool = True, learns: bool = True) -> Outcome:
         model = self._copy(self._model, training)
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        states = self._begin()
+        states, given = self._begin(), _cloned(inputs)
+        versions = _versions(model, given)
         with self._running(learns):
-            output = tensors_of(self._call(model, _cloned(inputs)))
+            output = tensors_of(self._call(model, given))
+        self._written = [
+            name for name, version in _versions(model, given).items() if version != versions[name]
+        ]
         if training:
             self._coins = moved(self._drawn, callers_generators())
             self._draws = self._has_drawn(states)
@@ -433,6 +456,12 @@ def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Ten
     shape[dim] = samples
     whole = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device).reshape(shape)
     return whole.narrow(dim, first, output.shape[dim]).to(output.dtype)
+
+
+def _versions(model: nn.Module, inputs: Any) -> dict[str, int]:
+    """Count how often parameters, by name, and inputs, as "", were written to."""
+    found = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
+    return found | {"": sum(t._version for t in tensors_of(inputs) if not t.is_inference())}
 
 
 def _cloned(inputs: Any) -> Any:

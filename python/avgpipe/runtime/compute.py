@@ -493,10 +493,19 @@ class Compute:
             self._group_sum.arm()
         if self._prepared is not None:
             self._prepared.begin_backward(is_last)
-        if step.kind is StepKind.BACKWARD_INPUT:
-            state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
-        elif roots:
-            run_backward(roots, grads)
+        try:
+            if step.kind is StepKind.BACKWARD_INPUT:
+                state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
+            elif roots:
+                run_backward(roots, grads)
+        except RuntimeError as error:
+            if "a second time" not in str(error):
+                raise
+            raise StageError(
+                f"the backward of {step} comes to a graph whose backward has run: the loss, or a layer, uses a tensor "
+                "of an earlier forward, as one that a hook or an attribute has kept. Each micro-batch has a forward "
+                "and a backward of its own: detach() what is kept, or let the model return it"
+            ) from error
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:

@@ -179,7 +179,8 @@ class LossCheck:
                 generator.set_state(state)
             outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
             with torch.enable_grad():
-                return loss_of(loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
+                loss = loss_of(loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
+            return loss._replace(value=loss.value.detach())
 
         try:
             looked = self._evaluate(call, *spread(output, target), samples)

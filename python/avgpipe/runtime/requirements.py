@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,6 +86,48 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
                 f"parameter {name!r} has a hook that runs after gradients are accumulated; a Pipeline accumulates "
                 "them over micro-batches, on a copy: remove it (register_hook sees the gradient of the whole batch)"
             )
+
+
+def check_memory(model: nn.Module | Sequence[nn.Module]) -> None:
+    """Refuse trainable parameters that lie in each other's memory, or in a buffer's, and are not the same tensor."""
+    whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    placed = []
+    for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
+        if is_plain and not tensor.is_meta and tensor.numel():
+            extent = 1 + sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()))
+            begin = tensor.data_ptr()
+            placed.append((str(tensor.device), begin, begin + extent * tensor.element_size(), name, tensor))
+    for (device, _, end, name, a), (on, begin, _, other, b) in pairwise(
+        sorted(placed, key=lambda row: row[:3])
+    ):
+        if (
+            device == on
+            and begin < end
+            and (a.requires_grad or b.requires_grad)
+            and not _may_interleave(a, b)
+        ):
+            raise ValueError(
+                f"{name!r} and {other!r} are two tensors in the same memory, which a Pipeline would part, as it copies "
+                "each of them: let both be one parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
+            )
+
+
+def _may_interleave(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of overlapping extents may have no element in common, as columns of a matrix have none."""
+    return not (a.is_contiguous() and b.is_contiguous())
+
+
+def warn_of_hooks(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Warn of hooks of parameters that see the gradient of a share of a batch."""
+    hooked = [name for name, p in parameters.items() if p._backward_hooks]
+    if hooked and plan.shares > 1:
+        _log.warning(
+            "%r has a hook, which each of the %d pipelines that share a batch calls with the gradient of its own "
+            "share, times %d, and not with the batch's: what it limits or counts differs from one device. Train with "
+            'one pipeline, or with Plan(batch="per-pipeline")',
+            *(hooked[0], plan.pipelines, plan.pipelines),
+        )
 
 
 def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:

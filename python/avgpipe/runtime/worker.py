@@ -17,6 +17,7 @@ from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
+from avgpipe.model.batch import refuse_graphs
 from avgpipe.model.context import CallerModes
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
@@ -151,6 +152,8 @@ class Worker:
         """Look whether the batch is the others', too, and whether stages compute on it what the model does."""
         self.alike.batch(batch, *zip(*given))
         self._check_outside()
+        for inputs, _ in given:
+            refuse_graphs(inputs)
         if self.audit is not None:
             self.audit.look(batch, given[0][0])
 
