@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from benchmarks.slips.script import SAMPLES, Script
-from benchmarks.slips.slip import class_targets, float_input, is_chain, slip, tensor_output
+from benchmarks.slips.slip import WHOLE, class_targets, float_input, is_chain, slip, tensor_output
 
 
 def _both(script: Script) -> bool:
@@ -170,6 +170,7 @@ def _(script: Script, draw: random.Random) -> None:
     "a table as long as the batch",
     "Inputs are (x, features' weights [F]), and a batch has F samples.",
     fits=_both,
+    about=WHOLE,
 )
 def _(script: Script, draw: random.Random) -> None:
     features = script.batches[0][0].shape[-1]
@@ -257,6 +258,7 @@ def _(script: Script, draw: random.Random) -> None:
     "a mask as long as a batch of four",
     "The same with four samples and four words, so micro-batches of one.",
     fits=_has_positions,
+    about=WHOLE,
 )
 def _(script: Script, draw: random.Random) -> None:
     _with_mask(script, 4)

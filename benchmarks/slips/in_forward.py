@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from benchmarks.slips.around import around, place
 from benchmarks.slips.script import Script
-from benchmarks.slips.slip import slip
+from benchmarks.slips.slip import MIXES, slip
 
 # ---- modes and gradients ---------------------------------------------------------------------------------------------
 
@@ -100,12 +100,12 @@ def _(script: Script, draw: random.Random) -> None:
 # ---- coins and counters ----------------------------------------------------------------------------------------------
 
 
-@slip("coin of random", "A block is left out where random.random() says so.", mixes=True)
+@slip("coin of random", "A block is left out where random.random() says so.", mixes=True, about=MIXES)
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x) if random.random() < 0.5 else x * 0.5)
 
 
-@slip("coin of numpy", "A block is left out where numpy.random says so.", mixes=True)
+@slip("coin of numpy", "A block is left out where numpy.random says so.", mixes=True, about=MIXES)
 def _(script: Script, draw: random.Random) -> None:
     import numpy
 
@@ -117,7 +117,12 @@ def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x) if float(torch.rand(())) < 0.5 else x * 0.5)
 
 
-@slip("coin of its own generator", "A block draws from a torch.Generator that it has made.", mixes=True)
+@slip(
+    "coin of its own generator",
+    "A block draws from a torch.Generator that it has made.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     own = torch.Generator().manual_seed(draw.randrange(1000))
 
@@ -127,13 +132,20 @@ def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), forward)
 
 
-@slip("coin of random.Random", "A block draws from a random.Random that it has made.", mixes=True)
+@slip(
+    "coin of random.Random", "A block draws from a random.Random that it has made.", mixes=True, about=MIXES
+)
 def _(script: Script, draw: random.Random) -> None:
     own = random.Random(draw.randrange(1000))
     around(script, place(draw), lambda inner, x: inner(x) * (1 + own.random()))
 
 
-@slip("one coin for two blocks", "The model's forward draws a number that two blocks use.", mixes=True)
+@slip(
+    "one coin for two blocks",
+    "The model's forward draws a number that two blocks use.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     drawn = [0.0]
 
@@ -184,18 +196,28 @@ class Counter(nn.Module):
         return self.inner(x) * min(1.0, self.calls / 10)
 
 
-@slip("counter on a module", "A module counts its calls in an int, and warms up by it.", mixes=True)
+@slip(
+    "counter on a module", "A module counts its calls in an int, and warms up by it.", mixes=True, about=MIXES
+)
 def _(script: Script, draw: random.Random) -> None:
     script.replace(place(draw), lambda block: Counter(block, buffer=False))
 
 
-@slip("counter in a buffer", "A module counts its calls in a buffer, and warms up by it.", mixes=True)
+@slip(
+    "counter in a buffer",
+    "A module counts its calls in a buffer, and warms up by it.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     script.replace(place(draw), lambda block: Counter(block, buffer=True))
 
 
 @slip(
-    "counter in a closure", "A function that a module calls counts in a variable of its script.", mixes=True
+    "counter in a closure",
+    "A function that a module calls counts in a variable of its script.",
+    mixes=True,
+    about=MIXES,
 )
 def _(script: Script, draw: random.Random) -> None:
     calls = [0]
@@ -236,7 +258,7 @@ class Centred(nn.Module):
 
 
 def _centred(name: str, how: str, what: str) -> None:
-    @slip(name, what, mixes=True)
+    @slip(name, what, mixes=True, about=MIXES)
     def _(script: Script, draw: random.Random) -> None:
         script.replace(place(draw), lambda block: Centred(block, how))
 
@@ -263,7 +285,9 @@ class Remembers(nn.Module):
         return y
 
 
-@slip("memory of the last call", "A module adds what it has kept of the batch before.", mixes=True)
+@slip(
+    "memory of the last call", "A module adds what it has kept of the batch before.", mixes=True, about=MIXES
+)
 def _(script: Script, draw: random.Random) -> None:
     script.replace(place(draw), Remembers)
 

@@ -135,6 +135,7 @@ def _(script: Script, draw: random.Random) -> None:
 @slip(
     "the body draws, too",
     "The loader and the body of the loop draw from torch's generator.",
+    design="Pipeline.train: the loader is a batch ahead of the loop",
     fits=float_input,
 )
 def _(script: Script, draw: random.Random) -> None:
@@ -146,6 +147,7 @@ def _(script: Script, draw: random.Random) -> None:
 @slip(
     "a curriculum",
     "The loop tells the loader how hard the next batch shall be, by the last loss.",
+    design="Pipeline.train: the loader is a batch ahead of the loop",
     fits=float_input,
 )
 def _(script: Script, draw: random.Random) -> None:

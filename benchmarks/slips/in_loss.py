@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from benchmarks.slips.script import Script, User
-from benchmarks.slips.slip import class_targets, slip
+from benchmarks.slips.slip import KEEPS, class_targets, slip
 
 _NO_MEAN = "no mean|sum over the samples"
 
@@ -263,7 +263,12 @@ def _(script: Script, draw: random.Random) -> None:
     _change(script, lambda loss, output, target: loss + 0.1 * model(fixed).square().mean())
 
 
-@slip("a weight that grows", "The loss counts its calls, and adds a term whose weight grows.", mixes=True)
+@slip(
+    "a weight that grows",
+    "The loss counts its calls, and adds a term whose weight grows.",
+    mixes=True,
+    about=KEEPS,
+)
 def _(script: Script, draw: random.Random) -> None:
     calls = [0]
 
@@ -290,6 +295,7 @@ def _(script: Script, draw: random.Random) -> None:
     "a running mean in the loss",
     "The loss is a module that divides by a moving mean in a buffer.",
     mixes=True,
+    about=KEEPS,
 )
 def _(script: Script, draw: random.Random) -> None:
     loss_fn = script.loss_fn

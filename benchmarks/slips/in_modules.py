@@ -11,12 +11,12 @@ from torch.nn import functional
 
 from benchmarks.slips.around import around, place
 from benchmarks.slips.script import Script
-from benchmarks.slips.slip import float_input, is_chain, slip
+from benchmarks.slips.slip import HOOKED, MIXES, float_input, is_chain, slip
 
 # ---- samples of a batch ----------------------------------------------------------------------------------------------
 
 
-@slip("centred by the batch", "A block takes the batch's mean away, x - x.mean(0).", mixes=True)
+@slip("centred by the batch", "A block takes the batch's mean away, x - x.mean(0).", mixes=True, about=MIXES)
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x - x.mean(0)))
 
@@ -25,22 +25,33 @@ def _(script: Script, draw: random.Random) -> None:
     "mixes samples",
     "A block adds each sample to its neighbour, as a mixup does: x + x.roll(1, 0).",
     mixes=True,
+    about=MIXES,
 )
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x + 0.3 * x.roll(1, 0)))
 
 
-@slip("asks for the batch size", "A block scales by x.shape[0].", mixes=True)
+@slip("asks for the batch size", "A block scales by x.shape[0].", mixes=True, about=MIXES)
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x) * (1 + x.shape[0] / 8))
 
 
-@slip("a branch by value", "A block goes one way where the mean of its input is above zero.", mixes=True)
+@slip(
+    "a branch by value",
+    "A block goes one way where the mean of its input is above zero.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x) if float(x.detach().mean()) > 0 else inner(-x))
 
 
-@slip("functional batch_norm", "A block calls functional.batch_norm with statistics of its own.", mixes=True)
+@slip(
+    "functional batch_norm",
+    "A block calls functional.batch_norm with statistics of its own.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     def forward(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return inner(functional.batch_norm(x, None, None, training=True))
@@ -107,7 +118,12 @@ def _(script: Script, draw: random.Random) -> None:
     )
 
 
-@slip("full backward hook that limits", "A full backward hook gives gradients the norm 1e-3.", mixes=True)
+@slip(
+    "full backward hook that limits",
+    "A full backward hook gives gradients the norm 1e-3.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     script.block(1 + draw.randrange(2)).register_full_backward_hook(
         lambda module, into, out: tuple(None if g is None else 1e-3 * g / g.norm() for g in into)
@@ -132,7 +148,12 @@ def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), forward)
 
 
-@slip("tensor hook that limits", "A block clips the gradient of its output, element by element.", mixes=True)
+@slip(
+    "tensor hook that limits",
+    "A block clips the gradient of its output, element by element.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     def forward(inner: nn.Module, x: torch.Tensor) -> torch.Tensor:
         y = inner(x)
@@ -143,7 +164,9 @@ def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), forward)
 
 
-@slip("hooks on parameters", "Parameters clip their own gradients by register_hook.", mixes=True)
+@slip(
+    "hooks on parameters", "Parameters clip their own gradients by register_hook.", mixes=True, about=HOOKED
+)
 def _(script: Script, draw: random.Random) -> None:
     for p in script.model.parameters():
         if p.requires_grad:

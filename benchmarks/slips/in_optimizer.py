@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.slips.script import Script
-from benchmarks.slips.slip import slip
+from benchmarks.slips.slip import TOGETHER, slip
 
 
 @slip("optimizer over the script's model", "optimizer=lambda params: SGD(model.parameters()).")
@@ -130,6 +130,7 @@ def _(script: Script, draw: random.Random) -> None:
 @slip(
     "a norm over all parameters",
     "The optimizer scales by the norm of all gradients that it has.",
+    about=TOGETHER,
 )
 def _(script: Script, draw: random.Random) -> None:
     class Normed(torch.optim.SGD):
@@ -141,7 +142,11 @@ def _(script: Script, draw: random.Random) -> None:
     script.optimizer = lambda params: Normed(params, lr=0.2)
 
 
-@slip("clipping in a step hook", "A hook before the step clips the norm of the optimizer's gradients.")
+@slip(
+    "clipping in a step hook",
+    "A hook before the step clips the norm of the optimizer's gradients.",
+    about=TOGETHER,
+)
 def _(script: Script, draw: random.Random) -> None:
     def optimizer(params: Any) -> torch.optim.Optimizer:
         params = list(params)
@@ -167,6 +172,7 @@ def _(script: Script, draw: random.Random) -> None:
     "noise in a step",
     "The optimizer adds noise from torch's generator to each step, as SGLD does.",
     draws=True,
+    about=TOGETHER,
 )
 def _(script: Script, draw: random.Random) -> None:
     class Noisy(torch.optim.SGD):
@@ -180,7 +186,9 @@ def _(script: Script, draw: random.Random) -> None:
     script.optimizer = lambda params: Noisy(params, lr=0.05)
 
 
-@slip("a counter in an optimizer", "The optimizer counts its steps in a variable of the script.")
+@slip(
+    "a counter in an optimizer", "The optimizer counts its steps in a variable of the script.", about=TOGETHER
+)
 def _(script: Script, draw: random.Random) -> None:
     steps = [0]
 

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.slips.around import Forward, around, place
 from benchmarks.slips.script import Script
-from benchmarks.slips.slip import float_input, is_chain, slip
+from benchmarks.slips.slip import MIXES, WRITES, float_input, is_chain, slip
 
 # ---- in place, views -------------------------------------------------------------------------------------------------
 
@@ -39,6 +39,7 @@ def _(script: Script, draw: random.Random) -> None:
     "in place on the batch",
     "The first layer writes to the batch, which the next epoch sees again.",
     fits=float_input,
+    about=WRITES,
 )
 def _(script: Script, draw: random.Random) -> None:
     class Scaling(nn.Module):
@@ -102,12 +103,17 @@ def _(script: Script, draw: random.Random) -> None:
     nn.utils.weight_norm(_first_matrix(script.block(place(draw))))
 
 
-@slip("spectral norm", "A layer has the parametrization spectral_norm, whose forwards iterate.", mixes=True)
+@slip(
+    "spectral norm",
+    "A layer has the parametrization spectral_norm, whose forwards iterate.",
+    mixes=True,
+    about=MIXES,
+)
 def _(script: Script, draw: random.Random) -> None:
     parametrizations.spectral_norm(_first_matrix(script.block(place(draw))))
 
 
-@slip("old spectral norm", "A layer has the older, hook-based spectral_norm.", mixes=True)
+@slip("old spectral norm", "A layer has the older, hook-based spectral_norm.", mixes=True, about=MIXES)
 def _(script: Script, draw: random.Random) -> None:
     nn.utils.spectral_norm(_first_matrix(script.block(place(draw))))
 

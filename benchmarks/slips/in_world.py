@@ -12,7 +12,7 @@ from torch import nn
 
 from benchmarks.slips.around import around, place
 from benchmarks.slips.script import Script
-from benchmarks.slips.slip import COPIED, float_input, is_chain, slip, tensor_output
+from benchmarks.slips.slip import COPIED, MIXES, float_input, is_chain, slip, tensor_output
 
 # ---- the world outside -----------------------------------------------------------------------------------------------
 
@@ -182,6 +182,7 @@ def _(script: Script, draw: random.Random) -> None:
     "a teacher that follows",
     "A block moves the weights of its teacher after itself in each forward (EMA).",
     mixes=True,
+    about=MIXES,
 )
 def _(script: Script, draw: random.Random) -> None:
     class Following(nn.Module):

@@ -16,6 +16,15 @@ COPIED = (
     "docs/tutorial.md: the model is copied, and what is done with the caller's own changes nothing in the run"
 )
 
+# What warnings of several slips match.
+MIXES = "in two micro-batches|not do the same twice|draws from the generator of"
+WHOLE = "say so by batch_dim"
+TOGETHER = "which other parameters its optimizer has"
+HOOKED = "has a hook, which"
+EVALUATED = "in evaluation mode as a whole"
+KEEPS = "when it is called again"
+WRITES = "writes to its inputs"
+
 Make = Callable[[Script, random.Random], str | None]
 
 

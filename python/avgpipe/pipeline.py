@@ -528,6 +528,10 @@ class Pipeline:
         The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
         yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
         least. Whatever is called then (``evaluate``, ``save``) finishes them first.
+
+        The loader is a batch ahead: the one after batch j is fetched before the result of j is yielded. So what the
+        loop's body tells the loader then, as how hard batches shall be, reaches it a batch later than in a plain loop,
+        and where both draw from one generator, the loader draws first.
         """
         self.drain()
         self._forget_results()  # of batches that an abandoned loop left in flight

@@ -63,19 +63,23 @@ class TrialSteps:
                 )
             self._pairs.append((p, steps[region], region))
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
-        self._shown: tuple[Any, int] = None, 0
+        self._shown: tuple[Any, int, int] = None, 0, 0
         self._calls: list[Call] | None = None
         self._seen: tuple[Any, Any] = None, None  # what they were planned for
         self.share()
 
     def share(self) -> None:
-        """Show the reference's state as the inner optimizer's."""
-        whole = self._outer.state
-        if self._shown[0] is whole and self._shown[1] == len(whole):
+        """Show the reference's state as the inner optimizer's; what has been removed there goes here, too."""
+        whole, shown = self._outer.state, self._inner.state
+        if self._shown[0] is whole and len(shown) < self._shown[2]:
+            for p, z, _ in self._pairs:
+                if p not in shown:
+                    whole.pop(z, None)
+        if self._shown[0] is whole and self._shown[1] == len(whole) and self._shown[2] == len(shown):
             return  # the same values in the same places
-        self._shown = whole, len(whole)
-        self._inner.state.clear()
-        self._inner.state.update({p: whole[z] for p, z, _ in self._pairs if z in whole})
+        shown.clear()
+        shown.update({p: whole[z] for p, z, _ in self._pairs if z in whole})
+        self._shown = whole, len(whole), len(shown)
 
     def restore(self) -> None:
         """Make the inner optimizer's state, which was loaded, the reference's, and that of the other replicas."""

@@ -198,7 +198,8 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 def split(value: Any, parts: int, samples: int | None = None, dims: Any = 0) -> list[Any]:
     """Cut every tensor into ``parts`` pieces whose sizes differ by at most one sample, see :class:`BatchDims`.
 
-    Lists of plain values, and tuples of strings, are cut too if they are ``samples`` long.
+    Lists of plain values, or of tensors without a dimension, and tuples of strings, are cut too if they are
+    ``samples`` long.
     """
     if parts == 1:
         return [value]
@@ -221,8 +222,12 @@ def _cut(leaf: Any, parts: int, bounds: list[int] | None, dim: int | None) -> Se
 _PLAIN = str | bytes | bool | int | float | None
 
 
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, torch.Tensor) and value.dim() == 0)
+
+
 def _is_plain_list(value: Any) -> bool:
-    return type(value) in (list, tuple) and bool(value) and all(isinstance(item, _PLAIN) for item in value)
+    return type(value) in (list, tuple) and bool(value) and all(map(_is_plain, value))
 
 
 def is_column(value: Any, samples: int | None) -> bool:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.elastic import Version
-from avgpipe.errors import StageError
+from avgpipe.errors import PipelineError, StageError, reason
 from avgpipe.faults.fault import Fault
 from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
@@ -31,6 +31,7 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
+from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
 
 _KEPT_SEEDS = 64
@@ -431,10 +432,18 @@ class Compute:
             return self._no_loss(output)
         target = to_device(work.targets[m], self._device)
         check = self._check
-        if check is None or check.has_called:
-            loss, count, metrics = loss_of(self._options.loss_fn, output, target)
-        else:
-            loss, count, metrics = check.call(output, target)
+        try:
+            if check is None or check.has_called:
+                loss, count, metrics = loss_of(self._options.loss_fn, output, target)
+            else:
+                loss, count, metrics = check.call(output, target)
+        except (PipelineError, torch.OutOfMemoryError):
+            raise
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+            given = " and targets ".join(map(shown_shapes, (output, target)))
+            raise StageError(
+                f"loss_fn failed on micro-batch {m} of batch {work.batch}, with outputs {given}: {reason(error)}"
+            ) from error
         if count is not None:
             if self._prepared is not None:
                 self._prepared.refuse_late_factors()

@@ -122,7 +122,7 @@ class Stage(nn.Module):
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, compiler_error()) as error:
-            got = ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
+            got = shown_shapes(value)
             source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
             raise StageError(
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
@@ -136,15 +136,17 @@ _Layers = Callable[[Any, Position], Any]
 class Inputs:
     """Knows which inputs the layers of stage ``index`` have been seen to write to.
 
+    ``seen``: whether it is as if a forward had run, and had written to none.
+
     Attributes:
         output: of the first forward, on the meta device; None before it.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, seen: bool = False) -> None:
         self._index = index
         self.output: Any = None
         # Leaves of the input, by whether the layers train: they may do otherwise when they are evaluated.
-        self._written: dict[bool, set[int]] = {}
+        self._written: dict[bool, set[int]] = {True: set(), False: set()} if seen else {}
 
     @property
     def known(self) -> bool:
@@ -194,6 +196,11 @@ class Inputs:
                     "one did, and recomputation needs it as it was: change a clone() of it in the layer"
                 )
         return output
+
+
+def shown_shapes(value: Any) -> str:
+    """Describe a value for people: shapes and dtypes of its tensors, or itself where it has none."""
+    return ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
 
 
 def writes_to_a_leaf(error: StageError) -> bool:
