@@ -27,7 +27,8 @@ from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
 
-_FIRST, _EVERY = 3, 10  # ranks compare the first batches of each loop, then every tenth with all before it
+# Ranks compare the first batches of each loop, then those whose numbers are powers of 2, and every hundredth.
+_FIRST, _EVERY = 3, 100
 _ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
 _ADVICE = (
     "every rank must give the same batches in the same order. What draws must be seeded alike on all of them before it "
@@ -60,11 +61,6 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor[:: -(-len(tensor) // _ROWS)]
     some = rows.reshape(len(rows), -1)[:, : _ROW_BYTES // tensor.element_size()]
     return some.resolve_neg().contiguous().view(torch.uint8).reshape(-1).cpu()
-
-
-def _is_at_hand(value: Any) -> bool:
-    """Whether all tensors lie on the CPU."""
-    return all(t.device.type == "cpu" for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor))
 
 
 def check_weights(world: World, placement: Placement, model: Model, layers: Sequence[nn.Module]) -> None:
@@ -109,8 +105,6 @@ class _Loop:
         session: what came before has other names: a batch's number may come again, as after a load.
         begun: the number after that of the newest batch here; 0 before the first one.
         seen: how many have begun here.
-        past: of the batches that have begun here, the number of the first and a checksum; None where that would take
-            time, as they lie on an accelerator.
         has_ended: whether there is no more, on this rank.
     """
 
@@ -118,7 +112,6 @@ class _Loop:
     name: str = "train"
     begun: int = 0
     seen: int = 0
-    past: tuple[int, int] | None = None
     has_ended: bool = False
 
     @property
@@ -164,43 +157,22 @@ class Alike:
         """Compare a batch that begins here. ValueError where another rank has another one."""
         if not self._is_on:
             return
-        loop = replace(self._loop, begun=number + 1, seen=self._loop.seen + 1)
-        is_compared = loop.seen <= _FIRST or not number % _EVERY
-        mine = None
-        if is_compared or _is_at_hand((inputs, targets)):
-            mine = {"inputs": mark(inputs), "targets": mark(targets)}
-        loop = self._loop = replace(loop, past=self._with(loop, number, mine))
-        if is_compared and mine is not None:
+        loop = self._loop = replace(self._loop, begun=number + 1, seen=self._loop.seen + 1)
+        if loop.seen <= _FIRST or not number & (number - 1) or not number % _EVERY:
             self._compare(
-                f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", mine, loop.past
+                f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets
             )
 
-    def _with(self, loop: _Loop, number: int, mine: dict[str, Any] | None) -> tuple[int, int] | None:
-        """Return what is known of the batches until this one."""
-        is_known = loop.seen == 1 or loop.past is not None
-        if mine is None or self._generation or not is_known:
-            return None
-        first, before = (number, 0) if loop.past is None else loop.past
-        return first, crc32(repr(mine).encode(), before)
-
-    def _compare(self, name: str, what: str, mine: dict[str, Any], past: tuple[int, int] | None) -> None:
-        rank, theirs = self._first(name, {**mine, "past": past})
+    def _compare(self, name: str, what: str, inputs: Any, targets: Any) -> None:
+        mine = {"inputs": mark(inputs), "targets": mark(targets)}
+        rank, theirs = self._first(name, mine)
         different = [part for part in mine if mine[part] != theirs[part]]
-        if not different:
-            self._compare_past(rank, theirs["past"], past, what)
-        else:
+        if different:
             shapes = [of[different[0]][1] for of in (theirs, mine)]
             how = f"{shapes[0]} and {shapes[1]}" if shapes[0] != shapes[1] else f"other values of {shapes[0]}"
             raise ValueError(
                 f"{what} is not the same on rank {rank} and rank {self._world.rank}: its {' and '.join(different)} "
                 f'differ ({how}); {_ADVICE}. check="off" leaves this out'
-            )
-
-    def _compare_past(self, rank: int, theirs: Any, mine: tuple[int, int] | None, what: str) -> None:
-        if theirs is not None and mine is not None and theirs[0] == mine[0] and theirs[1] != mine[1]:
-            raise ValueError(
-                f"the batches before {what} were not the same on rank {rank} and rank {self._world.rank}: {_ADVICE}. "
-                'check="off" leaves this out'
             )
 
     def _first(self, name: str, mine: Any) -> tuple[int, Any]:
@@ -220,10 +192,9 @@ class Alike:
         if not self._is_on or self._generation or loop.has_ended:
             return
         self._loop = replace(loop, has_ended=True)
-        rank, (at, past) = self._first(loop.end, [number, loop.past])
+        rank, at = self._first(loop.end, number)
         if at != number:
             raise self._other_end(rank, at, f"at batch {number}")
-        self._compare_past(rank, past, loop.past, f"the end of {loop.name}")
 
     def look(self) -> None:
         """See whether this rank has begun a batch that another one does not have; called now and then by a thread."""
@@ -232,8 +203,8 @@ class Alike:
             return
         with suppress(RuntimeError):  # the store does not answer: next time
             text = self._world.noted(loop.end)
-            rank, (at, _) = json.loads(text) if text is not None else (0, (loop.begun, None))
-            if at < loop.begun:
+            if text is not None and json.loads(text)[1] < loop.begun:
+                rank, at = json.loads(text)
                 self._fail(self._other_end(rank, at, "later"))
 
     def _other_end(self, rank: int, at: int, mine: str) -> PipelineError:
