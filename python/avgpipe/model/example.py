@@ -17,7 +17,7 @@ from avgpipe.model.batch import batch_size, to_device
 from avgpipe.model.context import CallerGenerators, seed_generators
 from avgpipe.model.modes import in_mode
 from avgpipe.model.proof import difference
-from avgpipe.model.tracing import arguments
+from avgpipe.model.tracing import arguments, names_in
 
 _PROVED = (3, 1)  # samples: some, and one alone, as a last batch may be
 
@@ -33,9 +33,7 @@ class Arguments(NamedTuple):
     def on(cls, model: nn.Module, inputs: Any) -> Arguments:
         """Call ``model`` on the inputs of a batch, as the first layer of a traced model would be."""
         signature = inspect.signature(model.forward)
-        stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-        names = [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
-        args, kwargs = arguments(inputs, names)
+        args, kwargs = arguments(inputs, names_in(signature))
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

@@ -29,7 +29,7 @@ from avgpipe.errors import reason
 from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.example import prove
+from avgpipe.model.example import Arguments, prove
 from avgpipe.model.modes import has_hooks
 from avgpipe.model.outside import Outside, recorded_modules
 from avgpipe.model.pieces import BlockChain, Piece
@@ -168,7 +168,7 @@ def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
 
 def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
     try:
-        layers = traced(model)
+        layers = traced(model, None if example_inputs is None else Arguments.on(model, example_inputs).named)
     except CannotTrace as error:
         if example_inputs is None:
             raise ValueError(

@@ -5,6 +5,7 @@ A recorded graph keeps what these were while it was recorded, and asks them neve
 
 from __future__ import annotations
 
+import dis
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,22 @@ _ENVIRONMENT = frozenset(("environ", "getenv"))
 def sees_to_gradients(module: nn.Module) -> bool:
     """Whether the code of a module's own forward deals with what a graph leaves out, as far as it shows."""
     return any(_OF_GRADIENTS & set(code.co_names) for _, code in _functions(module))
+
+
+def asks_for_none(module: nn.Module) -> bool:
+    """Whether the code of a module's own forward asks whether a variable of it is None."""
+    return any(_asks_for_none(code) for _, code in _functions(module))
+
+
+def _asks_for_none(code: CodeType) -> bool:
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    for n, (name, _) in enumerate(steps):
+        is_jump = name.endswith(("IF_NONE", "IF_NOT_NONE"))
+        is_compared = name == "IS_OP" and steps[n - 1] == ("LOAD_CONST", None)
+        of = steps[n - 1 - is_compared][0]
+        if (is_jump or is_compared) and of.startswith("LOAD_FAST"):
+            return True
+    return False
 
 
 def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list[nn.Module]:

@@ -6,6 +6,7 @@ module; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ from avgpipe.errors import reason
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.in_place import joined
 from avgpipe.model.modes import CHOICE, Choice, Differs, has_hooks, in_mode, merged, reads_mode
-from avgpipe.model.outside import sees_to_gradients
+from avgpipe.model.outside import asks_for_none, sees_to_gradients
 from avgpipe.model.recording import Knowledge, Lost, applying, functions_called, generators, moved
 
 
@@ -51,12 +52,33 @@ class TracedLayer(nn.Module):
         super().__init__()
         self.graph, self.calls, self.values, self._is_first = graph, calls, values, is_first
         self._arguments = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
+        self._absent: frozenset[str] = frozenset()
 
     def forward(self, value: Any) -> Any:
         if self._is_first:
             args, kwargs = arguments(value, self._arguments)
-            return self.graph(*args, **kwargs)
-        return self.graph(*value) if isinstance(value, tuple) else self.graph(value)
+            if self._absent:
+                args, kwargs = self._without_absent(args, kwargs)
+            return self.graph.forward(*args, **kwargs)
+        # Not by a call, where torch.fx prints a text of its own beside an error.
+        return self.graph.forward(*value) if isinstance(value, tuple) else self.graph.forward(value)
+
+    def leave_out(self, names: Sequence[str], absent: frozenset[str]) -> None:
+        """Have the first layer take arguments of these ``names``, of which those that are ``absent`` are None."""
+        self._arguments, self._absent = list(names), absent
+
+    def _without_absent(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        named = [*zip(self._arguments, args), *kwargs.items()]
+        given = [name for name, value in named if name in self._absent and value is not None]
+        if given:
+            raise ValueError(
+                f"the forward was recorded without {given[0]!r}, which is None by default and whose absence it asks "
+                "for, and a batch gives it: say so by Pipeline(example_inputs=...), the inputs of such a batch"
+            )
+        left = tuple(value for name, value in zip(self._arguments, args) if name not in self._absent)
+        return left, {name: value for name, value in kwargs.items() if name not in self._absent}
 
 
 def arguments(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -84,13 +106,20 @@ class _Tracer(fx.Tracer):
     Args:
         reads_buffers: whether the graph reads buffers in each forward. If so, the model's code cannot branch on their
             values; if not, they are constants of the graph.
+        absent: arguments of the model that are None.
 
     Attributes:
         drawn: what was drawn from, and the innermost module in whose code.
     """
 
-    def __init__(self, leaves: frozenset[nn.Module] = frozenset(), reads_buffers: bool = True) -> None:
+    def __init__(
+        self,
+        leaves: frozenset[nn.Module] = frozenset(),
+        reads_buffers: bool = True,
+        absent: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
+        self._absent = absent
         self._leaves, self.proxy_buffer_attributes = leaves, reads_buffers
         self.drawn: tuple[list[str], str] | None = None
 
@@ -100,6 +129,10 @@ class _Tracer(fx.Tracer):
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
         with self._watching(self.path_of_module(m)):
             return super().call_module(m, forward, args, kwargs)
+
+    def _proxy_placeholder(self, name: str, *others: Any) -> Any:
+        # With concrete_args, torch would leave a placeholder of another name there.
+        return None if name in self._absent else super()._proxy_placeholder(name, *others)
 
     def trace(self, root: Any, concrete_args: Any = None) -> fx.Graph:
         def instead(function: type, args: Any, kwargs: Any) -> Any:
@@ -116,17 +149,30 @@ class _Tracer(fx.Tracer):
             self.drawn = found, name
 
 
-def traced(model: nn.Module) -> list[TracedLayer]:
+def traced(model: nn.Module, given: Mapping[str, Any] | None = None) -> list[TracedLayer]:
     """Cut the graph of ``model`` where its forward enters modules; CannotTrace where there is none.
 
     These are the modules that the graph calls, and those of one's own that hold parameters themselves, whose code is
     in the graph.
+
+    Args:
+        model: stays as it is.
+        given: the arguments that batches give, by name; None: not known. Then those are left out that are None by
+            default, if some forward asks whether a variable is None: a graph has no such branch.
     """
+    signature = inspect.signature(model.forward)
+    optional = {name for name, p in signature.parameters.items() if p.default is None}
+    if given is not None:
+        absent = {
+            n for n in signature.parameters if given.get(n, None) is None and (n in given or n in optional)
+        }
+    else:
+        absent = optional if any(map(asks_for_none, model.modules())) else set()
     kept = frozenset(m for m in model.modules() if m is not model and _is_called_as_it_is(m))
-    whole = _graph(model, kept)
+    whole = _graph(model, kept, frozenset(absent))
     calls = _entered(whole.graph, model)
     if kept and len(calls) < 2:  # there is nothing to cut but what they are made of
-        whole = _graph(model, frozenset())
+        whole = _graph(model, frozenset(), frozenset(absent))
         calls = _entered(whole.graph, model)
     pieces: list[list[fx.Node]] = [[]]
     for node in whole.graph.nodes:
@@ -134,7 +180,15 @@ def traced(model: nn.Module) -> list[TracedLayer]:
             pieces.append([])
         if node.op != "output":
             pieces[-1].append(node)
-    return layers_of_graph(whole, pieces, calls)
+    layers = layers_of_graph(whole, pieces, calls)
+    layers[0].leave_out(names_in(signature), frozenset(absent))
+    return layers
+
+
+def names_in(signature: inspect.Signature) -> list[str]:
+    """Return the names of a function's arguments, with their stars."""
+    stars: dict[Any, str] = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return [stars.get(p.kind, "") + p.name for p in signature.parameters.values()]
 
 
 def _is_called_as_it_is(module: nn.Module) -> bool:
@@ -174,20 +228,20 @@ def layers_of_graph(
 # ---- the graph of a module -----------------------------------------------------------------------------------------
 
 
-def _graph(model: nn.Module, kept: frozenset[nn.Module]) -> fx.GraphModule:
+def _graph(model: nn.Module, kept: frozenset[nn.Module], absent: frozenset[str]) -> fx.GraphModule:
     """Trace in both modes. Modules whose own code depends on the mode are called as they are, where that is needed.
 
-    ``kept``: modules that are so in any case.
+    ``kept``: modules that are so in any case. ``absent``: arguments that are None.
     """
     aware = [m for m in model.modules() if m is not model and reads_mode(m)]
     leaves = frozenset(m for m in aware if not any(True for _ in m.children()))
     try:
         try:
-            return _in_both_modes(model, kept | leaves)
+            return _in_both_modes(model, kept | leaves, absent)
         except Differs:
             if leaves == frozenset(aware):
                 raise
-        return _in_both_modes(model, kept | frozenset(aware))
+        return _in_both_modes(model, kept | frozenset(aware), absent)
     except Lost as error:
         raise CannotTrace(f"{type(model).__name__} cannot be traced: {error}") from None
     except Differs as error:
@@ -202,26 +256,28 @@ def _graph(model: nn.Module, kept: frozenset[nn.Module]) -> fx.GraphModule:
         ) from None
 
 
-def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module]) -> fx.GraphModule:
+def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module], absent: frozenset[str]) -> fx.GraphModule:
     """Trace in both modes; buffers are constants only where code asks for their values, and then none may change."""
     try:
-        return _with(model, leaves, reads_buffers=True)
+        return _with(model, leaves, absent, reads_buffers=True)
     except (Lost, Differs):
         raise
     except Exception as error:  # of any kind: it runs the model
         try:
-            return _with(model, leaves, reads_buffers=False)
+            return _with(model, leaves, absent, reads_buffers=False)
         except (Lost, Differs):
             raise
         except Exception:
             raise error from None
 
 
-def _with(model: nn.Module, leaves: frozenset[nn.Module], reads_buffers: bool) -> fx.GraphModule:
+def _with(
+    model: nn.Module, leaves: frozenset[nn.Module], absent: frozenset[str], reads_buffers: bool
+) -> fx.GraphModule:
     graphs = []
     for training in (True, False):
         with in_mode(model, training):
-            tracer, knowledge = _Tracer(leaves, reads_buffers), Knowledge(model)
+            tracer, knowledge = _Tracer(leaves, reads_buffers, absent), Knowledge(model)
             graphs.append(tracer.trace(model))
             _refuse_losses(model, tracer, knowledge)
     value = partial(attribute, tracer.root)  # also of constants that it met
