@@ -43,7 +43,7 @@ from avgpipe.model.cut import Cut, expected_traffic, sent
 from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model, layers_of, learning_tensors, outside_of
-from avgpipe.model.modes import Modes, is_evaluated, modes_of, tells_modes_apart
+from avgpipe.model.modes import Modes, evaluated_in, is_evaluated, tells_modes_apart
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.generation import (
@@ -465,10 +465,9 @@ class Pipeline:
             if options.check != "off":
                 check_weights(self.world, placement, self._model, layers)
         if options.check != "off":
-            self.world.require_same("groups of the optimizer", json.dumps(options.groups, default=str))
-            self.world.require_same(
-                "modes of the model, by train() and eval(),", json.dumps(modes_of(layers))
-            )
+            groups = json.dumps(options.groups, default=str)
+            self.world.require_same("optimizer, by the groups of its parameters,", groups)
+            self.world.require_same("evaluation mode of modules", json.dumps(evaluated_in(layers)))
         check_correction(plan, self._model.shared)
         if not self.world.rank:
             warn_of_waits(options, plan, any(self._model.shared))

@@ -40,9 +40,14 @@ def is_evaluated(modules: Iterable[Any]) -> bool:
     return not any(module.training for module in of_all)
 
 
-def modes_of(modules: Iterable[nn.Module]) -> list[bool]:
-    """Return whether modules, and those in them, are in training mode, one by one."""
-    return [module.training for whole in modules for module in whole.modules()]
+def evaluated_in(layers: Iterable[nn.Module]) -> list[str]:
+    """Name the modules of a chain that are in evaluation mode."""
+    return [
+        f"layer {n}, {name}" if name else f"layer {n}"
+        for n, layer in enumerate(layers)
+        for name, module in layer.named_modules()
+        if not module.training
+    ]
 
 
 def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
