@@ -176,6 +176,7 @@ def piped(model: nn.Module) -> Trained:
         return sgd(named_params, gradients)
 
     with Pipeline(model, plan, loss_fn=loss_of, optimizer=optimizer, timeout_s=120) as pipeline:
+        gradients.clear()  # of steps that the pipeline has tried on small tensors
         outputs = _numbers(pipeline.predict(batch(model, 0)[0]))
         for n in range(STEPS):
             pipeline.step(*batch(model, n))

@@ -370,7 +370,8 @@ class Pipeline:
         if example_inputs is not None:
             expected = expected_traffic(self._model, layers, example_inputs, plan.micro_batches)
             self._cut = replace(self._cut, traffic=expected)
-        learning = learning_tensors(named)
+        in_layers = set(chain.from_iterable(self._model.trainable))
+        learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
         warn_of_hooks(plan, learning)
         if check != "off":
             groups = groups_of_whole(optimizer, learning)

@@ -225,7 +225,7 @@ def test_batches_with_infinities_are_left_out_and_counted(text, tmp_path, monkey
 
         def loss_fn(output, target):
             loss = workload.loss_fn(output, target)
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() and loss.dtype == torch.float32:  # others look at the function alone
                 trained.append(loss)
             return loss * torch.inf if len(trained) == 2 else loss
 

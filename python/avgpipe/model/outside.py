@@ -122,4 +122,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
 
 
 def _is_library(function: FunctionType) -> bool:
-    return function.__module__.split(".")[0] in ("torch", "transformers")
+    return (function.__module__ or "torch").split(".")[0] in (
+        "torch",
+        "transformers",
+    )  # None: it was made of a graph

@@ -340,7 +340,7 @@ class Audit:
         with self._running(learns):
             for k, stage in enumerate(stages):
                 given = pytree.tree_map_only(torch.Tensor, _received, value)
-                value = _run(stage, Inputs(k, seen=not again), given, self._device, again)
+                value = _run(stage, Inputs(k), given, self._device, again)
                 passed.append((wanting_gradients(given), tensors_of(value)))
         output, grads = passed[-1][1], None
         total: dict[int, torch.Tensor] = {}

@@ -136,17 +136,15 @@ _Layers = Callable[[Any, Position], Any]
 class Inputs:
     """Knows which inputs the layers of stage ``index`` have been seen to write to.
 
-    ``seen``: whether it is as if a forward had run, and had written to none.
-
     Attributes:
         output: of the first forward, on the meta device; None before it.
     """
 
-    def __init__(self, index: int, seen: bool = False) -> None:
+    def __init__(self, index: int) -> None:
         self._index = index
         self.output: Any = None
         # Leaves of the input, by whether the layers train: they may do otherwise when they are evaluated.
-        self._written: dict[bool, set[int]] = {True: set(), False: set()} if seen else {}
+        self._written: dict[bool, set[int]] = {}
 
     @property
     def known(self) -> bool:
