@@ -27,7 +27,7 @@ from benchmarks.common.record import say, write_record
 from benchmarks.slips.catalogue import PLACES, SLIPS
 from benchmarks.slips.models import MODELS
 from benchmarks.slips.ranks import on_two_ranks
-from benchmarks.slips.trial import PLANS, TOLERANCES, VERDICTS, Bench, Trial
+from benchmarks.slips.trial import FAILED, PLANS, SILENT, TOLERANCES, VERDICTS, Bench, Trial
 from benchmarks.tables.slips import slips_plans, slips_silent
 
 
@@ -48,7 +48,7 @@ def main() -> None:
         "tolerances": {str(dtype)[6:]: value for dtype, value in TOLERANCES.items()},
         "verdicts": VERDICTS,
         "slips": described(),
-        "trials": [trial for pair in pairs for trial in log.trials[pair]],
+        **kept([trial for pair in pairs for trial in log.trials[pair]]),
     }
     if arguments.ranks:
         record["ranks"] = on_two_ranks(say)
@@ -111,6 +111,15 @@ def chosen(arguments: argparse.Namespace) -> Iterable[tuple[str, str]]:
     if arguments.all or arguments.count >= len(pairs):
         return pairs
     return sorted(random.Random(arguments.seed).sample(pairs, arguments.count), key=pairs.index)
+
+
+def kept(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many trials of each slip and plan have which verdict, and those that nobody was told of."""
+    counts: dict[str, dict[str, dict[str, int]]] = {}
+    for trial in trials:
+        of_plan = counts.setdefault(trial["slip"], {}).setdefault(trial["plan"], {})
+        of_plan[trial["verdict"]] = of_plan.get(trial["verdict"], 0) + 1
+    return {"counts": counts, "trials": [trial for trial in trials if trial["verdict"] in (SILENT, FAILED)]}
 
 
 def described() -> dict[str, dict[str, str]]:

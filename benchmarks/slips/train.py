@@ -220,8 +220,10 @@ def _cut(value: Any, parts: int, samples: int) -> list[Any]:
 
 
 def _is_column(value: Any, samples: int) -> bool:
-    """Whether a list has a plain value for each sample."""
-    return isinstance(value, list) and len(value) == samples and isinstance(value[0], int | float)
+    """Whether a list has a plain value, or a tensor without a dimension, for each sample."""
+    if not isinstance(value, list) or len(value) != samples:
+        return False
+    return isinstance(value[0], int | float) or (isinstance(value[0], torch.Tensor) and not value[0].dim())
 
 
 def _set_buffers(model: nn.Module, values: dict[str, torch.Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from benchmarks.tables.markdown import Record, table
 
@@ -24,7 +25,7 @@ def slips_plans(record: Record) -> str:
     """Count the verdicts of each plan."""
     rows = []
     for plan in record["plans"]:
-        counts = Counter(trial["verdict"] for trial in record["trials"] if trial["plan"] == plan)
+        counts = _sum(of_slip.get(plan, {}) for of_slip in record["counts"].values())
         rows.append((plan, *(_bold(verdict, counts[verdict]) for verdict in record["verdicts"])))
     columns = " | ".join(f"{verdict}:" for verdict in record["verdicts"])
     return table(f"plan | {columns}", rows)
@@ -70,10 +71,11 @@ def slips_ranks(record: Record) -> str:
 
 
 def _by_slip(record: Record) -> dict[str, Counter[str]]:
-    found: dict[str, Counter[str]] = defaultdict(Counter)
-    for trial in record["trials"]:
-        found[trial["slip"]][trial["verdict"]] += 1
-    return found
+    return {slip: _sum(of_plans.values()) for slip, of_plans in record["counts"].items()}
+
+
+def _sum(counts: Iterable[dict[str, int]]) -> Counter[str]:
+    return sum(map(Counter, counts), Counter[str]())
 
 
 def _bold(verdict: str, count: int) -> str:

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.slips import train
 from benchmarks.slips.catalogue import SLIPS
 from benchmarks.slips.models import MODELS, build
+from benchmarks.slips.run import kept
 from benchmarks.slips.slip import Slip
 from benchmarks.slips.trial import EQUAL, PLANS, REFUSED, SILENT, WARNED, Bench, apart
 from benchmarks.tables.slips import slips_count, slips_plans, slips_silent
@@ -79,10 +80,7 @@ def test_tables_count_verdicts_and_mark_what_is_silent():
         "plans": TWO,
         "verdicts": [EQUAL, SILENT],
         "slips": {"a": {"what": "Something.", "design": ""}},
-        "trials": [
-            {**trial, "verdict": EQUAL},
-            {**trial, "verdict": SILENT, "apart": 0.25, "where": "loss 1"},
-        ],
+        **kept([{**trial, "verdict": EQUAL}, {**trial, "verdict": SILENT, "apart": 0.25, "where": "loss 1"}]),
     }
     assert slips_count(record).splitlines()[2] == "| a | Something. | 1 | **1** |"
     assert slips_plans(record).splitlines()[2] == "| two stages | 1 | **1** |"
