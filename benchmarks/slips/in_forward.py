@@ -76,7 +76,7 @@ def _(script: Script, draw: random.Random) -> None:
     around(script, draw.randrange(3), forward)
 
 
-@slip("asks is_leaf", "A block asks whether its input is a leaf of the graph.")
+@slip("asks is_leaf", "A block asks whether its input is a leaf of the graph.", about="asks for is_leaf")
 def _(script: Script, draw: random.Random) -> None:
     around(script, place(draw), lambda inner, x: inner(x * 1.5) if x.is_leaf else inner(x))
 

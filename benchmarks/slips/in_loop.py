@@ -94,7 +94,11 @@ def _(script: Script, draw: random.Random) -> None:
     script.body.append(edit)
 
 
-@slip("weights edited through the optimizer", "The loop changes the parameters in the optimizers' groups.")
+@slip(
+    "weights edited through the optimizer",
+    "The loop changes the parameters in the optimizers' groups.",
+    design="Pipeline.optimizers: weights may not be changed there",
+)
 def _(script: Script, draw: random.Random) -> None:
     @torch.no_grad()
     def edit(user: User) -> None:

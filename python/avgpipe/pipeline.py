@@ -44,6 +44,7 @@ from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model, layers_of, learning_tensors, outside_of
 from avgpipe.model.modes import Modes, evaluated_in, is_evaluated, tells_modes_apart
+from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks.generation import (
@@ -403,6 +404,7 @@ class Pipeline:
             )
         if check != "off" and not self.world.rank:
             if plan.stages > 1:
+                warn_of_graphs(module for layer in layers for module in layer.modules())
                 warn_of_steps(optimizer, self._model.trainable, learning)
             self._worker.audit = Audit(
                 model,
@@ -1180,7 +1182,11 @@ class Pipeline:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of this rank: one per pipeline and stage that has trainable parameters."""
+        """The optimizers of this rank: one per pipeline and stage that has trainable parameters.
+
+        Their groups' options and their states may be changed between two batches. Weights may not: of several pipelines
+        the reference has them, too, and :meth:`load_state_dict` changes all.
+        """
         return [r.optimizer for r in self._worker.trained.values() if r.optimizer is not None]
 
     @property

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -17,6 +18,8 @@ from torch import fx, nn
 
 from avgpipe.model.recording import UNKNOWN, plain
 
+_log = logging.getLogger("avgpipe")
+
 # What asks for, or sets, the gradient mode, or hangs something on a gradient. None of it is in a graph.
 _OF_GRADIENTS = frozenset(
     (
@@ -24,12 +27,26 @@ _OF_GRADIENTS = frozenset(
         *("register_hook", "register_multi_grad_hook"),
     )
 )
+_OF_GRAPHS = frozenset(("is_leaf", "grad_fn"))
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
 def sees_to_gradients(module: nn.Module) -> bool:
     """Whether the code of a module's own forward deals with what a graph leaves out, as far as it shows."""
     return any(_OF_GRADIENTS & set(code.co_names) for _, code in _functions(module))
+
+
+def warn_of_graphs(modules: Iterable[nn.Module]) -> None:
+    """Warn of code that asks where a tensor comes from, which is not what it was where a cut lies before it."""
+    for module in modules:
+        for _, code in _functions(module):
+            if asked := _OF_GRAPHS & set(code.co_names):
+                _log.warning(
+                    "the forward of a %s asks for %s of a tensor: what comes over a cut is a leaf, whatever it is on "
+                    "one device. Let it ask for requires_grad, or for nothing",
+                    *(type(module).__name__, min(asked)),
+                )
+                return
 
 
 def asks_for_none(module: nn.Module) -> bool:
@@ -114,7 +131,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
             yield function, code
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
             for name in code.co_names:
-                for of in (function.__globals__, vars(type(module))):
+                for of in (function.__globals__, vars(type(module)), vars(module)):
                     called = of.get(name)
                     if getattr(called, "__module__", None) == function.__module__:
                         left.append(called)

@@ -3,7 +3,7 @@
 The model runs as it was given, and then as its stages run: each stage gets a copy of the previous stage's output, and
 returns gradients for it. Both runs start from the same weights, buffers and random numbers, on copies of the modules.
 So a difference that a cut makes is found before the first batch is trained on. And the
-model runs on samples in two micro-batches, and on all of them at once.
+model runs on samples in micro-batches, and on all of them at once.
 """
 
 from __future__ import annotations
@@ -38,16 +38,20 @@ from avgpipe.model.copies import copied
 from avgpipe.model.example import Arguments
 from avgpipe.model.model import is_chain, stage_layers, without_adapters
 from avgpipe.model.modes import Modes
+from avgpipe.model.outside import Outside
 from avgpipe.model.pieces import BlockChain
 from avgpipe.model.proof import Outcome, compared, number_of, some
 from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
+from avgpipe.runtime.loss_check import leaves_of
 from avgpipe.runtime.repeated import Repeated
 from avgpipe.runtime.stage import Inputs
 
 _log = logging.getLogger("avgpipe")
 
 _SAMPLES = 3  # at most, and not more than a quarter of the batch, if that are two
-_CUT = 5  # likewise, where they are cut into two micro-batches
+_CUT = (
+    8  # likewise, but not more than half of it, where they are cut into micro-batches of two samples or three
+)
 _EVERY = 100  # batches between two looks of check="every"
 _OTHERWISE = {
     True: "the stages do not compute what the model does",
@@ -122,10 +126,18 @@ class Audit:
         else:
             dims = self._batch_dims
             samples = inputs if self._check == "full" else _few(inputs, dims.inputs)
+            around = Outside(self._model.modules())
             with self._putting_back():
                 self._compare(batch, to_device(samples, self._device))
                 if self._cuts and self._left_out is None and self._looked == 1:
-                    self._cut_into_micro_batches(to_device(_few(inputs, dims.inputs, _CUT), self._device))
+                    self._cut_into_micro_batches(to_device(_few(inputs, dims.inputs, _CUT, 2), self._device))
+            if self._looked == 1 and (name := around.changed()) is not None:
+                _log.warning(
+                    "a forward changes the variable %r outside of the model, as a count of calls: it runs once for "
+                    "each micro-batch, and a few times more before training, so that this is not what it is on one "
+                    "device. Keep such things in buffers of the model",
+                    name,
+                )
             if self._left_out is not None and self._looked == 1:
                 _log.warning("stages are not compared with the model: %s", self._left_out)
         if self._left_out is not None or self._check == "first-batch":
@@ -192,6 +204,22 @@ class Audit:
                 "others. Train with one pipeline and a schedule with a flush, or do it in the optimizer's step. "
                 'check="off" leaves this out'
             )
+        limited = {
+            f"{name}.weight" for name, m in self._model.named_modules() if getattr(m, "max_norm", None)
+        }
+        if others := [name for name in parameters if name not in limited]:
+            raise ValueError(
+                f"the forward writes to the parameter {others[0]!r}, once for each micro-batch, and a few times more "
+                "before training. What a forward moves belongs into buffers (register_buffer): then it is compared "
+                'with what whole batches do. check="off" leaves this out'
+            )
+        if self._has_foreign:
+            raise ValueError(
+                "the forward uses a tensor that wants a gradient and that no module of the model holds, as a parameter "
+                "in a closure, a list or a global variable: a Pipeline trains a copy of the model, and that tensor "
+                "stays the script's. Make it an attribute of the module that uses it. "
+                'check="off" leaves this out'
+            )
         if "" in self._written and self._looked == 1:
             _log.warning(
                 "the forward writes to its inputs: the loader's own tensors may stay as they are, or be changed, "
@@ -200,12 +228,13 @@ class Audit:
             )
 
     def _cut_into_micro_batches(self, inputs: Any) -> None:
-        """Warn of a model that computes something else of samples in two micro-batches than of all of them at once."""
+        """Warn of a model that computes something else of samples in micro-batches than of all of them at once."""
         dims = self._batch_dims
         samples = batch_size(inputs, dims.inputs)
         if samples < 2:
             return
-        pieces, sizes = split(inputs, 2, samples, dims.inputs), sizes_of(samples, 2)
+        parts = max(2, samples // 2)
+        pieces, sizes = split(inputs, parts, samples, dims.inputs), sizes_of(samples, parts)
         coins, training = (
             self._coins,
             not (self._draws or self._coins),
@@ -215,7 +244,7 @@ class Audit:
             got, _ = self._run_pieces(pieces, sizes, training)
             found = None if draws else compared(expected, got, self._is_coarse)
         except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
-            found = f"it does not run on {sizes[1]} of them ({reason(error)})"
+            found = f"it does not run on {sizes[-1]} of them ({reason(error)})"
         if coins:
             _log.warning(
                 "a layer draws from the generator of %s, so it draws other numbers for each micro-batch, in the order "
@@ -225,10 +254,10 @@ class Audit:
             )
         elif found is not None:
             _log.warning(
-                "the model computes something else of %d samples in two micro-batches than of all of them at once: %s. "
+                "the model computes something else of %d samples in %d micro-batches than of all of them at once: %s. "
                 "A layer mixes samples of a batch, or changes what it keeps in each forward, so training differs from "
                 "that on whole batches. If that matters, train with micro_batches=1 and one pipeline",
-                *(samples, found),
+                *(samples, parts, found),
             )
 
     def _run_pieces(
@@ -315,6 +344,9 @@ class Audit:
         self._written = [
             name for name, version in _versions(model, given).items() if version != versions[name]
         ]
+        if training and learns:
+            known = {id(t) for t in (*model.parameters(), *tensors_of(given))}
+            self._has_foreign = any(id(t) not in known for t in leaves_of(output))
         if training:
             self._coins = moved(self._drawn, callers_generators())
             self._draws = self._has_drawn(states)
@@ -440,13 +472,13 @@ def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
     yield from (t for of in (module._parameters, module._buffers) for t in of.values() if t is not None)
 
 
-def _few(inputs: Any, dims: Any, most: int = _SAMPLES) -> Any:
+def _few(inputs: Any, dims: Any, most: int = _SAMPLES, part: int = 4) -> Any:
     """Return some samples of a batch; all of it where it is not said along which dimension they are."""
     try:
         samples = batch_size(inputs, dims)
     except ValueError:
         return inputs
-    few = max(2, min(most, samples // 4))
+    few = max(2, min(most, samples // part))
     return split(inputs, max(1, samples // few), samples, dims)[0]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import ref
@@ -40,6 +40,19 @@ Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was gi
 def callers(parameters: Mapping[str, torch.Tensor]) -> Callers:
     """Return what is needed to know the caller's parameters again, without keeping them."""
     return {name: ref(p) for name, p in parameters.items()}
+
+
+def leaves_of(roots: Iterable[torch.Tensor], ends: Iterable[Any] = ()) -> Iterator[torch.Tensor]:
+    """Yield the leaves that tensors lead back to, but for what lies behind ``ends``, nodes of their graph."""
+    seen, left = {None, *ends}, [root.grad_fn for root in roots]
+    while left:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+        left += [of for of, _ in node.next_functions]
 
 
 class _Looked(NamedTuple):
@@ -105,18 +118,10 @@ class LossCheck:
 
     def _caller_in(self, loss: torch.Tensor, ends: set[Any]) -> str | None:
         """Name a parameter of the caller's model that the loss leads back to beside the outputs; None for none."""
-        seen, left = set(ends), [loss.grad_fn]
-        while left:
-            node = left.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self._callers:
-                name = self._callers[id(variable)]
-                if self._given[name]() is variable:
-                    return name
-            left += [of for of, _ in node.next_functions]
+        for variable in leaves_of([loss], ends):
+            name = self._callers.get(id(variable))
+            if name is not None and self._given[name]() is variable:
+                return name
         return None
 
     # ---- means, sums and counts --------------------------------------------------------------------------------------
