@@ -267,7 +267,9 @@ class Pipeline:
             the time of some batches, and memory for the gradients of the whole model, twice; the model's code and hooks
             run a few times more, on copies of its modules. A model that computes something else of a batch in
             micro-batches than of the whole one, as its layers mix samples or count forwards, is warned of. What has no
-            gradient is named. "every": compare stages with
+            gradient is named. An optimizer must give all parameters together, as the script's model has them, the same
+            options as stage by stage; one of the caller's own class tries steps on small tensors. A loss function is
+            called a few times more, to see whether it is the mean that it is taken for. "every": compare stages with
             the model in every hundredth batch, too, on the weights that it was given with; "full": in all batches, on
             all samples; "off": nothing of it.
         batch_dim: along which dimension tensors have the samples of a batch: a number for all of them, such as 1 for
