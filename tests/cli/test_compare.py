@@ -12,6 +12,7 @@ import typer
 
 from avgpipe.cli import compare
 from avgpipe.cli.compare import (
+    _warmed_up,
     answer,
     check,
     noting_signals,
@@ -516,3 +517,11 @@ def test_two_systems_for_real(text, tmp_path):
         ),
         "timelines.png",
     ]
+
+
+def test_a_run_that_is_mostly_warm_up_is_warned_of():
+    plan = Plan(stages=2, pipelines=2, micro_batches=2, warmup_rounds=100)
+    (warning,) = _warmed_up(plan, 150)
+    assert warning.startswith("100 of its 150 batches are the warm-up")
+    assert not _warmed_up(plan, 200)
+    assert not _warmed_up(Plan(stages=2, micro_batches=2), 3)

@@ -333,11 +333,25 @@ def _result(config: CompareConfig, run: Repetition) -> SystemResult:
     limit = config.memory_limit_bytes
     summary, plan = json.loads((run.out / "summary.json").read_text()), Plan.load(run.out / "plan.json")
     replicas = plan.pipelines if plan.spread else max(plan.replication or [1])
-    found = SystemResult(run.system, OK, Figures.of(summary, replicas), warnings=tuple(summary["warnings"]))
+    figures = Figures.of(summary, replicas)
+    warnings = (*summary["warnings"], *_warmed_up(plan, figures.batches))
+    found = SystemResult(run.system, OK, figures, warnings=warnings)
     peak = max(summary["peak_memory_bytes"])
     if limit is None or peak <= limit:
         return found
     return replace(found, status=report.DOES_NOT_FIT, reason=f"needs {format_bytes(peak)}")
+
+
+def _warmed_up(plan: Plan, batches: int) -> list[str]:
+    """Warn of a run most of whose batches were slower than those of a long one would be."""
+    rounds = plan.warmup_rounds or 0
+    waiting = min(batches, rounds * plan.batches_per_round)
+    if 2 * waiting <= batches:
+        return []
+    return [
+        f"{waiting} of its {batches} batches are the warm-up, in which pipelines wait for each other: a long run is "
+        "faster; --warmup-rounds 0 leaves it out"
+    ]
 
 
 def comparison(config: CompareConfig, outcomes: Sequence[SystemResult]) -> Comparison:

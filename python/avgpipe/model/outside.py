@@ -119,7 +119,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
     """Yield the code of a module's own forward, with that of what it calls in the same file, and whose it is."""
     forward = inspect.unwrap(module.forward)
     first = getattr(forward, "__func__", forward)
-    found, left = set[int](), [first]
+    found, left = set[int](), list[Any]([first])
     while left:
         function = left.pop()
         if not isinstance(function, FunctionType) or id(function) in found or _is_library(function):
@@ -131,10 +131,10 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
             yield function, code
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
             for name in code.co_names:
-                for of in (function.__globals__, vars(type(module)), vars(module)):
-                    called = of.get(name)
-                    if getattr(called, "__module__", None) == function.__module__:
-                        left.append(called)
+                left += [vars(type(module)).get(name), vars(module).get(name)]
+                called = function.__globals__.get(name)
+                if getattr(called, "__module__", None) == function.__module__:
+                    left.append(called)
         left += [_content(cell) for cell in function.__closure__ or ()]
 
 
