@@ -23,6 +23,7 @@ from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gr
 from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
+from avgpipe.runtime.branches import Branches
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
@@ -312,6 +313,8 @@ class Compute:
             else None
         )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
+        self._branches = Branches()
+        self._branches.done = options.check == "off" or options.cuda_graphs
         self._has_learnt = False
         self.measures = False
         self.saved_bytes = 0
@@ -405,7 +408,11 @@ class Compute:
     def _run(self, state: BatchState, m: int, value: Any) -> Any:
         position = state.work.place(self._route.pipeline, m)
         run = self._trained.stage.recomputed if self._recomputes(state.work, m) else self._layers
-        output = run(value, position)
+        if self._branches.done or not state.work.trains:
+            output = run(value, position)
+        else:
+            with self._branches.looking(position.batch):
+                output = run(value, position)
         return self._loss(state, m, output) if self._route.last else output
 
     def _measured_run(self, state: BatchState, m: int, value: Any) -> Any:
