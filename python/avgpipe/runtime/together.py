@@ -31,7 +31,8 @@ _TOLERANCE = 1e-2  # of a step: where operators work through several tensors at 
 def groups_of_whole(function: OptimizerFn, parameters: Mapping[str, torch.Tensor]) -> Groups:
     """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them."""
     try:
-        return groups_of(_made(function, list(parameters), list(parameters.values())), parameters)
+        with _generators_kept(parameters.values()):
+            return groups_of(_made(function, list(parameters), list(parameters.values())), parameters)
     except Exception:  # of any kind, of the caller's code: on each stage it will say so in training
         return {}
 
