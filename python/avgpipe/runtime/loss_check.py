@@ -22,7 +22,7 @@ from avgpipe.device import generators_of
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
-from avgpipe.model.recording import callers_generators, set_generators
+from avgpipe.model.recording import callers_generators, moved, set_generators
 from avgpipe.runtime.loss import Loss, loss_of
 
 _log = logging.getLogger("avgpipe")
@@ -61,6 +61,36 @@ class _Looked(NamedTuple):
     whole: Loss
     each: list[Loss]
     tolerance: float
+
+
+class _Again:
+    """Calls a loss function with the same random numbers, and buffers of its own, each time."""
+
+    def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
+        self._loss_fn = loss_fn
+        if isinstance(loss_fn, nn.Module):  # one with a state of its own keeps it
+            with suppress(Exception):
+                self._loss_fn = copy.deepcopy(loss_fn)
+        self._drawn = [(g, g.get_state()) for g in generators_of(device)]
+        self._callers = callers_generators()
+
+    def __call__(self, output: Any, target: Any) -> Loss:
+        self.put_back()
+        outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
+        with torch.enable_grad():
+            loss = loss_of(self._loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
+        return loss._replace(value=loss.value.detach())
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the last call has drawn random numbers."""
+        is_still = all(torch.equal(g.get_state(), state) for g, state in self._drawn)
+        return not is_still or bool(moved(self._callers, callers_generators()))
+
+    def put_back(self) -> None:
+        set_generators(self._callers)
+        for generator, state in self._drawn:
+            generator.set_state(state)
 
 
 class LossCheck:
@@ -171,22 +201,7 @@ class LossCheck:
 
     def _tries(self, spread: Callable[[Any, Any], _Part], output: Any, target: Any, samples: int) -> bool:
         """Evaluate, and warn of what is found; whether that could be."""
-        drawn = [(g, g.get_state()) for g in generators_of(_device_of(output))]
-        callers_drawn = callers_generators()
-        loss_fn = self._loss_fn
-        if isinstance(loss_fn, nn.Module):  # one with a state of its own keeps it
-            with suppress(Exception):
-                loss_fn = copy.deepcopy(loss_fn)
-
-        def call(output: Any, target: Any) -> Loss:
-            set_generators(callers_drawn)
-            for generator, state in drawn:
-                generator.set_state(state)
-            outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
-            with torch.enable_grad():
-                loss = loss_of(loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
-            return loss._replace(value=loss.value.detach())
-
+        call = _Again(self._loss_fn, _device_of(output))
         try:
             looked = self._evaluate(call, *spread(output, target), samples)
         except (
@@ -194,14 +209,10 @@ class LossCheck:
         ):  # of any kind: the caller's function was not made for values of these shapes or dtypes
             return False
         finally:
-            set_generators(callers_drawn)
-            for generator, state in drawn:
-                generator.set_state(state)
+            call.put_back()
         return looked is not None
 
-    def _evaluate(
-        self, call: Callable[[Any, Any], Loss], output: Any, target: Any, samples: int
-    ) -> bool | None:
+    def _evaluate(self, call: _Again, output: Any, target: Any, samples: int) -> bool | None:
         """Evaluate samples together and one by one, and warn of what is found; None where there is no telling."""
         dims = self._dims
         if dims == SAMPLES_FIRST and any(
@@ -223,6 +234,8 @@ class LossCheck:
                 "it counts its calls, or keeps something of them, and is called once for each micro-batch. Keep what "
                 "changes outside, as in the body of the training loop"
             )
+        if call.has_drawn and whole.divisor is None:  # other numbers for each sample than for all of them
+            return None
         tolerance = _TOLERANCES.get(whole.value.dtype, _TOLERANCE_16)
         looked = _Looked(whole, [call(x, y) for x, y in each], tolerance)
         return self._tell_of_counts(looked) if whole.divisor is not None else self._tell_of_means(looked)
