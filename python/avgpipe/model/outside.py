@@ -66,14 +66,10 @@ def _asks_for_none(code: CodeType) -> bool:
 
 
 def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list[nn.Module]:
-    """Return the modules whose forwards graphs have recorded; they call the others as they are."""
-    called = {
-        id(inside)
-        for graph in graphs
-        for node in graph.graph.nodes
-        if node.op == "call_module"
-        for inside in graph.get_submodule(str(node.target)).modules()
-    }
+    """Return the modules whose forwards graphs have recorded; they call the others, by their names, as they are."""
+    names = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_module"}
+    every = dict(model.named_modules(remove_duplicate=False))
+    called = {id(inside) for name in names & every.keys() for inside in every[name].modules()}
     return [module for module in model.modules() if id(module) not in called]
 
 
