@@ -196,7 +196,7 @@ class Audit:
             )
 
     def _tell_of_writing(self) -> None:
-        parameters = [name for name in self._written if name]
+        parameters = sorted(name for name in self._written if name)
         if parameters and self._copies:
             raise ValueError(
                 f"the forward writes to the parameter {parameters[0]!r}, as an embedding with max_norm does, and each "
@@ -299,7 +299,7 @@ class Audit:
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
-        self._drawn = callers_generators()
+        self._drawn, self._written = callers_generators(), set[str]()
         modules = (self._model, *self._stages)
         self._parameters = {id(p): _leaf(p, self._device) for m in modules for p in m.parameters()}
         before = set_position(Position(batch=0))
@@ -341,9 +341,9 @@ class Audit:
         versions = _versions(model, given)
         with self._running(learns):
             output = tensors_of(self._call(model, given))
-        self._written = [
+        self._written |= {
             name for name, version in _versions(model, given).items() if version != versions[name]
-        ]
+        }
         if training and learns:
             known = {id(t) for t in (*model.parameters(), *tensors_of(given))}
             self._has_foreign = any(id(t) not in known for t in leaves_of(output))
