@@ -528,3 +528,111 @@ def test_a_recorded_forward_says_what_recording_leaves_out() -> None:
         ValueError, match=r"recorded from its forward, which leaves out hooks, torch.no_grad\(\)"
     ):
         train(Teaches(), Plan(stages=2, micro_batches=2))
+
+
+# ---- what a forward writes to ----------------------------------------------------------------------------------------
+
+
+def limited_embedding() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(11, 4, max_norm=0.5), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+
+
+def tokens(count: int = 3) -> list[Any]:
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (torch.randint(11, (8,), generator=draw), torch.randn(8, 2, generator=draw)) for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"pipelines": 2, "micro_batches": 2},
+        {"pipelines": 2, "micro_batches": 2, "batch": "per-pipeline"},
+        {"schedule": "pipedream"},
+        {"schedule": "pipedream-2bw", "micro_batches": 2},
+        {"schedule": "1f1b", "replication": [1, 2], "micro_batches": 2},
+    ],
+    ids=str,
+)
+def test_a_forward_that_writes_to_a_parameter_is_refused_where_it_has_copies(plan: dict[str, Any]) -> None:
+    given = Plan(stages=2, **plan)
+    with pytest.raises(
+        ValueError, match=r"the forward writes to the parameter '0.weight', as an embedding with max"
+    ):
+        train_pipeline(limited_embedding(), given, tokens(), LOSS, momentum)
+    train_pipeline(limited_embedding(), given, tokens(), LOSS, momentum, check="off")
+
+
+@pytest.mark.parametrize("K", [1, 2])
+def test_with_one_pipeline_it_trains_as_on_one_device(K: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Micro-batch by micro-batch, rows are limited as they are looked up."""
+    plan, model = Plan(stages=K, micro_batches=1), limited_embedding()
+    assert_same_training(
+        train_pipeline(model, plan, tokens(), LOSS, momentum),
+        train_on_one_device(model, tokens(), LOSS, momentum),
+        1e-6,
+    )
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class AddsNoise(nn.Module):
+    """Writes to what it receives; in training alone if it is told so."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(1.01) if self.training or self.always else x
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("always", [True, False])
+def test_a_forward_that_writes_to_its_inputs_is_warned_of_once(
+    always: bool, micro_batches: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Sequential(AddsNoise(always), *chain())
+    train(model, Plan(stages=2, micro_batches=micro_batches), check="full")
+    said = [r.getMessage() for r in caplog.records if "writes to its inputs" in r.getMessage()]
+    assert len(said) == 1
+    assert "x = x.clone()" in said[0]
+
+
+def test_a_forward_that_writes_to_what_it_has_made_is_not(caplog: pytest.LogCaptureFixture) -> None:
+    for model in (chain(AddsNoise(True)), nn.Sequential(F(torch.clone), AddsNoise(True), *chain())):
+        train(model, Plan(stages=2, micro_batches=2))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_stage_may_begin_with_a_layer_that_writes_to_what_it_receives(cut: int) -> None:
+    """Torch refuses to write to a leaf that wants a gradient, which the stage sees to by a copy."""
+    drawn = nn.Sequential(nn.Dropout(0.3), nn.ReLU(inplace=True))
+    model = chain(nn.ReLU(inplace=True), drawn)
+    train(model, Plan(stages=2, micro_batches=2, partition=[cut]), check="full")
+
+
+def test_what_a_layer_does_with_a_received_tensor_itself_is_as_in_training() -> None:
+    """A stage's input has no graph before it, in training nor in the comparison."""
+    seen = list[bool]()
+    model = chain(F(lambda x: seen.append(x.is_leaf) or x * 1))
+    audit_of(model, list(model), check="full").look(0, torch.randn(8, 4))
+    assert seen[-2], "in stages that train; after that comes an evaluation"
+
+
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", [{}, {"micro_batches": 1}, {"pipelines": 2}, {"stages": 1}], ids=str)
+def test_inputs_with_a_graph_are_refused(plan: dict[str, Any]) -> None:
+    first = nn.Linear(4, 4)
+    given = Plan(**{"stages": 2, "micro_batches": 2, **plan})
+    with pytest.raises(
+        ValueError, match=r"as they have a grad_fn, .*first layer of the model, or detach\(\) them"
+    ):
+        train_pipeline(chain(), given, [(first(x), y) for x, y in batches()], LOSS, momentum)
+    train_pipeline(chain(), given, [(first(x).detach(), y) for x, y in batches()], LOSS, momentum)
+    with torch.no_grad():
+        train_pipeline(chain(), given, [(first(x), y) for x, y in batches()], LOSS, momentum)
