@@ -534,3 +534,147 @@ def test_the_learning_rate_of_the_shared_optimizer_follows_the_schedule() -> Non
 def test_one_optimizer_has_no_elasticity(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="steps the reference once for each round of gradients"):
         Plan(pipelines=2, rule="mean-gradient", **options)
+
+
+# ---- gradients inside of layers ------------------------------------------------------------------------------------
+
+
+class Clamps(nn.Module):
+    """Limits the gradient of what it returns, element by element."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        if y.requires_grad:
+            y.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        return y
+
+
+def clamping() -> nn.Sequential:
+    torch.manual_seed(5)
+    layers = [nn.Linear(4, 8), Clamps(), nn.Tanh(), nn.Linear(8, 8), Clamps(), nn.Tanh(), nn.Linear(8, 11)]
+    return nn.Sequential(*layers).double()
+
+
+def float_batches(count: int, samples: int, last: int | None = None, wants: bool = False) -> list[Any]:
+    draw = torch.Generator().manual_seed(6)
+    sizes = [samples] * (count - 1) + [last or samples]
+    return [
+        (
+            torch.randn(n, 4, generator=draw, dtype=torch.float64).requires_grad_(wants),
+            torch.randint(11, (n,), generator=draw),
+        )
+        for n in sizes
+    ]
+
+
+INSIDE = [
+    {"stages": 2},
+    {"stages": 1},
+    {"stages": 3, "schedule": "zero-bubble-h1"},
+    {"stages": 2, "recompute": "always"},
+    {"stages": 2, "rule": "avgpipe", "alpha": 1.0},
+]
+
+
+@pytest.mark.parametrize("loss_fn", [LOSS, IGNORING, SumLoss()], ids=["mean", "ignoring", "sum"])
+@pytest.mark.parametrize("options", INSIDE, ids=str)
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_layers_see_the_gradients_that_one_device_has(N: int, options: dict[str, Any], loss_fn: Any) -> None:
+    batches, model = float_batches(4, 12, last=7), clamping()
+    plan = Plan(pipelines=N, micro_batches=2 * N, staleness=0, **options)
+    assert_trains_as_one_device(model, plan, batches, loss_fn, momentum, timeout_s=60)
+
+
+def test_the_limit_changes_what_is_trained() -> None:
+    """Or the test before would compare nothing."""
+    batches, model = float_batches(4, 12, last=7), clamping()
+    without = nn.Sequential(*(layer for layer in model if not isinstance(layer, Clamps)))
+    losses, expected = (train_on_one_device(m, batches, LOSS, momentum)[0] for m in (model, without))
+    assert unequal(losses, expected) > 1e-3
+
+
+@pytest.mark.parametrize("K", [1, 2])
+@pytest.mark.parametrize("N", [1, 2, 3])
+def test_inputs_that_want_gradients_get_those_of_one_device(N: int, K: int) -> None:
+    ours, theirs = (float_batches(3, 12, last=7, wants=True) for _ in range(2))
+    plan = Plan(stages=K, pipelines=N, micro_batches=2 * N, staleness=0)
+    assert_same_training(
+        train_pipeline(clamping(), plan, ours, LOSS, momentum),
+        train_on_one_device(clamping(), theirs, LOSS, momentum),
+    )
+    for (mine, _), (x, _) in zip(ours, theirs):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad, x.grad, rtol=1e-10, atol=1e-12)
+
+
+# ---- what the body of the loop does, where no stream runs ahead of it ----------------------------------------------
+
+
+def plain_loop(batches: list[Any], optimizer: Any, body: Any) -> Any:
+    model = language_model()
+    made, losses = optimizer(model.parameters()), []
+    for j, (x, y) in enumerate(batches):
+        made.zero_grad()
+        loss = LOSS(model(x), y)
+        loss.backward()
+        made.step()
+        losses.append(float(loss.detach()))
+        body(j, [made])
+    return losses, model.state_dict()
+
+
+def lower(j: int, optimizers: Any) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.7
+
+
+def forget(j: int, optimizers: Any) -> None:
+    for optimizer in optimizers if j % 3 == 2 else ():
+        optimizer.state.clear()
+
+
+def decay(j: int, optimizers: Any) -> None:
+    with torch.no_grad():
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.mul_(0.9)
+
+
+ALONE: dict[str, Any] = {"pipelines": 1}
+NOBODY_AHEAD: list[dict[str, Any]] = [{"staleness": 0}, {"warmup_rounds": 100}]
+BODIES = [
+    *((body, plan) for body in (lower, forget, decay) for plan in (ALONE, {**ALONE, "schedule": "1f1b"})),
+    *((body, plan) for body in (lower, forget) for plan in NOBODY_AHEAD),
+]
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("body", "options"), BODIES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_what_the_loop_does_with_optimizers_is_done_before_the_next_batch(
+    body: Any, options: dict[str, Any], optimizer: str
+) -> None:
+    batches, made, losses = token_batches(8, 8), OPTIMIZERS[optimizer], []
+    plan = Plan(**{"stages": 2, "pipelines": 2, "micro_batches": 4, **options})
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=made) as p:
+        for result in p.train(batches):
+            losses.append(result.loss)
+            body(result.batch, p.optimizers)
+        state = p.state_dict()
+    assert_same_training((losses, state), plain_loop(batches, made, body))
+
+
+@pytest.mark.host
+def test_whole_elasticity_forgets_what_the_loop_clears() -> None:
+    plan = Plan(stages=2, pipelines=2, micro_batches=4, rule="avgpipe", alpha=1.0, staleness=0)
+    batches, losses = token_batches(8, 8), []
+    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum) as p:
+        for result in p.train(batches):
+            losses.append(result.loss)
+            forget(result.batch, p.optimizers)
+        state = p.state_dict()
+    assert_same_training((losses, state), plain_loop(batches, momentum, forget))
