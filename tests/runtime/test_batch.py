@@ -88,3 +88,13 @@ def test_anything_else_is_refused(batch: Any, got: str) -> None:
         TypeError, match=f"pairs .*, or mappings of inputs that have the targets as 'labels', not {got}$"
     ):
         pair(batch)
+
+
+def test_a_list_of_tensors_without_a_dimension_is_a_column() -> None:
+    labels = [torch.tensor(n) for n in range(5)]
+    pieces = split((torch.zeros(5, 2), labels), 2, 5)
+    assert [[int(t) for t in piece[1]] for piece in pieces] == [[0, 1, 2], [3, 4]]
+    whole = (torch.tensor(3), torch.tensor(4))
+    assert [piece[1] for piece in split((torch.zeros(2, 2), whole), 2, 2)] == [whole, whole]
+    rows = [torch.zeros(4, 1), torch.zeros(4, 2)]
+    assert [[len(t) for t in piece] for piece in split(rows, 2, 4)] == [[2, 2], [2, 2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
@@ -134,6 +135,25 @@ def test_attention_and_recurrence_count() -> None:
     (recurrence,) = work_of([Recurrent()], torch.zeros(16, 8, 32)).flops
     products = 2 * 16 * 8 * (4 * 32 * 64)
     assert 2 * products <= recurrence < 5 * products
+
+
+def test_shapes_that_do_not_fit_are_told_to_the_caller_alone(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from torch._subclasses import fake_tensor
+
+    layers = [nn.Linear(4, 8), nn.Linear(6, 2)]
+    was = fake_tensor.log.disabled
+    with caplog.at_level(logging.WARNING, fake_tensor.log.name):
+        fake_tensor.log.addHandler(caplog.handler)  # it may tell no other logger
+        try:
+            with pytest.raises(CannotCount, match=r"mat1 and mat2|must have same reduction dim"):
+                work_of(layers, torch.zeros(3, 4))
+        finally:
+            fake_tensor.log.removeHandler(caplog.handler)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+    assert fake_tensor.log.disabled == was
 
 
 def test_counting_changes_nothing() -> None:

@@ -70,6 +70,23 @@ def test_lists_with_a_value_for_each_sample_are_cut(plan: str, names: Any) -> No
         torch.testing.assert_close(pipeline.predict(data[0][0]), model(data[0][0]))
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_lists_of_targets_without_a_dimension_are_cut(plan: str) -> None:
+    """As a dataset returns labels, and a collation of one's own leaves them."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+
+    def loss_fn(output: torch.Tensor, target: list[torch.Tensor]) -> torch.Tensor:
+        assert len(target) == len(output)
+        return nn.functional.cross_entropy(output, torch.stack(target))
+
+    data = [(randn(n, 4), [torch.tensor(k % 3) for k in range(n)]) for n in (8, 8, 5)]
+    assert_trains_as_one_device(model, PLANS[plan], data, loss_fn, momentum)
+    with Pipeline(model, PLANS[plan], loss_fn=loss_fn, optimizer=momentum) as pipeline:
+        losses = [loss_fn(model(x), y).item() * len(y) for x, y in data]
+        assert pipeline.evaluate(data).loss == pytest.approx(sum(losses) / 21)
+
+
 def test_a_tuple_of_numbers_as_long_as_the_batch_goes_whole_and_is_told_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
