@@ -272,7 +272,11 @@ def test_what_cannot_be_compared_is_left_out_and_said(what: str, caplog: pytest.
     made = audit_of(model, model)
     with caplog.at_level(logging.INFO, "avgpipe"):
         made.look(0, torch.randn(8, 4))
-    (text,) = [record.getMessage() for record in caplog.records]
+    *others, text = [record.getMessage() for record in caplog.records]
+    assert [other[:47] for other in others] == ["a forward changes the variable '_calls' outside"] * len(
+        others
+    )
+    assert len(others) == (what == "never the same")
     assert text.startswith(f"stages are not compared with the model: {reason}")
 
 
@@ -451,7 +455,7 @@ MIXED: dict[str, Callable[[], nn.Module]] = {
     "asks for the batch size": lambda: F(lambda x: x / len(x)),
     "attends over samples": lambda: F(lambda x: torch.softmax(x @ x.T, 1) @ x),
     "batch_norm of functional": lambda: F(lambda x: nn.functional.batch_norm(x, None, None, training=True)),
-    "a branch by the mean": lambda: F(lambda x: x * 2 if x.mean() != x[0].mean() else x + 1),
+    "a branch by the mean": lambda: F(lambda x: x * 2 if x.mean() != x[:2].mean() else x + 1),
     "a buffer that is used": lambda: Keeps(used=True),
     "a buffer alone": lambda: Keeps(used=False),
     "a counter": CountsInABuffer,
@@ -612,14 +616,6 @@ def test_a_stage_may_begin_with_a_layer_that_writes_to_what_it_receives(cut: int
     drawn = nn.Sequential(nn.Dropout(0.3), nn.ReLU(inplace=True))
     model = chain(nn.ReLU(inplace=True), drawn)
     train(model, Plan(stages=2, micro_batches=2, partition=[cut]), check="full")
-
-
-def test_what_a_layer_does_with_a_received_tensor_itself_is_as_in_training() -> None:
-    """A stage's input has no graph before it, in training nor in the comparison."""
-    seen = list[bool]()
-    model = chain(F(lambda x: seen.append(x.is_leaf) or x * 1))
-    audit_of(model, list(model), check="full").look(0, torch.randn(8, 4))
-    assert seen[-2], "in stages that train; after that comes an evaluation"
 
 
 # ---- inputs ----------------------------------------------------------------------------------------------------------
