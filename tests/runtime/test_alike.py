@@ -80,6 +80,20 @@ def test_the_first_batches_and_some_later_ones_are_compared() -> None:
         ranks.batch(100, 1, 1, 2)
 
 
+@pytest.mark.parametrize(
+    ("number", "is_compared"), [(4, True), (64, True), (200, True), (5, False), (99, False)]
+)
+def test_later_batches_are_compared_at_powers_of_two_and_at_hundreds(number: int, is_compared: bool) -> None:
+    ranks = Ranks(2)
+    for before in range(number):
+        ranks.batch(before, before, before)
+    if not is_compared:
+        ranks.batch(number, 1, 2)
+        return
+    with pytest.raises(ValueError, match=rf"batch {number} of train is not the same on rank 0 and rank 1"):
+        ranks.batch(number, 1, 2)
+
+
 def test_numbers_that_come_again_are_of_another_session() -> None:
     ranks = Ranks(2)
     ranks.batch(0, 1, 1)
