@@ -137,7 +137,10 @@ def _with_a_rate_of_its_own() -> str:
 @pytest.mark.ranks
 def test_ranks_with_other_rates_are_refused() -> None:
     for told in run(2, _with_a_rate_of_its_own):
-        assert "the groups of the optimizer differs between ranks: ranks [1] disagree with rank 0" in told
+        assert (
+            "the optimizer, by the groups of its parameters, differs between ranks: ranks [1] disagree with rank 0"
+            in told
+        )
         assert '"lr": 0.1' in told
         assert '"lr": 0.2' in told
 
@@ -204,26 +207,33 @@ def only_large(params: Any) -> SGD:
     return OnlyLarge(params, lr=0.1)
 
 
-def two_kinds(params: Any) -> list[torch.optim.Optimizer]:
+def two_kinds(params: Any, first: Function, second: Function) -> list[torch.optim.Optimizer]:
     params = list(params)
     matrices, vectors = ([p for p in params if (p.dim() > 1) == big] for big in (True, False))
-    return [SGD([{"params": matrices}], lr=0.1, momentum=0.9), AdamW([{"params": vectors}], lr=0.01)]
+    return [first([{"params": matrices}]), second([{"params": vectors}])]
+
+
+def own(kind: type[torch.optim.Optimizer], **options: Any) -> Function:
+    """An optimizer of a class of the caller's, of which nothing is known before it makes steps."""
+    made = type(f"Own{kind.__name__}", (kind,), {"__module__": __name__})
+    return lambda params: made(params, lr=0.01, **options)
 
 
 APART: dict[str, Function] = {
-    "SGD": lambda params: SGD(params, lr=0.1),
-    "momentum": momentum,
-    "nesterov": lambda params: SGD(params, lr=0.1, momentum=0.9, nesterov=True),
-    "maximize": lambda params: SGD(params, lr=0.1, maximize=True),
-    "Adam": lambda params: Adam(params, lr=0.01),
-    "amsgrad": lambda params: Adam(params, lr=0.01, amsgrad=True),
-    "fused": lambda params: AdamW(params, lr=0.01, fused=True),
-    "foreach": lambda params: AdamW(params, lr=0.01, foreach=True),
-    "Adagrad": lambda params: Adagrad(params, lr=0.01),
-    "RMSprop": lambda params: RMSprop(params, lr=0.01, centered=True),
-    "Adafactor": lambda params: Adafactor(params, lr=0.01),
-    "NAdam": lambda params: NAdam(params, lr=0.01),
-    "two": two_kinds,
+    "torch's": momentum,
+    "SGD": own(SGD),
+    "momentum": own(SGD, momentum=0.9),
+    "nesterov": own(SGD, momentum=0.9, nesterov=True),
+    "maximize": own(SGD, maximize=True),
+    "Adam": own(Adam),
+    "amsgrad": own(Adam, amsgrad=True),
+    "fused": own(AdamW, fused=True),
+    "foreach": own(AdamW, foreach=True),
+    "Adagrad": own(Adagrad),
+    "RMSprop": own(RMSprop, centered=True),
+    "Adafactor": own(Adafactor),
+    "NAdam": own(NAdam),
+    "two": lambda params: two_kinds(params, own(SGD, momentum=0.9), own(AdamW)),
     "small tensors fail": only_large,
     "by name": by_name,
 }
