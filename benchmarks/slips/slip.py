@@ -17,7 +17,15 @@ COPIED = (
 )
 
 # What warnings of several slips match.
-MIXES = "branches on the values|in . micro-batches|not do the same twice|draws from the generator of|outside of the model"
+MIXES = "|".join(
+    (
+        "branches on the values",
+        "in . micro-batches",
+        "not do the same twice",
+        "draws from the generator of",
+        "outside of the model",
+    )
+)
 WHOLE = "say so by batch_dim"
 TOGETHER = "which other parameters its optimizer has"
 HOOKED = "has a hook, which"
