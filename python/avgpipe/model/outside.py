@@ -28,6 +28,7 @@ _OF_GRADIENTS = frozenset(
     )
 )
 _OF_GRAPHS = frozenset(("is_leaf", "grad_fn"))
+_LETTERS = 2000  # of a value that is looked at in every batch, at most
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
@@ -73,18 +74,19 @@ def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list
     return [module for module in model.modules() if id(module) not in called]
 
 
+_Variable = tuple[str, Callable[[], Any]]  # a name, and what returns the value
+
+
 class Outside:
     """Remembers what variables around forwards are, to see whether they change."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._read: dict[
-            tuple[Any, ...], tuple[str, Callable[[], Any]]
-        ] = {}  # by what it is, its name, and its value
+        self._read: dict[tuple[Any, ...], _Variable] = {}
         for module in modules:
             for function, code in _functions(module):
                 self._note(function, code)
         self._known = {key: plain(read()) for key, (_, read) in self._read.items()}
-        self._read = {key: read for key, read in self._read.items() if self._known[key] is not UNKNOWN}
+        self._read = {key: read for key, read in self._read.items() if _is_handy(self._known[key])}
 
     def _note(self, function: FunctionType, code: CodeType) -> None:
         variables = function.__globals__
@@ -94,7 +96,7 @@ class Outside:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             self._read[(id(cell),)] = name, partial(_content, cell)
         if _ENVIRONMENT & set(code.co_names):
-            self._read[("environ",)] = "os.environ", lambda: dict(os.environ)
+            self._read[("environ",)] = "os.environ", lambda: hash(frozenset(os.environ.items()))
 
     def changed(self) -> str | None:
         """Name the first variable that is another one now; None if there is none."""
@@ -102,6 +104,11 @@ class Outside:
             if plain(read()) != self._known[key]:
                 return name
         return None
+
+
+def _is_handy(value: Any) -> bool:
+    """Whether a value can be compared in every batch, as no table of words can."""
+    return value is not UNKNOWN and len(repr(value)) <= _LETTERS
 
 
 def _content(cell: Any) -> Any:
@@ -127,7 +134,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
             yield function, code
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
             for name in code.co_names:
-                left += [vars(type(module)).get(name), vars(module).get(name)]
+                left += [getattr(type(module), name, None), vars(module).get(name)]
                 called = function.__globals__.get(name)
                 if getattr(called, "__module__", None) == function.__module__:
                     left.append(called)
