@@ -345,7 +345,8 @@ class Audit:
             name for name, version in _versions(model, given).items() if version != versions[name]
         }
         if training and learns:
-            known = {id(t) for t in (*model.parameters(), *tensors_of(given))}
+            into = tensors_of(given)
+            known = {id(t) for t in (*model.parameters(), *into, *leaves_of(into))}
             self._has_foreign = any(id(t) not in known for t in leaves_of(output))
         if training:
             self._coins = moved(self._drawn, callers_generators())
