@@ -7,8 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -91,26 +90,34 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
 def check_memory(model: nn.Module | Sequence[nn.Module]) -> None:
     """Refuse trainable parameters that lie in each other's memory, or in a buffer's, and are not the same tensor."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-    placed = []
+    placed: list[_Placed] = []
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout is torch.strided
         if is_plain and not tensor.is_meta and tensor.numel():
             extent = 1 + sum((n - 1) * abs(s) for n, s in zip(tensor.shape, tensor.stride()))
             begin = tensor.data_ptr()
-            placed.append((str(tensor.device), begin, begin + extent * tensor.element_size(), name, tensor))
-    for (device, _, end, name, a), (on, begin, _, other, b) in pairwise(
-        sorted(placed, key=lambda row: row[:3])
-    ):
-        if (
-            device == on
-            and begin < end
-            and (a.requires_grad or b.requires_grad)
-            and not _may_interleave(a, b)
-        ):
-            raise ValueError(
-                f"{name!r} and {other!r} are two tensors in the same memory, which a Pipeline would part, as it copies "
-                "each of them: let both be one parameter (a.weight = b.weight, not a.weight.data = b.weight.data)"
-            )
+            end = begin + extent * tensor.element_size()
+            placed.append(_Placed(str(tensor.device), begin, end, name, tensor))
+    before: list[_Placed] = []  # what reaches as far as the next one begins
+    for one in sorted(placed, key=lambda row: row[:3]):
+        before = [other for other in before if other.device == one.device and other.end > one.begin]
+        for other in before:
+            learns = one.tensor.requires_grad or other.tensor.requires_grad
+            if learns and not _may_interleave(one.tensor, other.tensor):
+                raise ValueError(
+                    f"{other.name!r} and {one.name!r} are two tensors in the same memory, which a Pipeline would part, "
+                    "as it copies each of them: let both be one parameter (a.weight = b.weight, not a.weight.data = "
+                    "b.weight.data)"
+                )
+        before.append(one)
+
+
+class _Placed(NamedTuple):
+    device: str
+    begin: int
+    end: int
+    name: str
+    tensor: torch.Tensor
 
 
 def _may_interleave(a: torch.Tensor, b: torch.Tensor) -> bool:
