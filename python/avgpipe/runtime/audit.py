@@ -42,9 +42,10 @@ from avgpipe.model.outside import Outside
 from avgpipe.model.pieces import BlockChain
 from avgpipe.model.proof import Outcome, compared, number_of, some
 from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
+from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.loss_check import leaves_of
 from avgpipe.runtime.repeated import Repeated
-from avgpipe.runtime.stage import Inputs
+from avgpipe.runtime.stage import Inputs, folds
 
 _log = logging.getLogger("avgpipe")
 
@@ -373,7 +374,8 @@ class Audit:
         with self._running(learns):
             for k, stage in enumerate(stages):
                 given = pytree.tree_map_only(torch.Tensor, _received, value)
-                value = _run(stage, Inputs(k), given, self._device, again)
+                is_last = k + 1 == len(stages)
+                value = _run(stage, Inputs(k), given, self._device, again, is_last)
                 passed.append((wanting_gradients(given), tensors_of(value)))
         output, grads = passed[-1][1], None
         total: dict[int, torch.Tensor] = {}
@@ -415,11 +417,12 @@ def _called(model: nn.Module, inputs: Any) -> Any:
     return model(*call.args, **call.kwargs)
 
 
-def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bool) -> Any:
+def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bool, is_last: bool) -> Any:
     def layers(value: Any, place: Any) -> Any:
+        value = unfolded(value) if folds(stage) else value
         for layer in stage:
             value = layer(value)
-        return value
+        return folded(value) if folds(stage) and not is_last else value
 
     def run(value: Any) -> Any:
         return inputs.run(layers, value, position(), stage.training, again)

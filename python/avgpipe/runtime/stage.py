@@ -17,6 +17,9 @@ from avgpipe.links.message import tensors_of
 from avgpipe.model.compiled import Compiler, compiler_error, reason_of
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 from avgpipe.model.modes import Modes
+from avgpipe.model.pieces import Piece
+from avgpipe.model.tracing import TracedLayer
+from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.repeated import Repeated
 
@@ -26,7 +29,8 @@ class Stage(nn.Module):
 
     The layers are copied, and compiled by ``compiler``. ``materialise``: gives the copies memory on ``device``, and
     values, where they have none. ``keeps_modes``: whether what is in evaluation mode stays there in training.
-    ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when it is done.
+    ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when it is done. ``sends``:
+    whether another stage follows.
     """
 
     def __init__(
@@ -39,6 +43,7 @@ class Stage(nn.Module):
         compiler: Compiler | None = None,
         materialise: Callable[[nn.Module], None] | None = None,
         keeps_modes: bool = False,
+        sends: bool = False,
     ):
         super().__init__()
         self.layers = (compiler or Compiler()).copied(layers)
@@ -48,6 +53,8 @@ class Stage(nn.Module):
         self.layers.to(device)
         self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
+        self._folds = folds(layers)
+        self._sends = sends and self._folds
         self.train()
         self.inputs = Inputs(index)
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
@@ -76,13 +83,15 @@ class Stage(nn.Module):
         training = self.training
         key = mix(self.seed, *place) if training else 0
         key_layers(self.device, key if training else None)
+        if self._folds and self.index:
+            value = unfolded(value)
         for number, layer in self._chain:
             if training:
                 seed_generators(self.device, mix_more(key, number))
             value = self._call(number, layer, value)
             if self._see is not None:
                 self._see(number, value)
-        return value
+        return folded(value) if self._sends else value
 
     @contextmanager
     def observed(self, see: Callable[[int, Any], None]) -> Iterator[None]:
@@ -128,6 +137,11 @@ class Stage(nn.Module):
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
                 f"({got}{source}): {reason_of(error)}"
             ) from error
+
+
+def folds(layers: Sequence[nn.Module]) -> bool:
+    """Whether views may be made anew behind a cut: values of recorded layers have names, and may skip stages."""
+    return not any(isinstance(layer, TracedLayer | Piece) for layer in layers)
 
 
 _Layers = Callable[[Any, Position], Any]

@@ -224,7 +224,17 @@ class Worker:
         if self._initial is not None:
             fill = partial(self._initial.materialise, entries=self.model.entries[k], device=self.device)
         stages = [
-            Stage(own, first, k, self._seed, self.device, options.compiler, fill, options.keeps_modes)
+            Stage(
+                own,
+                first,
+                k,
+                self._seed,
+                self.device,
+                options.compiler,
+                fill,
+                options.keeps_modes,
+                sends=k + 1 < self.model.stages,
+            )
             for _ in pipelines
         ]
         prepare = options.prepare
