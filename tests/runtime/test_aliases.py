@@ -111,7 +111,7 @@ def plainly(model: nn.Module, batches: list[Any]) -> tuple[list[float], dict[str
     for x, y in batches:
         optimizer.zero_grad()
         loss = nn.functional.mse_loss(model(x), y)
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         losses.append(loss.item())
     return losses, model.state_dict()
