@@ -235,7 +235,8 @@ class Pipeline:
             cannot, layers of a traced model are proved to compute what it does, the default cut balances what forward
             and backward compute, and ``print(pipeline)`` shows what stages send. Shapes must be alike on all
             ranks. The runs that follow may have other batch sizes, and other sizes as far as
-            the model's code allows.
+            the model's code allows. The example says, too, which arguments of a traced model batches give: without it,
+            a model whose forwards ask whether something is None goes without those that are None by default.
         names_of: the model that a list of layers is made of: names of parameters are this model's.
         accumulate: how many batches of the loader make one update, that of one batch of all their samples. The plan's
             ``micro_batches`` are of each, so that activations take no more memory but for schedules that keep all of
