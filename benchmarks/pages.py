@@ -154,6 +154,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(papers.papers_plans, papers.papers_batch_sizes, papers.papers_scales, papers.papers_targets),
         *(papers.papers_bars, papers.papers_real, papers.papers_real_lines, papers.papers_real_plans),
         *(statistics.statistics_passes, statistics.statistics_passes_higher, statistics.statistics_losses),
+        statistics.statistics_early,
         *(slips.slips_count, slips.slips_plans, slips.slips_silent, slips.slips_design, slips.slips_ranks),
         *(families.families_count, families.families_not_equal, families.families_equal),
         *(faults.faults_lost_pipeline, faults.faults_lost_worker),

@@ -45,7 +45,7 @@ from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100
 from benchmarks.papers.models import MODELS
-from benchmarks.statistics.run import CASES, WARM_UP, Way, built, train
+from benchmarks.statistics.run import WARM_UP, Way, built, train
 
 STAGES, TRIES = 2, 5
 _TIMEOUT_S = 3600
@@ -188,7 +188,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", default=",".join(CASES))
+    parser.add_argument("--only", default=",".join(LIKE))
     parser.add_argument("--ways", default=";".join(WAYS), help="separated by semicolons")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument(

@@ -19,11 +19,13 @@ from matplotlib.figure import Figure
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import write_record
 from benchmarks.statistics.run import CASES
-from benchmarks.statistics.samples import Ways, by_way
+from benchmarks.statistics.samples import TIMES, Ways, by_way
 
 _INK = "#333333"
 _COLORS = {
     "one": "#333333",
+    "N = 2, default plan": "#2a6fb0",
+    "N = 4, default plan": "#7fb0dd",
     "N = 2, warm-up": "#2a6fb0",
     "N = 4, warm-up": "#7fb0dd",
     "halves, predicted, warm-up": "#3b8c5a",
@@ -50,6 +52,16 @@ def runs_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         }
         for run in ordered
     ]
+
+
+def plans_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the plan of each way whose runs tell it. ValueError where runs of a way had different ones."""
+    plans: dict[str, Any] = {}
+    for run in found:
+        way = run["way"].partition(TIMES)[0]
+        if run.get("plan", plans.get(way)) != plans.setdefault(way, run.get("plan")):
+            raise ValueError(f"{way!r} was trained by several plans: make a record of each")
+    return {way: plan for way, plan in plans.items() if plan}
 
 
 def picture(found: list[dict[str, Any]], path: Path) -> Figure:
@@ -88,10 +100,12 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     parser.add_argument("--picture", type=Path)
     asked = parser.parse_args()
-    found = runs_of([run for path in asked.runs for run in rows(path)])
+    read = [run for path in asked.runs for run in rows(path)]
+    found = runs_of(read)
     variants = rows(asked.variants) if asked.variants else []
     question = "samples to a target, of each way of training, beside one pipeline's"
-    write_record("statistics", question, {"runs": found, "variants": variants}, asked.out)
+    record = {"plans": plans_of(read), "runs": found, "variants": variants}
+    write_record("statistics", question, {key: part for key, part in record.items() if part}, asked.out)
     if asked.picture:
         picture(found, asked.picture)
 

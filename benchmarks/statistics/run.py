@@ -2,10 +2,11 @@
 
     AVGPIPE_DATA=DIR python -m benchmarks.statistics.run --out FILE [--only gpt,resnet] [--ways "one;N = 2"] [--seeds 0]
 
-Real training of the papers' workloads at ``small``, cut short, all in one process of one stage: what is learnt depends
-on a gradient's delay and on who shares what, not on where stages run. Every run of a workload sees the same samples in
-the same order and is validated twenty times. A line of FILE is a run; --out adds to those that are there and leaves out
-what they have, so several of these programs may work at it, each at workloads of its own.
+Real training of the papers' workloads at ``small``, cut short, and of a model of characters, all in one process of one
+stage: what is learnt depends on a gradient's delay and on who shares what, not on where stages run. Every run of a
+workload sees the same samples in the same order and is validated twenty times. A line of FILE is a run; --out adds to
+those that are there and leaves out what they have, so several of these programs may work at it, each at workloads of
+its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from avgpipe.model.model import layers_of
 from avgpipe.workloads import BuildOptions, Workload, build_workload
 from avgpipe.workloads.training import Recipe
 from benchmarks.common.record import say
+from benchmarks.statistics import characters
 from benchmarks.statistics.samples import TIMES
 
 VALIDATIONS, VALID_BATCHES = 20, 12
@@ -40,7 +42,7 @@ MICRO_BATCHES = 4  # of a batch, whoever shares it: batch norms see as many samp
 
 
 class Case(NamedTuple):
-    """A workload, its data, and how many batches a run has."""
+    """A workload, its data, and how many batches a run has. Without a module it is that of ``characters``."""
 
     data: str
     batches: int
@@ -54,6 +56,7 @@ CASES = {
     "awd-lstm": Case("wikitext-2", 340, "awd_lstm", lr=0.014, muon_lr=0.014),
     "gnmt": Case("multi30k-en-de", 440, "gnmt", lr=0.0112, muon_lr=0.016),
     "resnet": Case("cifar10-jpeg", 1900, "images", muon_lr=0.02),
+    "char": Case("multi30k-en-de", 500, ""),
 }
 
 
@@ -64,7 +67,8 @@ class Way:
     Attributes:
         parts: of a batch, each of which makes an update, with the rate for so small a batch.
         lr: what the rate is multiplied with.
-        warmup: of the batches, at the beginning, in which the pipelines wait for each other.
+        warmup: of the batches, at the beginning, in which the pipelines wait for each other; None: as many as the
+            plan has by default.
         narrow: whether all that goes from layer to layer, and back, is rounded to bfloat16, as if each were a stage.
         plan: options of the plan.
     """
@@ -72,7 +76,7 @@ class Way:
     parts: int = 1
     lr: float = 1.0
     optimizer: str | None = None
-    warmup: float = 0.0
+    warmup: float | None = 0.0
     narrow: bool = False
     plan: tuple[tuple[str, Any], ...] = ()
 
@@ -82,7 +86,7 @@ class Way:
         parts: int = 1,
         lr: float = 1.0,
         optimizer: str | None = None,
-        warmup: float = 0.0,
+        warmup: float | None = 0.0,
         narrow: bool = False,
         **plan: Any,
     ) -> Way:
@@ -97,6 +101,8 @@ def _late(delay: int, correction: str | None) -> dict[str, Any]:
 WARM_UP = 0.2
 WAYS = {
     "one": Way.of(),
+    "N = 2, default plan": Way.of(warmup=None, pipelines=2),
+    "N = 4, default plan": Way.of(warmup=None, pipelines=4),
     "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
     "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
     "N = 2, warm-up": Way.of(warmup=WARM_UP, pipelines=2, rule="mean-gradient"),
@@ -149,9 +155,13 @@ def way_named(name: str) -> Way:
 def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
     """Read and made once for all ways that have batches as large."""
     case = CASES[name]
+    data = Path(os.environ["AVGPIPE_DATA"]) / case.data
+    if not case.module:
+        recipe = characters.RECIPE
+        size = recipe.batch_size // parts
+        return characters.built(data, seed, size), replace(recipe, batch_size=size)
     module: Any = importlib.import_module(f"avgpipe.workloads.{case.module}")
     recipe = module.PRESETS[name]["small"].training
-    data = Path(os.environ["AVGPIPE_DATA"]) / case.data
     size = recipe.batch_size // parts
     workload = build_workload(name, preset="small", data=data, seed=seed, batch_size=size)
     return workload, replace(recipe, batch_size=size)
@@ -177,7 +187,7 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
     batches = (batches or case.batches) * way.parts
     options = BuildOptions(max_batches=batches)
     asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
-    if way.warmup:
+    if way.warmup is not None:
         asked["warmup_rounds"] = round(way.warmup * batches)
     layers, rounds = layers_of(workload.layers), way.narrow and not on_ranks
     if "stages" in asked:
@@ -218,6 +228,7 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
         "seconds": seconds,
         "apart": apart,
         "busy": last.worker_busy_fraction,
+        "plan": json.loads(plan.to_json()),
     }
 
 

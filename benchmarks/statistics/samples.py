@@ -38,6 +38,11 @@ def samples_to(losses: Losses, target: float) -> float:
     return inf
 
 
+def loss_at(losses: Losses, part: float) -> float:
+    """Return the loss at the first validation that comes not before this part of the run."""
+    return next(loss for samples, loss in losses if samples >= round(part * losses[-1][0]))
+
+
 def rates(runs: Iterable[Run], workload: str) -> dict[str, dict[float, dict[int, Run]]]:
     """Return the runs of each way of a workload by learning rate and seed; "one, lr x 1.4" is way "one"."""
     found: dict[str, dict[float, dict[int, Run]]] = defaultdict(lambda: defaultdict(dict))

@@ -14,6 +14,7 @@ from benchmarks.statistics.samples import (
     best_rate,
     by_way,
     last_loss,
+    loss_at,
     passes_to,
     rates,
     target_of,
@@ -33,6 +34,7 @@ BARS = {
 }
 """Passes at most."""
 _MUON = "muon"
+_EARLY = {0.2: "a fifth", 0.4: "two fifths"}
 _HIGHER = 0.02  # above the worst seed of the baseline
 
 
@@ -54,6 +56,28 @@ def statistics_losses(record: Record) -> str:
         return f"{statistics.fmean(ends):.3f} ({max(ends) - min(ends):.3f})"
 
     return _by_workload(record, cell)
+
+
+def statistics_early(record: Record) -> str:
+    """Validation losses early in the run, mean of the seeds, and their distance to one pipeline's."""
+    names = _workloads(record)
+    found = {name: by_way(record["runs"], name) for name in names}
+    rows = [
+        (text, way, *(_early(found[name], way, part) for name in names))
+        for part, text in _EARLY.items()
+        for way in dict.fromkeys(way for ways in found.values() for way in ways)
+    ]
+    return table("part of the run | way | " + " | ".join(f"{name}:" for name in names), rows)
+
+
+def _early(ways: Ways, way: str, part: float) -> str:
+    if way not in ways:
+        return ""
+    losses = {seed: loss_at(run, part) for seed, run in ways[way].items()}
+    if way == BASELINE:
+        return f"{statistics.fmean(losses.values()):.3f}"
+    further = [loss - loss_at(ways[BASELINE][seed], part) for seed, loss in losses.items()]
+    return f"{statistics.fmean(losses.values()):.3f} ({statistics.fmean(further):+.3f})"
 
 
 def statistics_targets(record: Record) -> str:
@@ -110,7 +134,7 @@ def _passes(ways: Ways, way: str, slack: float) -> str:
     baseline = _MUON if way.startswith(_MUON) and _MUON in ways else BASELINE
     if way == baseline:
         return "1"
-    bar = BARS.get(way.removesuffix(", warm-up"))
+    bar = BARS.get(way.removesuffix(", warm-up").removesuffix(", default plan"))
     found = passes_to(ways, way, target_of(ways, slack, baseline), baseline)
     if found.median == inf:
         return "never" if bar is None else "**never**"

@@ -1,11 +1,16 @@
 """The tables and the picture of what each way of training learns."""
 
+import gzip
 import json
 
 import pytest
+import torch
 
-from benchmarks.statistics.record import picture, runs_of
+from benchmarks.statistics import characters
+from benchmarks.statistics.record import picture, plans_of, runs_of
+from benchmarks.statistics.run import WAYS
 from benchmarks.tables.statistics import (
+    statistics_early,
     statistics_losses,
     statistics_passes,
     statistics_search,
@@ -48,6 +53,54 @@ def test_passes_are_paired_by_seed_and_what_misses_its_bar_is_bold(record):
     assert cells(made, "2bw") == ["never |"]  # which has no bar
     assert cells(made, "halves, predicted") == ["**never** |"]
     assert cells(made, "muon, 2bw") == ["**never** |"]
+
+
+def test_a_default_plan_has_the_bar_of_its_pipelines():
+    found = [*RUNS[:2], *(run("N = 2, default plan", seed, 4.0, 3.0, 2.2) for seed in (0, 1))]
+    assert cells(statistics_passes({"runs": runs_of(found)}), "N = 2, default plan") == ["**never** |"]
+
+
+def test_early_losses_are_those_of_a_fifth_and_of_two_fifths_beside_one_pipeline():
+    one = [run("one", seed, 5.0, 4.0, 3.0, 2.5, 2.25 - 0.25 * seed) for seed in (0, 1)]
+    two = [run("N = 2, default plan", seed, 5.5, 4.0 + seed, 3.0, 2.5, 2.25) for seed in (0, 1)]
+    lines = statistics_early({"runs": runs_of([*one, *two])}).splitlines()
+    assert lines[2:] == [
+        "| a fifth | one | 5.000 |",
+        "| a fifth | N = 2, default plan | 5.500 (+0.500) |",
+        "| two fifths | one | 4.000 |",
+        "| two fifths | N = 2, default plan | 4.500 (+0.500) |",
+    ]
+
+
+def test_a_record_holds_one_plan_of_each_way_that_tells_it():
+    told = {**run("N = 2, lr x 2", 0, 2.0), "plan": {"pipelines": 2}}
+    assert plans_of([RUNS[0], told]) == {"N = 2": {"pipelines": 2}}
+    with pytest.raises(ValueError, match="'N = 2' was trained by several plans"):
+        plans_of([told, {**told, "plan": {"pipelines": 3}}])
+
+
+def test_default_plans_ask_for_nothing_but_their_pipelines():
+    ways = {name: way for name, way in WAYS.items() if name.endswith(", default plan")}
+    assert [way.plan for way in ways.values()] == [(("pipelines", 2),), (("pipelines", 4),)]
+    assert {way.warmup for way in ways.values()} == {None}
+
+
+def test_the_model_of_characters_sees_none_behind_and_knows_those_of_the_training_text(tmp_path):
+    for name, text in (("train", "abc\n" * 200), ("val", "abz\n" * 40)):
+        (tmp_path / f"{name}.de.gz").write_bytes(gzip.compress(text.encode()))
+    made, again, other = (characters.built(tmp_path, seed, 4) for seed in (0, 0, 1))
+    inputs, targets = next(iter(made.train_batches(0)))
+    assert inputs.shape == targets.shape == (4, characters.LENGTH)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    held_out, _ = next(iter(made.valid_batches()))
+    assert {*held_out.unique().tolist()} == {characters.UNKNOWN, 1, 2, 3}
+    net = torch.nn.Sequential(*made.layers)
+    changed = inputs.clone()
+    changed[:, 40:] = 1
+    assert torch.equal(net(inputs)[:, :40], net(changed)[:, :40])
+    first = [next(net.parameters()) for net in (made.layers[0], again.layers[0], other.layers[0])]
+    assert torch.equal(first[0], first[1])
+    assert not torch.equal(first[0], first[2])
 
 
 def test_losses_are_means_with_their_range(record):
