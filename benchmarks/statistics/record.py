@@ -42,12 +42,15 @@ def rows(path: Path) -> list[dict[str, Any]]:
 
 
 def runs_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return runs in the order of workloads, ways and seeds, their losses to a ten-thousandth."""
+    """Return runs in the order of workloads, ways and seeds, their losses to a ten-thousandth.
+
+    Those of an earlier record say of which.
+    """
     ways = list(dict.fromkeys(run["way"] for run in found))
     ordered = sorted(found, key=lambda r: ([*CASES].index(r["workload"]), ways.index(r["way"]), r["seed"]))
     return [
         {
-            **{name: run[name] for name in ("workload", "way", "seed", "lr")},
+            **{name: run[name] for name in ("workload", "way", "seed", "lr", "earlier") if name in run},
             "losses": [[samples, round(loss, 4)] for samples, loss, *_ in run["losses"]],
         }
         for run in ordered
@@ -59,9 +62,9 @@ def plans_of(found: list[dict[str, Any]]) -> dict[str, Any]:
     plans: dict[str, Any] = {}
     for run in found:
         way = run["way"].partition(TIMES)[0]
-        if run.get("plan", plans.get(way)) != plans.setdefault(way, run.get("plan")):
+        if "plan" in run and plans.setdefault(way, run["plan"]) != run["plan"]:
             raise ValueError(f"{way!r} was trained by several plans: make a record of each")
-    return {way: plan for way, plan in plans.items() if plan}
+    return plans
 
 
 def picture(found: list[dict[str, Any]], path: Path) -> Figure:

@@ -49,6 +49,7 @@ class Case(NamedTuple):
     module: str
     lr: float | None = None  # the best for one pipeline, where that is not the preset's
     muon_lr: float | None = None
+    longer: float = 1.0  # are runs of several pipelines, where the rate does not tell how long a run is
 
 
 CASES = {
@@ -56,7 +57,7 @@ CASES = {
     "awd-lstm": Case("wikitext-2", 340, "awd_lstm", lr=0.014, muon_lr=0.014),
     "gnmt": Case("multi30k-en-de", 440, "gnmt", lr=0.0112, muon_lr=0.016),
     "resnet": Case("cifar10-jpeg", 1900, "images", muon_lr=0.02),
-    "char": Case("multi30k-en-de", 500, ""),
+    "char": Case("multi30k-en-de", 500, "", longer=1.2),
 }
 
 
@@ -103,6 +104,8 @@ WAYS = {
     "one": Way.of(),
     "N = 2, default plan": Way.of(warmup=None, pipelines=2),
     "N = 4, default plan": Way.of(warmup=None, pipelines=4),
+    "N = 2, 5 % warm-up": Way.of(warmup=0.05, pipelines=2),
+    "N = 4, 5 % warm-up": Way.of(warmup=0.05, pipelines=4),
     "N = 2": Way.of(pipelines=2, rule="mean-gradient"),
     "N = 4": Way.of(pipelines=4, rule="mean-gradient"),
     "N = 2, warm-up": Way.of(warmup=WARM_UP, pipelines=2, rule="mean-gradient"),
@@ -184,11 +187,13 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
     smaller = way.parts if recipe.optimizer in ("sgd", "nt-asgd") else way.parts**0.5
     base = (case.muon_lr if muon else case.lr) or recipe.lr
     recipe = replace(recipe, lr=base * way.lr / smaller, lr_scaling="none", epochs=1000)
+    longer = 1.0 if batches or dict(way.plan).get("pipelines", 1) == 1 else case.longer
     batches = (batches or case.batches) * way.parts
     options = BuildOptions(max_batches=batches)
     asked = {"micro_batches": MICRO_BATCHES // way.parts, **dict(way.plan), **on_ranks}
     if way.warmup is not None:
         asked["warmup_rounds"] = round(way.warmup * batches)
+    batches, validations = round(longer * batches), round(longer * validations)
     layers, rounds = layers_of(workload.layers), way.narrow and not on_ranks
     if "stages" in asked:
         asked["stages"] = min(asked["stages"], len(layers))

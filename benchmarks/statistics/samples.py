@@ -38,9 +38,9 @@ def samples_to(losses: Losses, target: float) -> float:
     return inf
 
 
-def loss_at(losses: Losses, part: float) -> float:
-    """Return the loss at the first validation that comes not before this part of the run."""
-    return next(loss for samples, loss in losses if samples >= round(part * losses[-1][0]))
+def loss_at(losses: Losses, samples: float) -> float:
+    """Return the loss at the first validation after at least so many samples, or at the last where none is."""
+    return next((loss for done, loss in losses if done >= samples), losses[-1][1])
 
 
 def rates(runs: Iterable[Run], workload: str) -> dict[str, dict[float, dict[int, Run]]]:

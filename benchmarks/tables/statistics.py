@@ -52,7 +52,7 @@ def statistics_losses(record: Record) -> str:
     """Validation losses at the end, mean of the seeds, and the distance between the highest and the lowest."""
 
     def cell(ways: Ways, way: str) -> str:
-        ends = [losses[-1][1] for losses in ways[way].values()]
+        ends = [loss_at(losses, _length(ways)) for losses in ways[way].values()]
         return f"{statistics.fmean(ends):.3f} ({max(ends) - min(ends):.3f})"
 
     return _by_workload(record, cell)
@@ -73,11 +73,17 @@ def statistics_early(record: Record) -> str:
 def _early(ways: Ways, way: str, part: float) -> str:
     if way not in ways:
         return ""
-    losses = {seed: loss_at(run, part) for seed, run in ways[way].items()}
+    samples = round(part * _length(ways))
+    losses = {seed: loss_at(run, samples) for seed, run in ways[way].items()}
     if way == BASELINE:
         return f"{statistics.fmean(losses.values()):.3f}"
-    further = [loss - loss_at(ways[BASELINE][seed], part) for seed, loss in losses.items()]
+    further = [loss - loss_at(ways[BASELINE][seed], samples) for seed, loss in losses.items()]
     return f"{statistics.fmean(losses.values()):.3f} ({statistics.fmean(further):+.3f})"
+
+
+def _length(ways: Ways) -> int:
+    """Return the samples of a run of one pipeline: others may be longer."""
+    return max(losses[-1][0] for losses in ways[BASELINE].values())
 
 
 def statistics_targets(record: Record) -> str:

@@ -107,6 +107,13 @@ def test_losses_are_means_with_their_range(record):
     assert cells(statistics_losses(record), "one") == ["1.995 (0.010) |"]
 
 
+def test_a_longer_run_counts_where_one_pipelines_ends_and_may_reach_the_target_later():
+    longer = [run("N = 2", seed, 4.0, 3.0, 2.2, 1.8) for seed in (0, 1)]
+    found = {"runs": runs_of([*RUNS[:2], *longer])}
+    assert cells(statistics_losses(found), "N = 2") == ["2.200 (0.000) |"]
+    assert cells(statistics_passes(found), "N = 2") == ["**1.166** (1.162 to 1.166) |"]
+
+
 def test_targets_are_those_of_one_pipeline_with_each_optimizer(record):
     made = statistics_targets(record)
     assert "| gnmt | one | 0.01 | 2.010 | 2 |" in made
