@@ -14,7 +14,7 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial, wraps
 from html import escape
@@ -884,8 +884,10 @@ class Pipeline:
         self.drain()
         which = self._which(weights)
         batches = map(pair, _not_empty(loader))
-        if self._options.loss_modes is not None:
-            self._options.loss_modes.train(False)
+        loss_modes = self._options.loss_modes
+        evaluating: AbstractContextManager[None] = (
+            nullcontext() if loss_modes is None else loss_modes.evaluating()
+        )
 
         def evaluate(modes: CallerModes) -> dict[str, Any]:
             sums, given = partial(MetricSums, self._options, metric_fn), modes.made_outside(batches)
@@ -896,9 +898,9 @@ class Pipeline:
 
         if isinstance(which, int):
             self._come_in()
-            with self._settling() as modes:
+            with evaluating, self._settling() as modes:
                 return EvaluationResult(**evaluate(modes))
-        with self._settling() as modes:
+        with evaluating, self._settling() as modes:
             found = self._once(f"evaluation of {which}", partial(evaluate, modes))
             # What has drawn from it goes on alike in all pipelines.
             deque(modes.made_outside(batches), maxlen=0)

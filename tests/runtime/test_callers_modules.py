@@ -104,6 +104,17 @@ def test_evaluation_has_the_loss_in_its_mode() -> None:
         )
 
 
+def test_evaluation_leaves_the_loss_as_it_was_given_for_who_trains_with_it_next() -> None:
+    data, loss_fn = batches(), Distilled().double()
+    found = []
+    for _ in range(2):
+        with Pipeline(frozen("module"), PLANS["one"], loss_fn=loss_fn, optimizer=momentum) as pipeline:
+            found.append([result.loss for result in pipeline.train(data)])
+            pipeline.evaluate(data)
+        assert [loss_fn.training, loss_fn.teacher.training] == [True, False]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_a_model_in_evaluation_mode_as_a_whole_is_trained_and_says_so(
     is_whole: bool, caplog: pytest.LogCaptureFixture

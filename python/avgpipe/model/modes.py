@@ -73,6 +73,15 @@ class Modes:
         for module in self._kept:
             module.training = False
 
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Have the module evaluate inside of the ``with`` block, and train after it as whoever gave it left it."""
+        self.train(False)
+        try:
+            yield
+        finally:
+            self.train()
+
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
