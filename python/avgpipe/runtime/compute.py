@@ -515,13 +515,9 @@ class Compute:
             elif roots:
                 run_backward(roots, grads)
         except RuntimeError as error:
-            if "a second time" not in str(error):
+            if (explained := _explained(error, step)) is None:
                 raise
-            raise StageError(
-                f"the backward of {step} comes to a graph whose backward has run: the loss, or a layer, uses a tensor "
-                "of an earlier forward, as one that a hook or an attribute has kept. Each micro-batch has a forward "
-                "and a backward of its own: detach() what is kept, or let the model return it"
-            ) from error
+            raise explained from error
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:
@@ -538,6 +534,15 @@ class Compute:
         for skip, tensors in zip(self._arrivals, saved.arrived):
             to = route.at(skip.stage, m)
             self._port.send(Message.SKIP_GRADIENT, to, step.batch, m, [x.grad for x in tensors])
+
+    def backward_weight(self, state: BatchState, step: Step) -> None:
+        """Run the part of a micro-batch's backward that is for the weights."""
+        try:
+            state.deferred.pop(step.micro_batch).run()
+        except RuntimeError as error:
+            if (explained := _explained(error, step)) is None:
+                raise
+            raise explained from error
 
     def _check_learns(self, state: BatchState) -> None:
         """Refuse a batch that has losses, and no gradient of any; as of a share of a batch, of which one may do."""
@@ -563,6 +568,16 @@ class Compute:
             received = [*received, *chain(*(self._port.take(key) for key in step.needs[1:]))]
         pairs = [(edge, grad) for edge, grad in zip(roots, received) if grad is not None]
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
+
+
+def _explained(error: RuntimeError, step: Step) -> StageError | None:
+    if "a second time" not in str(error):
+        return None
+    return StageError(
+        f"the backward of {step} comes to a graph whose backward has run: the loss, or a layer, uses a tensor of an "
+        "earlier forward, as one that a hook or an attribute has kept. Each micro-batch has a forward and a backward "
+        "of its own: detach() what is kept, or let the model return it"
+    )
 
 
 def _edges(value: Any) -> list[GradientEdge]:

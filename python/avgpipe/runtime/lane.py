@@ -173,7 +173,7 @@ class Lane:
                     state.loss_scale = self.trained.loss_scale.at(state.version.number)
                 self.compute.forward(state, step)
             elif kind is StepKind.BACKWARD_WEIGHT:
-                state.deferred.pop(step.micro_batch).run()
+                self.compute.backward_weight(state, step)
             else:
                 self.compute.backward(state, step)
             state.computing_left -= 1
