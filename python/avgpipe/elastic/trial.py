@@ -75,7 +75,7 @@ class TrialSteps:
             for p, z, _ in self._pairs:
                 if p not in shown:
                     whole.pop(z, None)
-        if self._shown[0] is whole and self._shown[1] == len(whole) and self._shown[2] == len(shown):
+        if self._shown[0] is whole and self._shown[1] == len(whole) and self._shown[2] <= len(shown):
             return  # the same values in the same places
         shown.clear()
         shown.update({p: whole[z] for p, z, _ in self._pairs if z in whole})

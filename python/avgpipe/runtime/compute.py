@@ -21,6 +21,7 @@ from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, sample_count, to_device
+from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
 from avgpipe.runtime.branches import Branches
@@ -314,7 +315,9 @@ class Compute:
         )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self._branches = Branches()
-        self._branches.done = options.check == "off" or options.cuda_graphs
+        # A mode of torch's functions would have compiled layers compiled once more.
+        is_plain = not options.cuda_graphs and not any(map(is_compiled, trained.stage.modules()))
+        self._branches.done = options.check == "off" or not is_plain
         self._has_learnt = False
         self.measures = False
         self.saved_bytes = 0
