@@ -378,6 +378,9 @@ class Pipeline:
         learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
         warn_of_hooks(plan, learning)
         if check != "off":
+            # Before the optimizers that train: a script may keep the last one that it has made.
+            if plan.stages > 1 and os.environ.get("RANK", "0") == "0":
+                warn_of_steps(optimizer, self._model.trainable, learning)
             groups = groups_of_whole(optimizer, learning)
             options = replace(options, groups=groups, callers=callers(learning))
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
@@ -408,7 +411,6 @@ class Pipeline:
         if check != "off" and not self.world.rank:
             if plan.stages > 1:
                 warn_of_graphs(module for layer in layers for module in layer.modules())
-                warn_of_steps(optimizer, self._model.trainable, learning)
             self._worker.audit = Audit(
                 model,
                 layers,
@@ -425,7 +427,8 @@ class Pipeline:
                 or (plan.weights or "flush") != "flush",
             )
         if check != "off":
-            self._worker.outside = outside_of(model, layers)
+            outside = outside_of(model, layers)
+            self._worker.outside = outside if outside.reads else None
         self._memory_limit_bytes = memory_limit_bytes
         self.advance: AdvanceChoice | None = None  # what advance="auto" has chosen
         self._choose_at = _MEASURED_BATCHES * plan.batches_per_round if plan.advance == "auto" else None

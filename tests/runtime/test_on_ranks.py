@@ -71,7 +71,7 @@ def learn_tied(wire: str | None, replication: list[int] | None = None) -> torch.
     held: list[nn.Parameter] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        held.extend(parameters)
+        held[:] = parameters
         return momentum(held)
 
     plan = Plan(stages=2, micro_batches=2, replication=replication)

@@ -98,6 +98,11 @@ class Outside:
         if _ENVIRONMENT & set(code.co_names):
             self._read[("environ",)] = "os.environ", lambda: hash(frozenset(os.environ.items()))
 
+    @property
+    def reads(self) -> bool:
+        """Whether there is any variable."""
+        return bool(self._read)
+
     def changed(self) -> str | None:
         """Name the first variable that is another one now; None if there is none."""
         for key, (name, read) in self._read.items():
