@@ -264,7 +264,9 @@ def _centred(name: str, how: str, what: str) -> None:
 
 
 _centred("buffer moved in place", "in place", "A moving mean in a buffer, moved in place by each forward.")
-_centred("buffer replaced", "replaced", "A moving mean in a buffer, which each forward assigns anew.")
+_centred(
+    "buffer replaced", "replaced", "A moving mean in a buffer, to which each forward assigns another tensor."
+)
 _centred("buffer by data", "by data", "A moving mean in a buffer, whose .data each forward assigns.")
 _centred("buffer not saved", "not saved", "A moving mean in a buffer with persistent=False.")
 _centred("state in an attribute", "attribute", "A moving mean in a plain tensor attribute.")

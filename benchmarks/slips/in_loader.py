@@ -25,7 +25,7 @@ def _dataset(script: Script) -> TensorDataset:
 
 
 class Generated:
-    """A loader that makes an iterator anew each time."""
+    """A loader that makes another iterator each time."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -146,7 +146,7 @@ def _(script: Script, draw: random.Random) -> None:
 
 @slip(
     "a curriculum",
-    "The loop tells the loader how hard the next batch shall be, by the last loss.",
+    "The loop sets how hard the loader makes the next batch, by the last loss.",
     design="Pipeline.train: the loader is a batch ahead of the loop",
     fits=float_input,
 )

@@ -172,8 +172,8 @@ def _(script: Script, draw: random.Random) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                told = self.teacher(x)
-            return self.inner(x) + 0.1 * told
+                target = self.teacher(x)
+            return self.inner(x) + 0.1 * target
 
     script.replace(place(draw), Taught)
 
@@ -196,7 +196,7 @@ def _(script: Script, draw: random.Random) -> None:
                 if self.training:
                     for mine, theirs in zip(self.teacher.parameters(), self.inner.parameters()):
                         mine.lerp_(theirs, 0.5)
-                told = self.teacher(x)
-            return self.inner(x) + 0.1 * told
+                target = self.teacher(x)
+            return self.inner(x) + 0.1 * target
 
     script.replace(place(draw), Following)

@@ -31,7 +31,9 @@ class Case(NamedTuple):
 
 CASES = {
     "nothing": Case("Every rank does the same.", ""),
-    "no seeds": Case("Nobody seeds the model, and avgpipe run is told not to.", "manual_seed", "none"),
+    "no seeds": Case(
+        "The script does not seed its model, and avgpipe run has --seed none.", "manual_seed", "none"
+    ),
     "a seed by rank": Case("Each rank seeds its model by its rank.", "manual_seed"),
     "another order": Case("Each rank shuffles its batches by a seed of its own.", "not the same"),
     "another order later": Case("Orders differ from the fifth batch on.", "not the same"),

@@ -114,7 +114,7 @@ def chosen(arguments: argparse.Namespace) -> Iterable[tuple[str, str]]:
 
 
 def kept(trials: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return how many trials of each slip and plan have which verdict, and those that nobody was told of."""
+    """Count the verdicts of each slip and plan, and return the trials that are silent or fail."""
     counts: dict[str, dict[str, dict[str, int]]] = {}
     for trial in trials:
         of_plan = counts.setdefault(trial["slip"], {}).setdefault(trial["plan"], {})

@@ -1,4 +1,4 @@
-"""A slip: a change of a training script that an ordinary user may make, and what counts as told."""
+"""A slip: a change of a training script that an ordinary user may make, and which warnings are about it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Slip:
     Attributes:
         name: in tables.
         what: a sentence for readers.
-        make: changes a script, and may tell what it has drawn.
+        make: changes a script, and may return what it has drawn.
         fits: whether a script can have it.
         about: what a warning must match to be about this slip; None: no warning is.
         design: where the documentation says that training differs; "" if it does not.

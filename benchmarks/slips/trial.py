@@ -93,7 +93,7 @@ class Bench:
         return self._slip.applies(build(self._name, self._seed, self._slip.dtype))
 
     def script(self) -> Script:
-        """Make the script anew, with the same slip; all generators begin alike."""
+        """Make the script once more, with the same slip; all generators begin alike."""
         script = build(self._name, self._seed, self._slip.dtype)
         if self._slip.mixes:
             _without_batch_norms(script.model)

@@ -1,8 +1,8 @@
 """Tensors of one value that lie in each other's memory, on their way over a cut.
 
 On one device a layer that writes to one of them changes the others. A message gives each tensor memory of its own. So
-of tensors that are views of another one of the same value, only that one is sent, and the others are made anew where it
-arrives: they are one memory again, and gradients of views add up there.
+of tensors that are views of another one of the same value, only that one is sent. Where it arrives, the others are made
+from it: they are one memory again, and gradients of views add up there.
 """
 
 from __future__ import annotations
