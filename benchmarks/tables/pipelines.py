@@ -97,6 +97,37 @@ def overhead(record: Record) -> str:
     return table("| us per action:", rows)
 
 
+def audit(record: Record) -> str:
+    """Say what the first batches take with the audit, and without."""
+    rows = []
+    for row in record["rows"]:
+        off, on = (row["first_s"][check] for check in ("off", "first-batch"))
+        least, most = (row["peak_mib"][check] for check in ("off", "first-batch"))
+        more = against(row["more_batches"], most=3.0, digits=1)
+        rows.append(
+            (
+                *(row["model"], ms(row["later_s"]), ms(off), ms(on), more),
+                *(f"{least:,.0f}", f"{most:,.0f}", f"{most - least:+,.0f}"),
+            )
+        )
+    first = record["first"]
+    return table(
+        f"model | a later batch, ms: | first {first} without, ms: | with, ms: | more, in later batches: | "
+        "peak without, MiB: | with, MiB: | more, MiB:",
+        rows,
+    )
+
+
+def audit_later(record: Record) -> str:
+    """Compare batches after the first ones with and without the audit."""
+    rows = []
+    for row in record["later"]:
+        low, _, high = statistics.quantiles(row["ratios"], n=4)
+        ratio = against(row["ratio"], most=1.01, digits=3)
+        rows.append((row["what"], f"{row['off_ms']:.3f}", ratio, f"{low:.3f} to {high:.3f}"))
+    return table("batch of | without, ms: | with, over without: | quartiles:", rows)
+
+
 def latency(record: Record) -> str:
     (section,) = (s for s in record["sections"] if s["question"] == "latency")
     bars = {"shm, the ring alone, spinning": 2.0, "shm, the ring alone, sleeping": 35.0}

@@ -27,9 +27,7 @@ from avgpipe.model.recording import generators, set_generators
 # On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix product.
 # On GPUs it takes longer, but there kernels are often fused.
 _FLOPS_PER_BYTE = 8
-_MOST_OPERATORS = (
-    200_000  # of one count, which is seconds; unlike a time, a number of them is the same on all ranks
-)
+_MOST_OPERATORS = 200_000  # of one count, which is seconds. A number is the same on all ranks, a time is not
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _aten = torch.ops.aten
 

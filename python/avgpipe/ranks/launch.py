@@ -321,9 +321,8 @@ def start(
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()
-    outlives_terminal = (
-        signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    )  # as with nohup; torch would handle it
+    # As with nohup; torch would handle it.
+    outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     processes = elastic.start_processes(
         "avgpipe",
         commands[0][0],

@@ -2,8 +2,8 @@
 
 The model runs as it was given, and then as its stages run: each stage gets a copy of the previous stage's output, and
 returns gradients for it. Both runs start from the same weights, buffers and random numbers, on copies of the modules.
-So a difference that a cut makes is found before the first batch is trained on. And the
-model runs on samples in micro-batches, and on all of them at once.
+So a difference that a cut makes is found before the first batch is trained on. Further, the model runs on samples in
+micro-batches, and on all of them at once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ from avgpipe.runtime.stage import Inputs, folds
 _log = logging.getLogger("avgpipe")
 
 _SAMPLES = 3  # at most, and not more than a quarter of the batch, if that are two
-_CUT = (
-    8  # likewise, but not more than half of it, where they are cut into micro-batches of two samples or three
-)
+_CUT = 8  # likewise, but not more than half of it, where micro-batches are cut, of two samples or three
 _EVERY = 100  # batches between two looks of check="every"
 _OTHERWISE = {
     True: "the stages do not compute what the model does",
@@ -236,10 +234,8 @@ class Audit:
             return
         parts = max(2, samples // 2)
         pieces, sizes = split(inputs, parts, samples, dims.inputs), sizes_of(samples, parts)
-        coins, training = (
-            self._coins,
-            not (self._draws or self._coins),
-        )  # each micro-batch has draws of its own
+        coins = self._coins
+        training = not (self._draws or coins)  # each micro-batch has draws of its own
         try:
             expected, draws = self._run_pieces([inputs], [samples], training)
             got, _ = self._run_pieces(pieces, sizes, training)

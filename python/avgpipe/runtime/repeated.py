@@ -23,9 +23,8 @@ class Repeated:
 
     def __init__(self, layers: nn.Module) -> None:
         self._layers = layers
-        self._moving: set[str] | None = (
-            None  # names of buffers that forwards write to; None before the first one
-        )
+        # Names of buffers that forwards write to; None before the first one.
+        self._moving: set[str] | None = None
 
     def forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return what runs ``run`` at its first call, and later as if it were that call."""
