@@ -451,8 +451,15 @@ class Pipeline:
 
     def _connect(self) -> None:
         """Meet the other ranks, and make this one's part."""
-        options, plan, layers, initial = self._options, self.plan, self._layers, self._initial
         self.world = World(self._timeout_s, self._members)
+        try:
+            self._make_part()
+        except Exception as error:  # the other ranks may have nothing to refuse
+            self.world.report(error)
+            raise
+
+    def _make_part(self) -> None:
+        options, plan, layers, initial = self._options, self.plan, self._layers, self._initial
         if options.prepare is not None:
             check_prepared(options, plan, self.world.size)
         self.world.require_same("plan", plan.to_json())

@@ -227,3 +227,38 @@ def test_what_differs_between_ranks_ends_the_run_and_is_named_on_both(what: str)
 @pytest.mark.ranks
 def test_what_is_alike_trains() -> None:
     assert run(2, used, what="nothing") == ["", ""]
+
+
+def refused_on_one(rank_that_refuses: int) -> list[str]:
+    """What a script finds that goes on with another pipeline after a refusal, on this rank."""
+    rank, found = int(os.environ["RANK"]), []
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if rank == rank_that_refuses:
+            raise ValueError("no optimizer for these")
+        return momentum(parameters)
+
+    for function in (optimizer, momentum):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        plan = Plan(stages=2, micro_batches=2)
+        try:
+            with Pipeline(
+                model, plan, loss_fn=LOSS, optimizer=function, timeout_s=60, check="off"
+            ) as pipeline:
+                list(pipeline.train([(torch.ones(4, 4), torch.zeros(4, 2))]))
+            found.append("")
+        except (ValueError, PipelineError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+@pytest.mark.promise(0)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_refuses_ends_the_pipeline_on_the_others_and_the_next_one_trains(rank: int) -> None:
+    found = run(2, refused_on_one, rank_that_refuses=rank)
+    assert [of[1] for of in found] == ["", ""]
+    assert found[rank][0].endswith("no optimizer for these")
+    assert re.fullmatch(
+        f"PeerLost: rank {1 - rank} stops because of rank {rank}: .*no optimizer for these",
+        found[1 - rank][0],
+    )

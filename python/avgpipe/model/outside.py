@@ -147,7 +147,5 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
 
 
 def _is_library(function: FunctionType) -> bool:
-    return (function.__module__ or "torch").split(".")[0] in (
-        "torch",
-        "transformers",
-    )  # None: it was made of a graph
+    module = function.__module__ or "torch"  # None: it was made of a graph
+    return module.split(".")[0] in ("torch", "transformers")

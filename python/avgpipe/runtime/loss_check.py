@@ -204,9 +204,7 @@ class LossCheck:
         call = _Again(self._loss_fn, _device_of(output))
         try:
             looked = self._evaluate(call, *spread(output, target), samples)
-        except (
-            Exception
-        ):  # of any kind: the caller's function was not made for values of these shapes or dtypes
+        except Exception:  # of any kind: the function was not made for such shapes or dtypes
             return False
         finally:
             call.put_back()
