@@ -128,5 +128,5 @@ def test_autocast_around_training_is_torchs_and_one_that_a_loader_leaves_on_is_r
             ValueError, match=r"the loader has left torch.autocast on.*autocast=torch.bfloat16"
         ):
             list(pipeline.train(loader()))
-        torch.set_autocast_enabled("cpu", False)  # as the generator would, had it gone on
+        assert not torch.is_autocast_enabled("cpu")
         assert all(torch.equal(before[name], value) for name, value in pipeline.state_dict().items())

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -402,6 +402,8 @@ class Prefetch:
             was = _autocasts()
             pairs = [pair(batch) for batch in islice(self._source, self._count)]
             if _autocasts() and not was:
+                if isinstance(self._source, Generator):
+                    self._source.close()  # ends it, so that what comes after the refusal is not cast
                 raise ValueError(
                     "the loader has left torch.autocast on, as a generator does that yields inside of it: which layers "
                     "it reaches would depend on when batches are fetched. Yield outside of it, and train with "
