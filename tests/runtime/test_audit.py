@@ -478,6 +478,19 @@ def test_what_micro_batches_change_is_warned_of(
     assert not [record for record in caplog.records if "micro-batches" in record.message]
 
 
+class InFloat32(nn.Module):
+    """Scales by a norm and a weight as many transformers do, in float32 whatever the model's dtype is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return (self.weight.float() * normed).to(x.dtype)
+
+
 SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.5),
     "batch norm": lambda: nn.BatchNorm1d(8),
@@ -490,6 +503,7 @@ SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
     ),
     "in place": lambda: F(lambda x: (x + 1).mul_(2)),
     "an index": lambda: F(lambda x: x[:, torch.arange(8).flip(0)]),
+    "a norm in float32 of a model in float64": InFloat32,
 }
 
 

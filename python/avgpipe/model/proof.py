@@ -12,9 +12,15 @@ from torch.utils._pytree import tree_leaves
 
 # Elements of a gradient that are compared: all of them would take as much memory as the model.
 _MOST = 1 << 20
-# Of the largest number in a tensor, and in all that are compared; 16 bits round to much less.
+
+Rounding = tuple[float, float]  # of the largest number in a tensor, and in all that are compared
+
+# More than rounding does.
 _TOLERANCES = {torch.float64: (1e-8, 1e-11), torch.complex128: (1e-8, 1e-11)}
-_TOLERANCE, _TOLERANCE_16 = (1e-4, 1e-6), (5e-2, 1e-2)
+_TOLERANCE = 1e-4, 1e-6
+TO_16_BITS = 5e-2, 1e-2
+# Where samples are added up in another order. In float64, too: parts of a model may compute in float32.
+OTHER_SUMS = 1e-3, 1e-5
 
 
 class Outcome(NamedTuple):
@@ -45,16 +51,19 @@ def difference(model: nn.Module, whole: Callable[[], Any], stages: Callable[[], 
         return compared(_outcome(whole(), parameters), _outcome(stages(), parameters))
 
 
-def compared(expected: Outcome, got: Outcome, coarse: bool = False) -> str | None:
-    """Say how the stages' outcome, ``got``, differs from the model's; None if by rounding (``coarse``: to 16 bits)."""
+def compared(expected: Outcome, got: Outcome, rounding: Rounding = (0.0, 0.0)) -> str | None:
+    """Say how the stages' outcome, ``got``, differs from the model's; None if by rounding.
+
+    ``rounding``: what it may do at least, of the largest number in a tensor, and in all; by default, what dtypes say.
+    """
     counts = len(expected.outputs), len(got.outputs)
     if counts[0] != counts[1]:
         return f"the model returns {counts[0]} tensors and the stages {counts[1]}"
     numbered = {f"output {n}": t for n, t in enumerate(expected.outputs)}
-    found = _largest(numbered, dict(zip(numbered, got.outputs)), coarse)
-    if found is None and (found := _largest(expected.gradients, got.gradients, coarse)) is not None:
+    found = _largest(numbered, dict(zip(numbered, got.outputs)), rounding)
+    if found is None and (found := _largest(expected.gradients, got.gradients, rounding)) is not None:
         found = f"gradient of {found}"
-    if found is None and (found := _largest(expected.buffers, got.buffers, coarse)) is not None:
+    if found is None and (found := _largest(expected.buffers, got.buffers, rounding)) is not None:
         found = f"buffer {found}"
     return found
 
@@ -94,7 +103,7 @@ def _number(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _largest(
-    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], coarse: bool
+    expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], rounding: Rounding
 ) -> str | None:
     """Say where two sets of tensors differ most; None if nowhere."""
     if lost := sorted(expected.keys() ^ got.keys()):
@@ -108,7 +117,7 @@ def _largest(
     sizes = {name: size_of(t) for name, t in expected.items() if t.numel()}
     largest, worst, found = max(sizes.values(), default=0.0), 0.0, None
     for name, size in sizes.items():
-        own, of_all = _TOLERANCE_16 if coarse else _tolerance(expected[name].dtype)
+        own, of_all = max(rounding, _tolerance(expected[name].dtype))
         by, limit = distance(expected[name], got[name]), own * size + of_all * largest
         if by > limit and (excess := by / max(limit, 1e-30)) > worst:
             worst, found = excess, f"{name} differs by {by:.2g}, where its numbers are up to {size:.2g}"
@@ -132,6 +141,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
 
 
-def _tolerance(dtype: torch.dtype) -> tuple[float, float]:
+def _tolerance(dtype: torch.dtype) -> Rounding:
     narrow = dtype.is_floating_point and dtype.itemsize <= 2
-    return _TOLERANCES.get(dtype, _TOLERANCE_16 if narrow else _TOLERANCE)
+    return _TOLERANCES.get(dtype, TO_16_BITS if narrow else _TOLERANCE)

@@ -40,7 +40,7 @@ from avgpipe.model.model import is_chain, stage_layers, without_adapters
 from avgpipe.model.modes import Modes
 from avgpipe.model.outside import Outside
 from avgpipe.model.pieces import BlockChain
-from avgpipe.model.proof import Outcome, compared, number_of, some
+from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
 from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
 from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.loss_check import leaves_of
@@ -171,16 +171,16 @@ class Audit:
             )
             return
         self._tell_of_writing()
-        coarse = self._is_coarse
+        rounding = self._rounding
         for expected, training, learns, again in ways:
             try:
-                found = compared(expected, self._run_stages(inputs, training, learns, again), coarse)
+                found = compared(expected, self._run_stages(inputs, training, learns, again), rounding)
             except Exception as error:  # of any kind, of the layers' code: the model's has run
                 found = reason(error)
             if found is None:
                 continue
             if (
-                unstable := compared(expected, self._run_model(inputs, training, learns), coarse)
+                unstable := compared(expected, self._run_model(inputs, training, learns), rounding)
             ) is not None:
                 self._left_out = (
                     f"it does not do the same twice on the same samples, weights, buffers and random numbers: "
@@ -239,7 +239,7 @@ class Audit:
         try:
             expected, draws = self._run_pieces([inputs], [samples], training)
             got, _ = self._run_pieces(pieces, sizes, training)
-            found = None if draws else compared(expected, got, self._is_coarse)
+            found = None if draws else compared(expected, got, max(self._rounding, OTHER_SUMS))
         except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
             found = f"it does not run on {sizes[-1]} of them ({reason(error)})"
         if coins:
@@ -353,9 +353,10 @@ class Audit:
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
 
     @property
-    def _is_coarse(self) -> bool:
-        """Whether layers compute in 16 bits, as asked for here or around the caller."""
-        return self._autocast is not None or torch.is_autocast_enabled(self._device.type)
+    def _rounding(self) -> Rounding:
+        """What rounding may do at least: more where layers compute in 16 bits, as asked for here or by the caller."""
+        is_cast = self._autocast is not None or torch.is_autocast_enabled(self._device.type)
+        return TO_16_BITS if is_cast else (0.0, 0.0)
 
     def _has_drawn(self, before: list[torch.Tensor]) -> bool:
         """Whether torch's generators have other states than ``before``."""
