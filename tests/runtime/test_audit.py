@@ -478,6 +478,29 @@ def test_what_micro_batches_change_is_warned_of(
     assert not [record for record in caplog.records if "micro-batches" in record.message]
 
 
+SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
+    "dropout": lambda: nn.Dropout(0.5),
+    "batch norm": lambda: nn.BatchNorm1d(8),
+    "dropout in a layer that is not asked": lambda: F(lambda x: nn.functional.dropout(x, 0.5)),
+    "batch norm and dropout": lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)),
+    "layer norm": lambda: nn.LayerNorm(8),
+    "a frozen layer": lambda: nn.Linear(8, 8).requires_grad_(False),
+    "attention": lambda: F(
+        lambda x: x + nn.functional.scaled_dot_product_attention(*[x[:, None, None]] * 3)[:, 0, 0]
+    ),
+    "in place": lambda: F(lambda x: (x + 1).mul_(2)),
+    "an index": lambda: F(lambda x: x[:, torch.arange(8).flip(0)]),
+}
+
+
+@pytest.mark.parametrize("layer", SAMPLEWISE.values(), ids=SAMPLEWISE)
+def test_layers_that_take_each_sample_by_itself_are_not(
+    layer: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    train(chain(layer()))
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 class InFloat32(nn.Module):
     """Scales by a norm and a weight as many transformers do, in float32 whatever the model's dtype is."""
 
@@ -491,27 +514,10 @@ class InFloat32(nn.Module):
         return (self.weight.float() * normed).to(x.dtype)
 
 
-SAMPLEWISE: dict[str, Callable[[], nn.Module]] = {
-    "dropout": lambda: nn.Dropout(0.5),
-    "batch norm": lambda: nn.BatchNorm1d(8),
-    "dropout in a layer that is not asked": lambda: F(lambda x: nn.functional.dropout(x, 0.5)),
-    "batch norm and dropout": lambda: nn.Sequential(nn.BatchNorm1d(8), nn.Dropout(0.5)),
-    "layer norm": lambda: nn.LayerNorm(8),
-    "a frozen layer": lambda: nn.Linear(8, 8).requires_grad_(False),
-    "attention": lambda: F(
-        lambda x: x + nn.functional.scaled_dot_product_attention(*[x[:, None, None]] * 3)[:, 0, 0]
-    ),
-    "in place": lambda: F(lambda x: (x + 1).mul_(2)),
-    "an index": lambda: F(lambda x: x[:, torch.arange(8).flip(0)]),
-    "a norm in float32 of a model in float64": InFloat32,
-}
-
-
-@pytest.mark.parametrize("layer", SAMPLEWISE.values(), ids=SAMPLEWISE)
-def test_layers_that_take_each_sample_by_itself_are_not(
-    layer: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
-) -> None:
-    train(chain(layer()))
+def test_a_part_of_a_model_in_float64_may_round_as_float32_does(caplog: pytest.LogCaptureFixture) -> None:
+    plan = Plan(stages=2, micro_batches=2, partition=[2])
+    with Pipeline(chain(InFloat32()).double(), plan, loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train([(x.double(), y.double()) for x, y in batches()]))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
