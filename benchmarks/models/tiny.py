@@ -47,11 +47,12 @@ def build(family: Family) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     try:
-        plain(copy.deepcopy(model).double(), steps=1)
+        model, trained = model.double(), plain(copy.deepcopy(model).double(), steps=1)
     except Exception:
-        plain(copy.deepcopy(model), steps=1)
-        return model
-    return model.double()
+        model, trained = model.float(), plain(copy.deepcopy(model).float(), steps=1)
+    if not all(bool(grad.isfinite().all()) for grad in trained.gradients.values()):
+        raise ValueError("its gradients are not finite in a plain loop")
+    return model
 
 
 def _make_certain(config: Any) -> None:

@@ -265,8 +265,8 @@ class Pipeline:
             warn where it is not. Ranks must be given the same batches, of which some are compared, and loaders must end
             with the same one. The first rank runs the model as it was given and as its stages run it, on samples of the
             batch: outputs, gradients and buffers must be equal, also in evaluation and with recomputation. That takes
-            the time of some batches, and memory for the gradients of the whole model, twice; the model's code and hooks
-            run a few times more, on copies of its modules. A model that computes something else of a batch in
+            the time of some batches, and memory for a copy of the whole model and for its gradients, twice; its code
+            and hooks run a few times more, on copies of its modules. A model that computes something else of a batch in
             micro-batches than of the whole one, as its layers mix samples or count forwards, is warned of. What has no
             gradient is named. An optimizer must give all parameters together, as the script's model has them, the same
             options as stage by stage; one of the caller's own class tries steps on small tensors. A loss function is

@@ -602,6 +602,59 @@ def test_with_one_pipeline_it_trains_as_on_one_device(K: int, caplog: pytest.Log
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+class Rescales(nn.Module):
+    """Has smaller weights in evaluation, as RWKV has; by ``factor``."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor, self.is_small = nn.Linear(8, 8), factor, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.is_small == self.training:
+            with torch.no_grad():
+                self.linear.weight.mul_(self.factor if self.training else 1 / self.factor)
+            self.is_small = not self.training
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_a_parameter_that_is_written_to_in_evaluation_trains_as_on_one_device(factor: float) -> None:
+    plan, model = Plan(stages=2, micro_batches=2, partition=[2]), chain(Rescales(factor))
+    assert_same_training(
+        train_pipeline(model, plan, batches(), LOSS, momentum),
+        train_on_one_device(model, batches(), LOSS, momentum),
+        1e-6,
+    )
+
+
+def test_writing_that_changes_no_value_is_none() -> None:
+    model = chain(Rescales(1.0))
+    with Pipeline(
+        model, Plan(stages=2, micro_batches=2, partition=[2]), loss_fn=LOSS, optimizer=momentum
+    ) as p:
+        p.predict(batches()[0][0])  # which the first forward in training undoes
+        list(p.train(batches()))
+
+
+class WantsGradients(nn.Module):
+    """Makes its input want a gradient, as what calls torch's checkpoint may."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        if self.training:
+            x.requires_grad = True
+        return x[:, 0] * 1.5
+
+
+def test_a_leaf_that_a_forward_makes_is_no_foreign_parameter() -> None:
+    plan, model = Plan(stages=2, micro_batches=2, partition=[2]), nn.Sequential(WantsGradients(), *chain())
+    assert_same_training(
+        train_pipeline(model, plan, batches(), LOSS, momentum),
+        train_on_one_device(model, batches(), LOSS, momentum),
+        1e-6,
+    )
+
+
 class AddsNoise(nn.Module):
     """Writes to what it receives; in training alone if it is told so."""
 

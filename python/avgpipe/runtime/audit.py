@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import reduce
 from itertools import pairwise
 from typing import Any
@@ -110,6 +110,10 @@ class Audit:
         self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
         self._autocast, self._check, self._looked = autocast, check, 0
         self._batch_dims, self._cuts, self._copies = batch_dims, cuts, copies
+        self._parameters: dict[int, nn.Parameter] = {}  # of the copies, by those of the model
+        self._originals: dict[int, nn.Parameter] = {}
+        self._written: set[str] = set()  # names of parameters that a forward has changed; "" for inputs
+        self._foreign: list[torch.Tensor] = []  # leaves that a forward uses, of no module
         self._left_out = self._reason()
         if self._left_out is None:  # the caller may do with the model what it wants
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
@@ -150,7 +154,7 @@ class Audit:
             return "the model has no values yet"
         if any(map(is_compiled, modules)):
             return "it is compiled"
-        needed = sum(t.nbytes * (1 + (t.device != self._device)) for t in tensors)
+        needed = sum(2 * t.nbytes for t in tensors)  # a copy, and gradients
         if needed > (free := _USABLE * free_bytes(self._device)):
             return f"that takes {needed >> 20} MiB on {self._device}, of which {int(free) >> 20} MiB may be used for it"
         return None
@@ -158,6 +162,9 @@ class Audit:
     def _compare(self, batch: int, inputs: Any) -> None:
         try:
             training, expected = True, self._run_model(inputs)
+            if leaves := self._foreign:  # what a forward makes is another one in the next
+                self._run_model(inputs)
+                self._foreign = [t for t in leaves if any(t is other for other in self._foreign)]
             # Stages run parts of such a model's forward again, to make masks and the like, which may draw, too.
             if self._is_of_blocks and self._draws:
                 training, expected = False, self._run_model(inputs, training=False)
@@ -212,7 +219,7 @@ class Audit:
                 "before training. What a forward moves belongs into buffers (register_buffer): then it is compared "
                 'with what whole batches do. check="off" leaves this out'
             )
-        if self._has_foreign:
+        if self._foreign:
             raise ValueError(
                 "the forward uses a tensor that wants a gradient and that no module of the model holds, as a parameter "
                 "in a closure, a list or a global variable: a Pipeline trains a copy of the model, and that tensor "
@@ -296,9 +303,10 @@ class Audit:
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
-        self._drawn, self._written = callers_generators(), set[str]()
+        self._drawn, self._written, self._foreign = callers_generators(), set(), []
         modules = (self._model, *self._stages)
-        self._parameters = {id(p): _leaf(p, self._device) for m in modules for p in m.parameters()}
+        self._originals = {id(p): p for m in modules for p in m.parameters()}
+        self._parameters = {of: _leaf(p, self._device) for of, p in self._originals.items()}
         before = set_position(Position(batch=0))
         try:
             with CallerGenerators(self._device):
@@ -306,17 +314,21 @@ class Audit:
         finally:
             set_position(before)
             set_generators(self._drawn)
-            self._parameters = {}
+            self._parameters, self._originals, self._foreign = {}, {}, []
 
     def _copy(self, module: nn.Module, training: bool) -> nn.Module:
-        """Copy a module, but for its parameters' values."""
+        """Copy a module. All copies have the same parameters, which have their first values when a run begins."""
         buffers = {id(t): t.detach().clone().to(self._device) for t in module.buffers()}
         made = copied(module, self._parameters | buffers)
         Modes(made, self._keeps_modes).train(training)
         return made
 
     def _begin(self) -> list[torch.Tensor]:
-        """Seed all generators alike for each run; return the states of torch's."""
+        """Seed all generators alike for each run, and undo what the last one wrote; return the states of torch's."""
+        with torch.no_grad():
+            for of, original in self._originals.items():
+                if not _is_as(self._parameters[of], original):
+                    self._parameters[of].copy_(original)
         key_layers(self._device, None)
         seed_generators(self._device, 0)
         set_generators(self._drawn)
@@ -335,16 +347,17 @@ class Audit:
         model = self._copy(self._model, training)
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
         states, given = self._begin(), _cloned(inputs)
-        versions = _versions(model, given)
+        begun = [t._version for t in tensors_of(given) if not t.is_inference()]
         with self._running(learns):
             output = tensors_of(self._call(model, given))
-        self._written |= {
-            name for name, version in _versions(model, given).items() if version != versions[name]
-        }
         if training and learns:
+            kept = dict(self._model.named_parameters())
+            self._written |= {n for n, p in model.named_parameters() if not _is_as(p, kept.get(n, p))}
+            if begun != [t._version for t in tensors_of(given) if not t.is_inference()]:
+                self._written.add("")
             into = tensors_of(given)
             known = {id(t) for t in (*model.parameters(), *into, *leaves_of(into))}
-            self._has_foreign = any(id(t) not in known for t in leaves_of(output))
+            self._foreign = [t for t in leaves_of(output) if id(t) not in known]
         if training:
             self._coins = moved(self._drawn, callers_generators())
             self._draws = self._has_drawn(states)
@@ -460,13 +473,17 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return a parameter with the same values, with a gradient of its own."""
-    values = parameter.detach()
-    leaf = nn.Parameter(
-        (values.clone() if values.is_inference() else values).to(device), parameter.requires_grad
-    )
+    """Return a parameter with the same values in memory of its own, with a gradient of its own."""
+    leaf = nn.Parameter(parameter.detach().clone().to(device), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
     return leaf
+
+
+def _is_as(copy: torch.Tensor, original: torch.Tensor) -> bool:
+    """Whether the values are still those of the original. Quantized ones and the like are taken for it."""
+    with suppress(NotImplementedError, RuntimeError, TypeError):
+        return torch.equal(copy.detach(), original.detach().to(copy.device))
+    return True
 
 
 def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -489,12 +506,6 @@ def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Ten
     shape[dim] = samples
     whole = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device).reshape(shape)
     return whole.narrow(dim, first, output.shape[dim]).to(output.dtype)
-
-
-def _versions(model: nn.Module, inputs: Any) -> dict[str, int]:
-    """Count how often parameters, by name, and inputs, as "", were written to."""
-    found = {name: p._version for name, p in model.named_parameters() if not p.is_inference()}
-    return found | {"": sum(t._version for t in tensors_of(inputs) if not t.is_inference())}
 
 
 def _cloned(inputs: Any) -> Any:
