@@ -474,7 +474,7 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Return a parameter with the same values in memory of its own, with a gradient of its own."""
-    leaf = nn.Parameter(parameter.detach().clone().to(device), parameter.requires_grad)
+    leaf = nn.Parameter(parameter.detach().to(device, copy=True), parameter.requires_grad)
     vars(leaf).update(vars(parameter))
     return leaf
 
