@@ -128,7 +128,10 @@ def difference(
     expected: Any,
     how: dict[str, Any],
 ) -> float:
-    """Return the largest difference of a loss, a weight or a prediction. ``given``: to a Pipeline, with ``how``."""
+    """Return the largest difference of a loss, weight or prediction, of the largest number where that is above 1.
+
+    ``given``: to a Pipeline, with ``how``.
+    """
     losses, weights = expected
     with Pipeline(given, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum, **how) as pipeline:
         found = [result.loss for result in pipeline.train(data)]
@@ -140,7 +143,7 @@ def difference(
         pairs = [(predicted, whole(data[0][0])), *((state[n], weights[n]) for n in weights)]
     return max(
         *(abs(a - b) for a, b in zip(found, losses, strict=True)),
-        *(float((a - b).abs().max()) for a, b in pairs),
+        *(float((a - b).abs().max() / b.abs().max().clamp(min=1.0)) for a, b in pairs),
     )
 
 

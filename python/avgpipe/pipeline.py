@@ -379,10 +379,10 @@ class Pipeline:
         warn_of_hooks(plan, learning)
         if check != "off":
             # Before the optimizers that train: a script may keep the last one that it has made.
-            if plan.stages > 1 and os.environ.get("RANK", "0") == "0":
-                warn_of_steps(optimizer, self._model.trainable, learning)
             groups = groups_of_whole(optimizer, learning)
             options = replace(options, groups=groups, callers=callers(learning))
+            if plan.stages > 1 and os.environ.get("RANK", "0") == "0":
+                warn_of_steps(optimizer, self._model.trainable, learning)
         initial = None if weights_from is None else InitialWeights.of(weights_from, named, self._model)
         self._device = _device(device, layers)
         check_carries(options, layers)

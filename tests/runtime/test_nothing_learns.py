@@ -97,6 +97,17 @@ def test_an_optimizer_over_other_tensors_is_refused(optimizer: Any, plan: str) -
 
 
 @pytest.mark.parametrize("plan", PLANS)
+def test_an_optimizer_that_has_another_tensor_when_it_is_first_made_is_refused(plan: str) -> None:
+    more = [nn.Parameter(torch.zeros(()))]
+
+    def optimizer(params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD([*params, *(more.pop() for _ in more[:])], lr=0.1)
+
+    with pytest.raises(ValueError, match="SGD over 1 tensors that it was not given"):
+        trained(model(), plan, optimizer=optimizer)
+
+
+@pytest.mark.parametrize("plan", PLANS)
 def test_parameters_that_an_optimizer_leaves_out_are_named_once(
     plan: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -9,11 +9,10 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import nn
 
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, with_names
 from avgpipe.runtime.requirements import check_lr_scheduler, checked_optimizer
-from avgpipe.runtime.together import Groups, check_groups, groups_of
+from avgpipe.runtime.together import Groups, check_groups, check_whose, groups_of
 
 _log = logging.getLogger("avgpipe")
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
@@ -40,7 +39,7 @@ def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | Non
             raise TypeError("optimizer returned no optimizer: a list must have one at least")
         members = [checked_optimizer(one) for one in (made if isinstance(made, list | tuple) else [made])]
         named = dict(zip(names, parameters))
-        _check_whose(members, named)
+        check_whose(members, named)
         check_groups(groups_of(members, named), of_whole or {})
         if isinstance(made, list | tuple):
             _check_shared_out(members, named)
@@ -57,33 +56,6 @@ def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | Non
         return members[0]
 
     return make
-
-
-def _check_whose(made: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError for an optimizer that would step other tensors than the stage's: nothing would be trained."""
-    known = {id(p) for p in parameters.values()}
-    memory = {_address(p) for p in parameters.values()}
-    for one in made:
-        of_others = [
-            p
-            for g in one.param_groups
-            for p in g["params"]
-            if id(p) not in known and _address(p) not in memory
-        ]
-        if of_others:
-            raise ValueError(
-                f"optimizer returned a {type(one).__name__} over {len(of_others)} tensors that it was not given, such "
-                f"as one of shape {list(of_others[0].shape)}, which a Pipeline would never train: it trains a copy of "
-                "the model, so write optimizer=lambda params: "
-                f"{type(one).__name__}(params, ...), not over model.parameters()"
-            )
-
-
-def _address(p: torch.Tensor) -> int | None:
-    """Where a tensor lies, None if it has no memory of its own; views of a parameter may stand for it."""
-    if type(p) not in (torch.Tensor, nn.Parameter) or p.layout != torch.strided:
-        return None
-    return p.untyped_storage().data_ptr() or None
 
 
 def _left_out(made: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> list[str]:

@@ -29,12 +29,18 @@ _TOLERANCE = 1e-2  # of a step: where operators work through several tensors at 
 
 
 def groups_of_whole(function: OptimizerFn, parameters: Mapping[str, torch.Tensor]) -> Groups:
-    """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them."""
+    """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them.
+
+    ValueError for one that has other tensors beside them.
+    """
     try:
         with _generators_kept(parameters.values()):
-            return groups_of(_made(function, list(parameters), list(parameters.values())), parameters)
+            made = _made(function, list(parameters), list(parameters.values()))
+            found = groups_of(made, parameters)
     except Exception:  # of any kind, of the caller's code: on each stage it will say so in training
         return {}
+    check_whose(made, parameters)
+    return found
 
 
 def groups_of(optimizers: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> Groups:
@@ -60,6 +66,33 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
     found = {n: v.tolist() if isinstance(v, torch.Tensor) else v for n, v in group.items()}
     kinds = (bool, int, float, str, list, tuple, type(None))
     return {n: v for n, v in found.items() if isinstance(v, kinds) and n not in ("params", "param_names")}
+
+
+def check_whose(made: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError for an optimizer that would step other tensors than these: nothing would be trained."""
+    known = {id(p) for p in parameters.values()}
+    memory = {_address(p) for p in parameters.values()}
+    for one in made:
+        of_others = [
+            p
+            for g in one.param_groups
+            for p in g["params"]
+            if id(p) not in known and _address(p) not in memory
+        ]
+        if of_others:
+            raise ValueError(
+                f"optimizer returned a {type(one).__name__} over {len(of_others)} tensors that it was not given, such "
+                f"as one of shape {list(of_others[0].shape)}, which a Pipeline would never train: it trains a copy of "
+                "the model, so write optimizer=lambda params: "
+                f"{type(one).__name__}(params, ...), not over model.parameters()"
+            )
+
+
+def _address(p: torch.Tensor) -> int | None:
+    """Where a tensor lies, None if it has no memory of its own; views of a parameter may stand for it."""
+    if type(p) not in (torch.Tensor, nn.Parameter) or p.layout != torch.strided:
+        return None
+    return p.untyped_storage().data_ptr() or None
 
 
 def check_groups(found: Groups, of_whole: Groups) -> None:
