@@ -139,9 +139,8 @@ def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any
         return
     modules = (m for layer in layers for m in layer.modules())
     first = next(m for m in modules if isinstance(m, _ConvNd | nn.Embedding | nn.Linear))
-    dtype = next(
-        (p.dtype for p in first.parameters()), None
-    )  # to ask for a weight may compute it, and change it
+    # Not by first.weight, which a parametrization may compute, and change.
+    dtype = next((p.dtype for p in first.parameters()), None)
     if isinstance(first, nn.Embedding):
         yield torch.zeros(_SAMPLES, _WORDS, dtype=torch.long), f"sequences of {_WORDS} words"
     elif isinstance(first, nn.Linear):

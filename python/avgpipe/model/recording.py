@@ -160,10 +160,8 @@ def functions_called(by: Instead, is_recorded: Callable[[Any], bool]) -> Iterato
     An alias of ``apply`` that was made before is not seen, and refused by Lost.
     """
     function: Any = torch.autograd.Function
-    own, unwrap = (
-        vars(function)["apply"],
-        functorch.unwrap_dead_wrappers,
-    )  # which the latter calls, and so do aliases
+    # The latter is what the former calls, and so does an alias of it.
+    own, unwrap = vars(function)["apply"], functorch.unwrap_dead_wrappers
 
     def has_recorded(args: Any) -> bool:
         return any(map(is_recorded, pytree.tree_leaves(args)))
