@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from avgpipe import faults
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
-from avgpipe.errors import PeerLost, PipelineError, StageError
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.model.batch import refuse_graphs
@@ -111,8 +111,7 @@ class Worker:
         self.exchange: TurnExchange | None = None
         groups = self._replica_groups()
         try:
-            for replica in self.held:
-                self._build(replica, layers)
+            self._build_all(layers)
             if give is not None:
                 self.exchange = self._join(give)
             for replica, i in self.trained:
@@ -212,6 +211,28 @@ class Worker:
         ranks = [self.placement.rank_of(replica) for replica in replicas]
         backend = "nccl" if self._links.nccl_joins(ranks) else "gloo"
         return self.world.connect(lambda: sum_group(self.world, ranks, self.device, backend))
+
+    def _build_all(self, layers: Sequence[nn.Module]) -> None:
+        """Make the stages of this process. What one rank refuses, as of its optimizer, all ranks do."""
+        refusal = None
+        try:
+            for replica in self.held:
+                self._build(replica, layers)
+        except Exception as error:  # of the caller's functions, too
+            refusal = error
+        texts: list[str | None] = []
+        with suppress(
+            PeerLost, PipelineTimeout
+        ):  # the first batch finds that, too, and may have a spare for it
+            texts = self.world.gather(None if refusal is None else str(refusal))
+        try:
+            if refusal is not None:
+                raise refusal
+        finally:
+            del refusal  # its traceback has this frame
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise ValueError(f"{self.world.name(rank)} cannot make its part of the pipeline: {text}")
 
     def _build(self, replica: int, layers: Sequence[nn.Module]) -> None:
         """Make the reference of a stage replica, and its pipelines' copies. ``layers``: of the whole model."""
