@@ -30,6 +30,7 @@ from benchmarks.tables import (
     gpu,
     injected,
     models,
+    one_card,
     operators,
     papers,
     pipelines,
@@ -162,6 +163,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
+        *(one_card.one_card_lanes, one_card.one_card_cluster),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),
     )
 }
