@@ -191,15 +191,19 @@ class CallerModes(_PutAside):
     """
 
     def __init__(self) -> None:
-        self._ours = ExitStack()
+        self._ours: ExitStack | None = None
 
     def __enter__(self) -> CallerModes:
-        self._ours.enter_context(torch.inference_mode(False))
-        self._ours.enter_context(torch.enable_grad())
+        self._ours = None
+        if not torch.is_grad_enabled():  # nor is it in inference mode
+            self._ours = ExitStack()
+            self._ours.enter_context(torch.inference_mode(False))
+            self._ours.enter_context(torch.enable_grad())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._ours.close()
+        if self._ours is not None:
+            self._ours.close()
 
     def made_outside(self, values: Iterator[Any]) -> Iterator[Any]:
         """Yield values that the caller's own code makes, in the caller's modes."""

@@ -113,6 +113,7 @@ class LossCheck:
         self._given = callers or {}
         self._first: int | None = None  # batch
         self._batch: int | None = None  # whose parts these are
+        self._is_looked_at = False
         self._parts: list[_Part] = []  # of too few samples, until there are two
         self._extremes: list[float] = []  # of targets
         self._news = 0
@@ -166,14 +167,14 @@ class LossCheck:
         if self.done or not (self.weighs or counts) or not self._is_due(batch, target):
             return
         if batch != self._batch:
-            self._batch, self._parts = batch, []
+            self._batch, self._parts, self._is_looked_at = batch, [], False
         # A loss function may write to what it is given.
         part = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (output, target))
         self._parts.append(part)
         samples = sum(map(self._samples, self._parts))
         if samples < 2:
             return
-        parts, self._parts = self._parts, []
+        parts, self._parts, self._is_looked_at = self._parts, [], True
         output, target = self._joined(parts)
         others = [_small] if self._tries(_spread, output, target, samples) else [_as_it_is]
         for spread in others:
@@ -182,16 +183,20 @@ class LossCheck:
 
     def _is_due(self, batch: int, target: Any) -> bool:
         self._first = batch if self._first is None else self._first
+        if batch - self._first < _FIRST:
+            self._has_news(target)
+            return True
+        if batch == self._batch:
+            return not self._is_looked_at
         # One that is hidden may come late, as padding does.
-        is_new = batch != self._batch and self._has_news(target)
-        return batch - self._first < _FIRST or not batch % _EVERY or batch == self._batch or is_new
+        return not batch % _EVERY or self._has_news(target)
 
     def _has_news(self, target: Any) -> bool:
         """Whether targets that are whole numbers, on the CPU, are smaller or larger than all before."""
         if self._news == _NEWS:
             return False
-        before = self._extremes
-        for t in tensors_of(target):
+        before, targets = self._extremes, [target] if isinstance(target, torch.Tensor) else tensors_of(target)
+        for t in targets:
             if t.device.type == "cpu" and not (t.is_floating_point() or t.is_complex()) and t.numel() > 1:
                 low, high = (float(x) for x in torch.aminmax(t))
                 known = self._extremes
