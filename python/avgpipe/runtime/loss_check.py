@@ -27,7 +27,8 @@ from avgpipe.runtime.loss import Loss, loss_of
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
-_FIRST, _EVERY = 3, 100  # batches that are looked at, and later every hundredth
+# Batches that are looked at, and later every hundredth: all micro-batches of the first one, of the others one.
+_FIRST, _EVERY = 3, 100
 _NEWS = 20  # batches that are looked at as their targets are new, at most
 # Of the loss, by its dtype: rounding does less, and what is no mean is further off where outputs differ.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
@@ -183,21 +184,22 @@ class LossCheck:
 
     def _is_due(self, batch: int, target: Any) -> bool:
         self._first = batch if self._first is None else self._first
-        if batch - self._first < _FIRST:
-            self._has_news(target)
-            return True
-        if batch == self._batch:
-            return not self._is_looked_at
         # One that is hidden may come late, as padding does.
-        return not batch % _EVERY or self._has_news(target)
+        has_news = self._has_news(target)
+        if batch == self._batch:
+            return batch == self._first or not self._is_looked_at
+        return has_news or batch - self._first < _FIRST or not batch % _EVERY
 
     def _has_news(self, target: Any) -> bool:
         """Whether targets that are whole numbers, on the CPU, are smaller or larger than all before."""
         if self._news == _NEWS:
             return False
-        before, targets = self._extremes, [target] if isinstance(target, torch.Tensor) else tensors_of(target)
-        for t in targets:
-            if t.device.type == "cpu" and not (t.is_floating_point() or t.is_complex()) and t.numel() > 1:
+        before = self._extremes
+        words = [t for t in tensors_of(target) if t.device.type == "cpu" and not _is_real(t)]
+        if not words:
+            self._news = _NEWS  # there is none in later targets, either
+        for t in words:
+            if t.numel() > 1:
                 low, high = (float(x) for x in torch.aminmax(t))
                 known = self._extremes
                 self._extremes = [min([low, *known[:1]]), max([high, *known[1:]])]
@@ -306,6 +308,10 @@ class LossCheck:
                 "for nothing. Let loss_fn return (sum, count), and whole batches have the right loss"
             )
         return True
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _samples(part: _Part) -> int:
