@@ -52,11 +52,15 @@ def pair(batch: Any) -> tuple[Any, Any]:
 
 def refuse_graphs(inputs: Any) -> None:
     """Raise ValueError for inputs that other modules have made with gradients."""
-    if any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in tree_leaves(inputs)):
+    if any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in _leaves(inputs)):
         raise ValueError(
             "the inputs of a batch lead back to what made them, as they have a grad_fn, and each micro-batch would run "
             "that backward once more: let what made them be the first layer of the model, or detach() them"
         )
+
+
+def _leaves(value: Any) -> Sequence[Any]:
+    return [value] if isinstance(value, torch.Tensor) else tree_leaves(value)  # of most, there is one
 
 
 def plain(value: Any) -> Any:
@@ -136,6 +140,8 @@ def batch_size(value: Any, dims: Any = 0) -> int:
 
     0-d tensors and plain values do not count.
     """
+    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
+        return value.shape[0]
     leaves, spec = tree_flatten(value)
     cut = dims_in(leaves, spec, dims)
     sizes = {t.shape[dim] for t, dim in zip(leaves, cut) if dim is not None}
@@ -182,7 +188,7 @@ def has_samples(value: Any, dims: Any = 0) -> bool:
 
 def _refuse_arrays(value: Any, what: str) -> None:
     """Refuse arrays of NumPy, which layers would fail on in words of their own."""
-    for leaf in tree_leaves(value):
+    for leaf in _leaves(value):
         if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ == "numpy":
             raise TypeError(
                 f"the {what} of a batch have a numpy {type(leaf).__name__}: give tensors, as torch.from_numpy, "
