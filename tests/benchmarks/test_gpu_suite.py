@@ -198,7 +198,7 @@ def test_without_a_record_the_page_says_that_nothing_has_run(tmp_path, monkeypat
     monkeypatch.setattr(pages, "RECORDS", tmp_path)
     page = pages.fill(PAGE)
     assert "**Nothing has run on a GPU yet.**" in page
-    assert page.count("*No record yet.*") == 6
+    assert page.count("*No record yet.*") == 8
     assert "| 3 | processes that share the device, without and with MPS | `ranks`, `ranks, MPS` |" in page
 
 

@@ -58,6 +58,7 @@ HEADLINES = {
 
 OTHERS = {
     "statistics-2026-11-24": "ways of training, each named with its warm-up",
+    "one_card-*": "timed within the warm-up, as the page says, and without avgpipe",
     "papers-real-*": "a fifth of each run waits, as the page says",
     "elastic_averaging-*": "no plan: replicas in a loop of one's own",
     "families-*": "one pipeline",
