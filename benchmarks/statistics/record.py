@@ -58,7 +58,7 @@ def runs_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def plans_of(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the plan of each way whose runs tell it. ValueError where runs of a way had different ones."""
+    """Return the plan of each way, where its runs have recorded one. ValueError if two runs of a way differ in it."""
     plans: dict[str, Any] = {}
     for run in found:
         way = run["way"].partition(TIMES)[0]

@@ -49,7 +49,7 @@ class Case(NamedTuple):
     module: str
     lr: float | None = None  # the best for one pipeline, where that is not the preset's
     muon_lr: float | None = None
-    longer: float = 1.0  # are runs of several pipelines, where the rate does not tell how long a run is
+    longer: float = 1.0  # factor on the length of runs of several pipelines, at a constant learning rate
 
 
 CASES = {

@@ -39,7 +39,7 @@ def samples_to(losses: Losses, target: float) -> float:
 
 
 def loss_at(losses: Losses, samples: float) -> float:
-    """Return the loss at the first validation after at least so many samples, or at the last where none is."""
+    """Return the loss of the first validation at or after a number of samples; of the last one if there is none."""
     return next((loss for done, loss in losses if done >= samples), losses[-1][1])
 
 

@@ -1,4 +1,4 @@
-"""A figure that the overview tells is of a default plan, or its page names what was asked for beside the defaults."""
+"""The overview's figures were measured with default plans; if options differed, the page names them."""
 
 import json
 import re

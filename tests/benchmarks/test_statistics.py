@@ -73,10 +73,10 @@ def test_early_losses_are_those_of_a_fifth_and_of_two_fifths_beside_one_pipeline
 
 
 def test_a_record_holds_one_plan_of_each_way_that_tells_it():
-    told = {**run("N = 2, lr x 2", 0, 2.0), "plan": {"pipelines": 2}}
-    assert plans_of([RUNS[0], told]) == {"N = 2": {"pipelines": 2}}
+    planned = {**run("N = 2, lr x 2", 0, 2.0), "plan": {"pipelines": 2}}
+    assert plans_of([RUNS[0], planned]) == {"N = 2": {"pipelines": 2}}
     with pytest.raises(ValueError, match="'N = 2' was trained by several plans"):
-        plans_of([told, {**told, "plan": {"pipelines": 3}}])
+        plans_of([planned, {**planned, "plan": {"pipelines": 3}}])
 
 
 def test_default_plans_ask_for_nothing_but_their_pipelines():

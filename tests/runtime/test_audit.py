@@ -636,6 +636,13 @@ def test_writing_that_changes_no_value_is_none() -> None:
         list(p.train(batches()))
 
 
+def test_a_weight_that_is_nan_is_not_taken_for_one_that_a_forward_writes_to() -> None:
+    model = chain()
+    with torch.no_grad():
+        model[0].weight[0, 0] = float("nan")
+    train(model, Plan(stages=2, micro_batches=2))
+
+
 class WantsGradients(nn.Module):
     """Makes its input want a gradient, as what calls torch's checkpoint may."""
 

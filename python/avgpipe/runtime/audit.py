@@ -482,7 +482,8 @@ def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 def _is_as(copy: torch.Tensor, original: torch.Tensor) -> bool:
     """Whether the values are still those of the original. Quantized ones and the like are taken for it."""
     with suppress(NotImplementedError, RuntimeError, TypeError):
-        return torch.equal(copy.detach(), original.detach().to(copy.device))
+        a, b = copy.detach(), original.detach().to(copy.device)
+        return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())  # NaN equals nothing
     return True
 
 

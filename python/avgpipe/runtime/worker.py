@@ -221,9 +221,8 @@ class Worker:
         except Exception as error:  # of the caller's functions, too
             refusal = error
         texts: list[str | None] = []
-        with suppress(
-            PeerLost, PipelineTimeout
-        ):  # the first batch finds that, too, and may have a spare for it
+        # A lost rank is found in the first batch, too, which may have a spare for it.
+        with suppress(PeerLost, PipelineTimeout):
             texts = self.world.gather(None if refusal is None else str(refusal))
         try:
             if refusal is not None:
