@@ -7,7 +7,8 @@ with ``check="off"`` and ``check="first-batch"`` in turns (A B B A ...); of the 
 of a later one, in later batches, and the process's peak memory.
 
 Afterwards: the same two in turns, in the same two processes, once they have seen their first batches: stages that add
-a vector, whose time is the host's, and emulated devices.
+a vector, whose time is the host's, and emulated devices. A noisy machine hides what is smaller than some percent, so
+the functions that Python calls in a batch are counted, too.
 """
 
 from __future__ import annotations
@@ -19,9 +20,12 @@ import os
 import re
 import resource
 import statistics
+import sys
+import threading
 import time
+from collections import deque
 from concurrent.futures import ProcessPoolExecutor
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ DATA = {
 }
 CHECKS = "off", "first-batch"
 STAGES, MICRO_BATCHES, FIRST, LATER = 2, 4, 3, 5
+COUNT_FROM, COUNTED = 100, 200  # batches
 WAIT_S = 0.002  # of an emulated forward; a backward takes twice that
 
 
@@ -104,6 +109,39 @@ def worker(rounds: int, batches: int) -> list[dict[str, Any]]:
     return [row._asdict() for row in measure_rows(rows, rounds, batches, progress)]
 
 
+def calls_of(check: str, pipelines: int) -> float:
+    """Return how many functions are called per batch, of Python and of its extensions, in one process."""
+    import avgpipe
+    from benchmarks.overlap.overhead import SAMPLES, WIDTH, Adds, loss
+
+    count = 0
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    batch = torch.ones(SAMPLES, WIDTH), torch.zeros(SAMPLES, 1)
+    plan = avgpipe.Plan(stages=STAGES, micro_batches=8, pipelines=pipelines, warmup_rounds=0)
+    threading.setprofile(note)  # of threads that start
+    sys.setprofile(note)
+    try:
+        with avgpipe.Pipeline(
+            [Adds() for _ in range(STAGES)],
+            plan,
+            loss_fn=loss,
+            optimizer=lambda p: torch.optim.SGD(p, lr=1e-3),
+            check=check,
+        ) as pipeline:
+            results = pipeline.train(repeat(batch, COUNT_FROM + COUNTED))
+            deque(islice(results, COUNT_FROM), maxlen=0)
+            before = count
+            deque(results, maxlen=0)
+            return (count - before) / COUNTED
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
 def afterwards(rounds: int, batches: int) -> list[dict[str, Any]]:
     from avgpipe.ranks.launch import run_on_ranks
     from benchmarks.common.record import say
@@ -114,9 +152,13 @@ def afterwards(rounds: int, batches: int) -> list[dict[str, Any]]:
     for row in ranks[0]:
         what, _, check = row["name"].partition("|")
         found.setdefault(what, {})[check] = row["seconds"]
+    calls = {
+        f"host, N = {n}": {check: calls_of(check, n) for check in CHECKS} for n in (1, 2)
+    }
     return [
         {
             "what": what,
+            "calls": calls.get(what),
             "off_ms": 1e3 * statistics.median(of["off"]),
             # Each round by itself: what slows the machine down slows both.
             "ratio": statistics.median(b / a for a, b in zip(of["off"], of["first-batch"])),

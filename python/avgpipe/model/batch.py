@@ -182,6 +182,8 @@ def sample_count(
 
 def has_samples(value: Any, dims: Any = 0) -> bool:
     """Whether there is a tensor that is cut."""
+    if dims == 0 and isinstance(value, torch.Tensor):  # most are
+        return value.dim() > 0
     leaves, spec = tree_flatten(value)
     return any(dim is not None for dim in dims_in(leaves, spec, dims))
 

@@ -155,14 +155,24 @@ def seed_generators(device: torch.device, key: int) -> None:
 class _PutAside(AbstractContextManager[Any]):
     """Puts something of the caller's aside inside the ``with`` block."""
 
-    @contextmanager
-    def given_back(self) -> Iterator[None]:
+    def given_back(self) -> GivenBack:
         """Run the caller's own code inside this block with what was put aside."""
-        self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
+        return GivenBack(self)
+
+
+class GivenBack(AbstractContextManager[None]):
+    """Gives back inside the ``with`` block what was put aside: the caller's own code runs there."""
+
+    def __init__(self, *aside: _PutAside) -> None:
+        self._aside = aside
+
+    def __enter__(self) -> None:
+        for aside in self._aside:
+            aside.__exit__(None, None, None)
+
+    def __exit__(self, *_: object) -> None:
+        for aside in reversed(self._aside):
+            aside.__enter__()
 
 
 class CallerGenerators(_PutAside):
@@ -213,10 +223,3 @@ class CallerModes(_PutAside):
             if found is _END:
                 return
             yield found
-
-
-@contextmanager
-def given_back(generators: CallerGenerators, modes: CallerModes) -> Iterator[None]:
-    """Run the caller's own code inside this block with its generators and modes."""
-    with generators.given_back(), modes.given_back():
-        yield

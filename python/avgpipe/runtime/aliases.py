@@ -18,8 +18,6 @@ _MARK = "\0view of "  # in the place of a view, with the number of its base amon
 
 def folded(value: Any) -> Any:
     """Return a value with marks in the place of tensors that are views of others of it."""
-    if isinstance(value, torch.Tensor):
-        return value
     leaves, structure = pytree.tree_flatten(value)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _may_be_folded(leaf)]
     if len(places) < 2:
@@ -58,8 +56,6 @@ def _holds(base: torch.Tensor, view: torch.Tensor) -> bool:
 
 def unfolded(value: Any) -> Any:
     """Return a value with views in the place of marks."""
-    if isinstance(value, torch.Tensor):
-        return value
     leaves, structure = pytree.tree_flatten(value)
     marks = [n for n, leaf in enumerate(leaves) if isinstance(leaf, str) and leaf.startswith(_MARK)]
     if not marks:

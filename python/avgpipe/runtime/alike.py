@@ -12,8 +12,7 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
@@ -97,8 +96,7 @@ def _weights_of(model: Model, layers: Sequence[nn.Module], stage: int) -> dict[s
     return {entry.names[0]: state[entry.local] for entry in model.entries[stage]}
 
 
-@dataclass(frozen=True)
-class _Loop:
+class _Loop(NamedTuple):
     """Batches of one loader.
 
     Attributes:
@@ -157,7 +155,7 @@ class Alike:
         """Compare a batch that begins here. ValueError where another rank has another one."""
         if not self._is_on:
             return
-        loop = self._loop = replace(self._loop, begun=number + 1, seen=self._loop.seen + 1)
+        loop = self._loop = self._loop._replace(begun=number + 1, seen=self._loop.seen + 1)
         if loop.seen <= _FIRST or not number & (number - 1) or not number % _EVERY:
             self._compare(
                 f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets
@@ -191,7 +189,7 @@ class Alike:
         loop = self._loop
         if not self._is_on or self._generation or loop.has_ended:
             return
-        self._loop = replace(loop, has_ended=True)
+        self._loop = loop._replace(has_ended=True)
         rank, at = self._first(loop.end, number)
         if at != number:
             raise self._other_end(rank, at, f"at batch {number}")

@@ -26,7 +26,7 @@ from avgpipe.model.batch import (
     sizes_of,
     split,
 )
-from avgpipe.model.context import CallerGenerators, Position, given_back
+from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
 from avgpipe.runtime.integrity import Verification
@@ -275,7 +275,7 @@ class Feed:
 
             def fetch() -> bool:
                 start = time.perf_counter()
-                fetched = self._loader.fetch(partial(given_back, generators, modes))
+                fetched = self._loader.fetch(partial(GivenBack, generators, modes))
                 scheduler.note_host("loader", self.next_batch - 1, start, time.perf_counter())
                 return fetched
 
@@ -328,7 +328,7 @@ Batch = tuple[Pairs, ReadyOnEvent | None]
 
 
 def _autocasts() -> bool:
-    return any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 _LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again

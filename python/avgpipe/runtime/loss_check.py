@@ -185,15 +185,13 @@ class LossCheck:
     def _is_due(self, batch: int, target: Any) -> bool:
         self._first = batch if self._first is None else self._first
         # One that is hidden may come late, as padding does.
-        has_news = self._has_news(target)
+        has_news = self._news < _NEWS and self._has_news(target)
         if batch == self._batch:
             return batch == self._first or not self._is_looked_at
         return has_news or batch - self._first < _FIRST or not batch % _EVERY
 
     def _has_news(self, target: Any) -> bool:
         """Whether targets that are whole numbers, on the CPU, are smaller or larger than all before."""
-        if self._news == _NEWS:
-            return False
         before = self._extremes
         words = [t for t in tensors_of(target) if t.device.type == "cpu" and not _is_real(t)]
         if not words:

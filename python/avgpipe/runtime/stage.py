@@ -83,7 +83,7 @@ class Stage(nn.Module):
         training = self.training
         key = mix(self.seed, *place) if training else 0
         key_layers(self.device, key if training else None)
-        if self._folds and self.index:
+        if self._folds and self.index and not isinstance(value, torch.Tensor):
             value = unfolded(value)
         for number, layer in self._chain:
             if training:
@@ -91,7 +91,7 @@ class Stage(nn.Module):
             value = self._call(number, layer, value)
             if self._see is not None:
                 self._see(number, value)
-        return folded(value) if self._sends else value
+        return folded(value) if self._sends and not isinstance(value, torch.Tensor) else value
 
     @contextmanager
     def observed(self, see: Callable[[int, Any], None]) -> Iterator[None]:

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
 from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
-from avgpipe.model.context import CallerGenerators, Position, given_back
+from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.exchange import Turn
@@ -357,7 +357,7 @@ class TurnFeed:
 
             def fetch() -> bool:
                 start = time.perf_counter()
-                fetched = self._loader.fetch(partial(given_back, generators, modes))
+                fetched = self._loader.fetch(partial(GivenBack, generators, modes))
                 worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
                 return fetched
 

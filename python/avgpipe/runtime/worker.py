@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -49,6 +49,22 @@ from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Schedule
 
 _PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
+
+
+class Running(AbstractContextManager[CallerModes]):
+    """What :meth:`Worker.running` returns."""  # no generator, which would take longer: a batch enters several
+
+    def __init__(self, worker: Worker, harmless: type[Exception] | tuple[()]) -> None:
+        self._worker, self._harmless, self._modes = worker, harmless, CallerModes()
+
+    def __enter__(self) -> CallerModes:
+        self._worker.check_runs()
+        return self._modes.__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
+        self._modes.__exit__()
+        if isinstance(error, Exception) and not isinstance(error, self._harmless):
+            self._worker.fail(error)
 
 
 class Worker:
@@ -481,26 +497,25 @@ class Worker:
         if self.streams is not None:
             self.scheduler.run_until_done(current_stream(self.device).record_event(), recorded)
 
-    @contextmanager
-    def running(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[CallerModes]:
+    def running(self, harmless: type[Exception] | tuple[()] = ()) -> Running:
         """Tell the other ranks what fails inside, which ends this worker, but for what is ``harmless``.
 
         A harmless exception is one that all ranks raise. The modes that the caller is in are put aside.
         """
+        return Running(self, harmless)
+
+    def check_runs(self) -> None:
+        """Refuse to run what is closed, or has failed."""
         if self._closed:
             raise PipelineError("this Pipeline is closed")
         if self.failure is not None:
             raise PipelineError(f"this Pipeline has failed before: {self.failure}") from self.failure
-        try:
-            with CallerModes() as modes:
-                yield modes
-        except harmless:
-            raise
-        except Exception as error:
-            self.failure = self._explained(error)
-            self.world.report(self.failure)
-            if self.failure is error:
-                raise
+
+    def fail(self, error: Exception) -> None:
+        """Tell the other ranks what has failed; raises what explains it, if that is another exception."""
+        self.failure = self._explained(error)
+        self.world.report(self.failure)
+        if self.failure is not error:
             raise self.failure from error
 
     def _explained(self, error: Exception) -> Exception:
