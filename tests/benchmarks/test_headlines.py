@@ -66,7 +66,9 @@ OTHERS = {
     "kernels-*": "no plan",
     "links-*": "no plan",
     "transfers-*": "no plan",
+    "overlap-audit-*": "timed, with and without the audit",
     "report-page-*": "no plan",
+    "slips-*": "staleness 0, as the page says: equality with one device is asked",
     "simulation-*": "simulated: no training",
 }
 
