@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from avgpipe.planning import balance
+from avgpipe.model.balance import balance
 
 
 def dearest(costs: list[float], first: list[int]) -> float:

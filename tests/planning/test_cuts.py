@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from avgpipe.planning.cuts import Divisions, least_bottleneck
+from avgpipe.model.balance import least_bottleneck
+from avgpipe.planning.cuts import Divisions
 from tests.planning import chains
 
 

@@ -26,6 +26,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from avgpipe.errors import reason
+from avgpipe.model.balance import balance
 from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.estimate import Estimate
@@ -35,7 +36,6 @@ from avgpipe.model.outside import Outside, recorded_modules
 from avgpipe.model.pieces import BlockChain, Piece
 from avgpipe.model.recording import buffers_kept, generators, set_generators, sharing_copy
 from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
-from avgpipe.planning import balance
 
 
 class SkipRoute(NamedTuple):

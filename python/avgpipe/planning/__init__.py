@@ -3,7 +3,7 @@
 from avgpipe.planning.advance import AdvanceChoice, choose_advance
 from avgpipe.planning.cluster import Level
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.partition import Partition, balance, partition, partition_methods
+from avgpipe.planning.partition import Partition, partition, partition_methods
 from avgpipe.planning.profile import LayerCosts, LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.planning.simulation import Bounds, Prediction, makespan_bounds, predict, simulate, steady_batch_s
 
@@ -20,7 +20,6 @@ __all__ = [
     "Profile",
     "Skip",
     "Tie",
-    "balance",
     "choose_advance",
     "makespan_bounds",
     "partition",

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from avgpipe.errors import check_count
 from avgpipe.files import check_keys
+from avgpipe.model.balance import check_stages
 from avgpipe.planning.chain import limit_of
 from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
@@ -78,11 +79,6 @@ def network(
 def _flat(profile: Profile, workers: int, link: LinkProfile | None) -> Level:
     found = link or profile.link or _FREE
     return Level(workers, found.bytes_per_s, found.latency_s)
-
-
-def check_stages(layers: int, stages: int | None) -> None:
-    if stages is not None and (type(stages) is not int or not 1 <= stages <= layers):
-        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
 
 
 def _checked_level(n: int, level: Sequence[float]) -> Level:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
-import numpy as np
-
 from avgpipe.errors import check_count, nearest
+from avgpipe.model.balance import check_stages, least_bottleneck
 from avgpipe.planning.chain import (
     Chain,
     limit_of,
@@ -20,15 +19,13 @@ from avgpipe.planning.chain import (
     stage_costs,
     weight_versions,
 )
-from avgpipe.planning.cluster import Cluster, check_stages, network, ring_s
+from avgpipe.planning.cluster import Cluster, network, ring_s
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.cuts import Cut, CutSearch, least_bottleneck, least_sent
+from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import RECOMPUTE, Schedule, build_schedule, published
 from avgpipe.units import format_bytes, format_seconds
-
-_ABOUT_AS_GOOD = 0.05  # by so much more a stage may cost where less is sent
 
 
 @dataclass(frozen=True)
@@ -262,27 +259,6 @@ def simulated_batch_s(
 
 
 # ---- balance -------------------------------------------------------------------------------------------------------
-
-
-def balance(costs: Sequence[float], stages: int, sent: Sequence[float] | None = None) -> list[int]:
-    """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
-
-    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
-    costs >= 0.
-
-    Args:
-        costs: Of each layer, in any unit.
-        stages: How many.
-        sent: What crosses the boundary behind each layer but the last. Of cuts whose largest stage costs up to 5 % more
-            than the best one's, the cut that sends least is taken.
-    """
-    if not 1 <= stages <= len(costs):
-        raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
-    if any(not c >= 0 for c in costs):
-        raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
-    total = np.cumsum([0.0, *costs])
-    best, first = least_bottleneck(len(costs), stages, lambda k, first, last: total[last] - total[first])
-    return first if sent is None else least_sent(total, sent, stages, best * (1 + _ABOUT_AS_GOOD))
 
 
 def balanced(

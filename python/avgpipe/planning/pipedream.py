@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from avgpipe.errors import check_count
+from avgpipe.model.balance import EXACT, table_of
 from avgpipe.planning.chain import Chain, does_not_fit, limit_of
 from avgpipe.planning.cluster import Level, Levels, network, ring_s
 from avgpipe.planning.costs import Array
-from avgpipe.planning.cuts import EXACT, Block, Divisions, least_of, table_of
+from avgpipe.planning.cuts import Block, Divisions, least_of
 from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
 

@@ -1,0 +1,100 @@
+"""Cuts of a chain of layers into stages whose largest costs least. Pure data; imports no torch."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[Any]
+StageCost = Callable[[int, Any, Any], Any]
+"""The cost of stage k with layers ``first`` to ``last`` - 1, which may be arrays of numbers."""
+
+EXACT = 1e-12  # relative; beyond the rounding of sums of seconds
+ABOUT_AS_GOOD = 0.05  # by so much more a stage may cost where less is sent
+
+
+def table_of(layers: int, cost: Callable[[Any, Any], Any]) -> Array:
+    """Costs by first layer and the one after the last; math.inf where there is no layer between."""
+    first, last = np.ogrid[: layers + 1, : layers + 1]
+    return np.where(first < last, cost(first, last), math.inf)
+
+
+def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, list[int]]:
+    """The cut whose bottleneck stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
+
+    Costs are math.inf where a stage must not be. Among equally good cuts the one that ends early stages latest.
+    """
+    check_stages(layers, stages)
+    best = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    begins: list[Array] = []
+    for k in range(stages):
+        # A stage that must not be is better than none.
+        costs = table_of(layers, lambda *block, k=k: np.minimum(cost(k, *block), sys.float_info.max))
+        worst = np.maximum(best[:, None], costs)
+        begins.append(layers - worst[::-1].argmin(axis=0))
+        best = worst.min(axis=0)
+    bounds = [layers]
+    for begin in reversed(begins):
+        bounds.insert(0, int(begin[bounds[0]]))
+    return float(best[layers]), bounds[1:-1]
+
+
+def least_sent(total: Array, sent: Sequence[float], stages: int, limit: float) -> list[int]:
+    """The first layers of stages 1 and up, of the cut that sends least with no stage above ``limit``.
+
+    Among cuts that send as little the one with the cheapest bottleneck, then the one that ends early stages latest.
+
+    Args:
+        total: What the first n layers cost, for n from 0 on.
+        sent: Over the boundary behind each layer but the last.
+        stages: How many; some cut has no stage above the limit.
+        limit: But for rounding.
+    """
+    layers = len(total) - 1
+    behind = np.array([0.0, *sent, 0.0])
+    costs = table_of(layers, lambda first, last: total[last] - total[first])
+    is_within = costs <= limit * (1 + EXACT)
+    sums = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    worst = sums.copy()
+    begins: list[Array] = []
+    for _ in range(stages):
+        reached = np.where(is_within, (sums + behind)[:, None], math.inf)
+        sums = reached.min(axis=0)
+        dearest = np.where(reached <= sums, np.maximum(worst[:, None], costs), math.inf)
+        begins.append(layers - dearest[::-1].argmin(axis=0))
+        worst = dearest.min(axis=0)
+    bounds = [layers]
+    for begin in reversed(begins):
+        bounds.insert(0, int(begin[bounds[0]]))
+    return bounds[1:-1]
+
+
+def check_stages(layers: int, stages: int | None) -> None:
+    if stages is not None and (type(stages) is not int or not 1 <= stages <= layers):
+        raise ValueError(f"stages={stages!r}: {layers} layers can be cut into 1 to {layers} stages")
+
+
+def balance(costs: Sequence[float], stages: int, sent: Sequence[float] | None = None) -> list[int]:
+    """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
+
+    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
+    costs >= 0.
+
+    Args:
+        costs: Of each layer, in any unit.
+        stages: How many.
+        sent: What crosses the boundary behind each layer but the last. Of cuts whose largest stage costs up to 5 % more
+            than the best one's, the cut that sends least is taken.
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")
+    if any(not c >= 0 for c in costs):
+        raise ValueError(f"layer costs must be numbers of at least 0, not {list(costs)}")
+    total = np.cumsum([0.0, *costs])
+    best, first = least_bottleneck(len(costs), stages, lambda k, first, last: total[last] - total[first])
+    return first if sent is None else least_sent(total, sent, stages, best * (1 + ABOUT_AS_GOOD))
