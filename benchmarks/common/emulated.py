@@ -22,7 +22,8 @@ from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.timeline.timeline import ACTIONS, EventKind, Timeline, occupations
+from avgpipe.schedule.event import ACTIONS, EventKind
+from avgpipe.timeline.timeline import Timeline, occupations
 from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.rows import Unavailable, measure_rows
 from benchmarks.common.schedules import PlanCase, ScheduleSettings, build, our_cases, timed

@@ -22,7 +22,8 @@ from avgpipe.plan import Plan
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.schedule.event import COMPUTE_KINDS, Event
+from avgpipe.timeline.timeline import Timeline
 from benchmarks.common.namespaces import network
 from benchmarks.common.rows import OurRow, Task, measure_rows
 from benchmarks.common.schedules import timed

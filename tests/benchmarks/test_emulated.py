@@ -8,7 +8,8 @@ import pytest
 from rich.console import Console
 
 from avgpipe.errors import PipelineError
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.schedule.event import Event
+from avgpipe.timeline.timeline import Timeline
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings, action_costs, simulated_s, summarise
 from benchmarks.common.report import plot_schedules, table

@@ -11,7 +11,8 @@ from avgpipe.cli.bench import schedules
 from avgpipe.cli.bench.schedules import mean_loss
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.schedule.event import Event
+from avgpipe.timeline.timeline import Timeline
 from benchmarks.papers import stages
 from benchmarks.papers.cluster import profile_of
 from benchmarks.papers.forecast import Contest, Outcome, StageWork

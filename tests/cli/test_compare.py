@@ -25,8 +25,9 @@ from avgpipe.cli.compare import (
 from avgpipe.cli.config import CompareConfig
 from avgpipe.plan import Plan
 from avgpipe.report.compare import SystemResult
+from avgpipe.schedule.event import Event
 from avgpipe.systems import SYSTEMS
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.timeline.timeline import Timeline
 from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 

@@ -3,7 +3,8 @@
 import pytest
 
 from avgpipe.report.pictures import COLORS, Curve, Point, plot_curves, plot_timelines
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.schedule.event import Event
+from avgpipe.timeline.timeline import Timeline
 
 
 def train(batch, loss, seconds):

@@ -21,7 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.links.message import tensors_of
 from avgpipe.runtime import split_backward
-from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
+from avgpipe.runtime.compute import run_backward
+from avgpipe.runtime.split_backward import Deferred, input_backward
 
 
 class Call(nn.Module):

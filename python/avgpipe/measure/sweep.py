@@ -25,8 +25,9 @@ from avgpipe.errors import StageError, reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import LossFn, plain, sample_count, to_device
 from avgpipe.model.context import Position, mix, seed_generators, set_position
+from avgpipe.runtime.compute import run_backward
 from avgpipe.runtime.loss import loss_of
-from avgpipe.runtime.split_backward import input_backward, run_backward
+from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage import Stage, writes_to_a_leaf
 
 _ROUNDS = 3, 25  # at least and at most

@@ -12,7 +12,8 @@ from avgpipe.errors import check_count
 from avgpipe.planning.costs import Array, Costs
 from avgpipe.planning.engine import KINDS, TICKS_PER_S, Outcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
-from avgpipe.timeline.timeline import Event, Timeline
+from avgpipe.schedule.event import Event
+from avgpipe.timeline.timeline import Timeline
 
 # Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
 _ALONE, _OF_EACH = 8, 12

@@ -9,8 +9,9 @@ from statistics import fmean, median, median_low
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.report.course import parse_target
+from avgpipe.schedule.event import COMPUTE_KINDS, Event
 from avgpipe.timeline.plot import GREYS, HUES, INK, View, draw_rows, dress, legend_entries, picture
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, Timeline
+from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_seconds, time_unit
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.elastic import Version
@@ -32,9 +32,11 @@ from avgpipe.runtime.loss_check import LossCheck
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
-from avgpipe.runtime.split_backward import Deferred, input_backward, run_backward
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.split_backward import Deferred
 
 _KEPT_SEEDS = 64
 
@@ -514,6 +516,8 @@ class Compute:
             self._prepared.begin_backward(is_last)
         try:
             if step.kind is StepKind.BACKWARD_INPUT:
+                from avgpipe.runtime.split_backward import input_backward  # for schedules that split it alone
+
                 state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
             elif roots:
                 run_backward(roots, grads)
@@ -586,3 +590,14 @@ def _explained(error: RuntimeError, step: Step) -> StageError | None:
 def _edges(value: Any) -> list[GradientEdge]:
     """Return where the gradients of a value's tensors go in."""
     return [get_gradient_edge(t) for t in wanting_gradients(value)]
+
+
+def run_backward(edges: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
+    """Do as ``torch.autograd.backward`` without its checks of shapes, which take as long as a small layer's backward.
+
+    The gradients were made by autograd itself for these very outputs, so they fit. ``_engine_run_backward`` is torch's
+    own entry for this, and private: the tests run it under the oldest and the newest torch that we support.
+    """
+    _engine_run_backward(
+        tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )

@@ -10,7 +10,8 @@ from itertools import pairwise
 from avgpipe.links.message import Message
 from avgpipe.planning import Costs
 from avgpipe.runtime.worker import Worker
-from avgpipe.timeline.timeline import Event, EventKind, Timeline, occupations
+from avgpipe.schedule.event import Event, EventKind
+from avgpipe.timeline.timeline import Timeline, occupations
 
 
 def gather_timeline(worker: Worker) -> Timeline:

@@ -11,8 +11,8 @@ from statistics import median
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.scheduler import Scheduler
+from avgpipe.schedule.event import ACTIONS, EventKind
 from avgpipe.timeline.pace import Reading, Stragglers
-from avgpipe.timeline.timeline import ACTIONS, EventKind
 
 _log = logging.getLogger("avgpipe")
 

@@ -26,7 +26,7 @@ from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import StepKind
-from avgpipe.timeline.timeline import Event, EventKind
+from avgpipe.schedule.event import Event, EventKind
 
 _KEPT_EVENTS = 20_000
 # How a step is shown in a Timeline, where not by its own kind.

@@ -69,7 +69,7 @@ def input_backward(
         return Deferred([_Part(list(roots), list(grads), [], [])] if roots else [])
     plan, nodes = found
     if not plan.runs:
-        run_backward(roots, grads)
+        _run(roots, grads, [])
         return Deferred([])
     parts = plan.parts(nodes, roots, grads)
     shelf: list[torch.Tensor] = []
@@ -452,15 +452,4 @@ def _run(
         tuple(leaves),
         allow_unreachable=True,
         accumulate_grad=True,
-    )
-
-
-def run_backward(edges: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
-    """Do as ``torch.autograd.backward`` without its checks of shapes, which take as long as a small layer's backward.
-
-    The gradients were made by autograd itself for these very outputs, so they fit. ``_engine_run_backward`` is torch's
-    own entry for this, and private: the tests run it under the oldest and the newest torch that we support.
-    """
-    _engine_run_backward(
-        tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

@@ -10,16 +10,8 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from avgpipe.timeline.timeline import (
-    COMPUTE_KINDS,
-    DETAILED,
-    Event,
-    EventKind,
-    StageTime,
-    Timeline,
-    by_row,
-    segments,
-)
+from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
+from avgpipe.timeline.timeline import DETAILED, StageTime, Timeline, by_row, segments
 from avgpipe.units import format_seconds, time_unit
 
 BUSY = 0.9  # of every worker's time spent computing: schedules of real runs seldom reach more

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from avgpipe.schedule.event import COMPUTE_KINDS, EventKind
 from avgpipe.timeline.explain import explain, with_waits
 from avgpipe.timeline.page import Bars, Block, Page, Section, Table, Text, Timelines
 from avgpipe.timeline.plot import lanes_of, look_of, plot_timeline, readable_view, word_of
-from avgpipe.timeline.timeline import COMPUTE_KINDS, EventKind, StageTime, Timeline
+from avgpipe.timeline.timeline import StageTime, Timeline
 from avgpipe.units import format_bytes, format_seconds
 
 EVENTS = 24_000  # of all timelines of a page: about 25 bytes each

@@ -17,7 +17,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.files import write_atomically
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
+from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
+from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import time_unit
 
 if TYPE_CHECKING:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.files import write_atomically
+from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.explain import messages_of
-from avgpipe.timeline.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
+from avgpipe.timeline.timeline import Timeline
 
 _Row = dict[str, Any]
 
