@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import faults
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
 from avgpipe.checkpoint.copies import StateCopies
 from avgpipe.checkpoint.folder import NotFinite
@@ -47,6 +46,7 @@ from avgpipe.model.modes import Modes, evaluated_in, is_evaluated, tells_modes_a
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
+from avgpipe.ranks import probe
 from avgpipe.ranks.generation import (
     become_a_rank,
     generation,
@@ -853,7 +853,7 @@ class Pipeline:
                 for number in worker.held:
                     check_state(worker, number)
             else:
-                faults.at("join", **worker.place)
+                probe.at("join", **worker.place)
                 for number in worker.held:
                     counts = take_state(exchange.received(number), worker, number)
                 if counts is not None and self._verification is not None:
@@ -1067,11 +1067,11 @@ class Pipeline:
             return
         place = self._worker.place
         with self._idle(CheckpointError):
-            faults.at("load", action="begin", **place)
+            probe.at("load", action="begin", **place)
             self._writer.finish(self.world.timeout_s)
             found = read_checkpoint(Path(directory), self._model, self._worker, self.plan)
         with self._worker.running():
-            faults.at("load", action="restore", **place)
+            probe.at("load", action="restore", **place)
             self._feed.next_batch = restore_checkpoint(found, self._model, self._worker)
             self._go_on_with_others()
 

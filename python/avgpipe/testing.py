@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from avgpipe.faults import VARIABLE, armed
 from avgpipe.faults.fault import Armed, Fault, to_json
 from avgpipe.faults.kinds import InjectedFault
 from avgpipe.files import dataclass_of
+from avgpipe.ranks.probe import VARIABLE, armed
 
 __all__ = ["Armed", "InjectedFault", "environment", "fail_at"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from avgpipe import faults
 from avgpipe.faults.fault import ACTIONS, KINDS, PHASES, Armed, Fault, armed_by, to_json
+from avgpipe.ranks import probe
 from avgpipe.runtime.route import StepKind
 from avgpipe.testing import environment, fail_at
 
@@ -134,7 +134,7 @@ def test_what_can_never_happen_is_refused_with_the_way_out(arguments: dict[str, 
     with pytest.raises(ValueError, match=r".") as caught:
         environment([arguments])
     assert message in str(caught.value)
-    assert faults.armed == []
+    assert probe.armed == []
 
 
 def test_every_kind_and_every_phase_can_be_asked_for() -> None:
@@ -171,20 +171,20 @@ def test_an_environment_by_hand_is_checked(text: str, message: str) -> None:
 
 def test_a_block_arms_and_disarms() -> None:
     with fail_at(kind="slow", for_s=0, phase="join", times=None) as armed:
-        faults.at("join", pipeline=1)
-        faults.at("shutdown")
+        probe.at("join", pipeline=1)
+        probe.at("shutdown")
         assert armed.fired == 1
-    faults.at("join", pipeline=1)
-    assert (armed.fired, faults.armed) == (1, [])
+    probe.at("join", pipeline=1)
+    assert (armed.fired, probe.armed) == (1, [])
     armed.disarm()  # once more does no harm
 
 
 def test_a_place_has_the_rank_and_the_restart_of_the_environment(monkeypatch: Any) -> None:
     with fail_at(kind="slow", for_s=0, rank=2, restart=0, times=None) as armed:
-        faults.at("start")
+        probe.at("start")
         monkeypatch.setenv("RANK", "2")
-        faults.at("start")
-        faults.at("start", rank=0)
+        probe.at("start")
+        probe.at("start", rank=0)
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-        faults.at("start")
+        probe.at("start")
     assert armed.fired == 1

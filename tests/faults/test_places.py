@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from avgpipe import CheckpointError, Pipeline, Plan, faults
+from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
+from avgpipe.ranks import probe
 from avgpipe.testing import Armed, InjectedFault, fail_at
 from tests.runtime.cases import language_model, momentum, token_batches
 
@@ -74,7 +75,7 @@ def test_updates_rounds_and_what_is_no_training(tmp_path: Path) -> None:
             p.save(tmp_path)
             p.load(tmp_path)
     finally:
-        faults.armed.clear()
+        probe.armed.clear()
     found = {phase: armed.fired for phase, armed in counts.items()}
     once = ["start", "shutdown", "save begin", "save manifest", "save stage 1", "load begin", "load restore"]
     assert found == {
@@ -105,7 +106,7 @@ def test_while_nothing_is_armed_nobody_asks(monkeypatch: Any) -> None:
         assert not place.keys() & {"micro_batch", "batch"}, "a step asked"
         return []
 
-    monkeypatch.setattr(faults, "at", asked)
+    monkeypatch.setattr(probe, "at", asked)
     with make(Plan(stages=2, pipelines=2)) as p:
         losses(p)
         p.evaluate(token_batches(1, 6))

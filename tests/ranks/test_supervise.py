@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from avgpipe.faults import RESTART
 from avgpipe.ranks import supervise
 from avgpipe.ranks.generation import SPARE
 from avgpipe.ranks.launch import Job, same_modules
+from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.supervise import Isolation, Supervisor
 
 pytestmark = pytest.mark.ranks

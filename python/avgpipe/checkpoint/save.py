@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from avgpipe import faults
 from avgpipe.checkpoint.blocks import BlockFile
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.disk import writing, written
+from avgpipe.ranks import probe
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 
@@ -54,7 +54,7 @@ def save_checkpoint(
 
     def write_manifest() -> None:
         if world.rank == 0:
-            faults.at("save", action="manifest", **place)
+            probe.at("save", action="manifest", **place)
             whole = replace(manifest, files=[[names[n], *rest] for n, *rest in table])
             for folder in also:
                 _link(directory, names, folder)

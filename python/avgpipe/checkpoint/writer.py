@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from avgpipe import faults
 from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.folder import FolderLocks, agreed
 from avgpipe.checkpoint.manifest import Manifest
@@ -21,6 +20,7 @@ from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
+from avgpipe.ranks import probe
 from avgpipe.ranks.rendezvous import in_thread
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
@@ -79,7 +79,7 @@ class Writer:
 
     def _checkpoint(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path]) -> _Checkpoint:
         place = {**self._worker.place, "batch": batches}
-        faults.at("save", action="begin", **place)
+        probe.at("save", action="begin", **place)
         manifest = Manifest(asdict(plan), batches, self._model.bounds, self._model.signature(), [])
         return _Checkpoint(directory, also, manifest, place, self._locks, self._worker.placement)
 

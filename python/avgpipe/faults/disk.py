@@ -7,12 +7,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from avgpipe import faults
+from avgpipe.ranks import probe
 
 
 def writing(file: Any, **place: Any) -> Any:
     """Return ``file``, which a save is about to write; or what takes its place where a test wants a full disk."""
-    for fault in faults.at("save", action="write", **place):
+    for fault in probe.at("save", action="write", **place):
         if fault.kind == "full disk":
             return _FullDisk(file, fault.room_bytes)
     return file
@@ -20,7 +20,7 @@ def writing(file: Any, **place: Any) -> Any:
 
 def written(path: Path, **place: Any) -> None:
     """Tell that a save has written the file ``path``, of which a bit may flip."""
-    for fault in faults.at("save", action="written", **place):
+    for fault in probe.at("save", action="written", **place):
         if fault.kind == "flipped bit":
             byte, bit = divmod(fault.bit % (8 * path.stat().st_size), 8)
             with path.open("r+b") as file:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from avgpipe import faults
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of
+from avgpipe.ranks import probe
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.lane import Lane
 
 _OF_A_BATCH = ("pipeline", "stage", "batch")
 _OF_A_STEP = (*_OF_A_BATCH, "micro_batch", "action")
@@ -156,6 +160,16 @@ class Fault:
         wanted = {"training", "update"} if self.phase == "training" else {self.phase}
         return [phase for phase in self._what.phases if self.phase is None or phase in wanted]
 
+    def damage(self, lane: Lane) -> None:
+        """Flip a bit of a lane's weights, or give its links the fault."""
+        from avgpipe.faults.links import disturb
+        from avgpipe.links.message import flip_bit
+
+        if self.where == "weights":
+            flip_bit(lane.trained.arena.weights, self.bit)
+        else:
+            disturb(lane.port.links, self)
+
     def fits(self, phase: str, place: Mapping[str, Any]) -> bool:
         """Whether it may happen at a place."""
         wanted = {name: getattr(self, name) for name in _PLACES}
@@ -187,10 +201,18 @@ class Armed:
         self.fired += is_due
         return is_due
 
+    def reach(self, phase: str, place: Mapping[str, Any]) -> Fault | None:
+        """Let the fault happen if it is due; return it if the place itself must do something about it."""
+        from avgpipe.faults.kinds import happen
+
+        restarts = os.environ.get(probe.RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        here = {"rank": int(os.environ.get("RANK", "0")), "restart": int(restarts), **place}
+        return self.fault if self.is_due(phase, here) and happen(self.fault, phase, here) else None
+
     def disarm(self) -> None:
         """Let it not happen any more. What has happened stays: a line that was cut does not come back."""
-        if self in faults.armed:
-            faults.armed.remove(self)
+        if self in probe.armed:
+            probe.armed.remove(self)
 
     def __enter__(self) -> Armed:
         return self
@@ -206,7 +228,7 @@ def to_json(wanted: Iterable[Fault]) -> str:
 
 def armed_by(text: str) -> list[Armed]:
     """Return what the environment asks for; ValueError for what is no such text."""
-    return [Armed(dataclass_of(faults.VARIABLE, Fault, values)) for values in json.loads(text)]
+    return [Armed(dataclass_of(probe.VARIABLE, Fault, values)) for values in json.loads(text)]
 
 
 def _is(found: Any, wanted: Any) -> bool:

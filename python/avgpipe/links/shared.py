@@ -21,9 +21,8 @@ import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.checksum import checksum
-from avgpipe.links.faulty import FlippingSender
 from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import Channel, Encoder, Format, Key, padded, view
+from avgpipe.links.message import Channel, Encoder, Format, Key, flip_bit, padded, view
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3
@@ -178,7 +177,7 @@ class SharedLink(Link):
     def send_flipped(self, key: Key, value: Any, bit: int) -> None:
         channel = key[:4]
         sender, encoder = self._outgoing[channel]
-        self._outgoing[channel] = FlippingSender(sender, bit), encoder
+        self._outgoing[channel] = _FlippingSender(sender, bit), encoder
         self.send(key, value)
         self._outgoing[channel] = sender, encoder
 
@@ -279,3 +278,18 @@ def _is_alive(process: int) -> bool:
         return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is buried
     finally:
         os.close(file)
+
+
+class _FlippingSender:
+    """Flips a bit of each message in shared memory, just before it is announced, as a test may ask for."""
+
+    def __init__(self, sender: Sender, bit: int) -> None:
+        self._sender, self._bit = sender, bit
+
+    def reserve(self, size: int) -> int:
+        self._address = self._sender.reserve(size)
+        return self._address
+
+    def publish(self, size: int, *words: int) -> None:
+        flip_bit([torch.frombuffer(view(self._address, size), dtype=torch.uint8)], self._bit)
+        self._sender.publish(size, *words)

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from avgpipe.errors import reason
-from avgpipe.faults import RESTART
 from avgpipe.ranks.generation import (
     GENERATION,
     SPARE,
@@ -49,6 +48,7 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
+from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import STORE_FILE, has_missed, is_asked
 
 _POLL_S = 0.02

@@ -19,7 +19,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.faults import RESTART
 from avgpipe.ranks.coordinator import OVER, Coordinator, Group, Recorder
 from avgpipe.ranks.gate import Gates, listen
 from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
@@ -36,6 +35,7 @@ from avgpipe.ranks.launch import (
     pass_on_questions,
 )
 from avgpipe.ranks.membership import environment
+from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02

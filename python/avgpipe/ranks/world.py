@@ -21,8 +21,8 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from avgpipe import faults
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.ranks import probe
 from avgpipe.ranks.generation import generation, given_up, is_replaceable, prospect, waited_for
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
@@ -58,7 +58,7 @@ class World:
         self._roles: tuple[str, ...] = ()
         self._board = Board(dist.HashStore())  # type: ignore[attr-defined]
         self._connections = 0
-        faults.at("start")
+        probe.at("start")
         self.made_group = False
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
             self.made_group = True

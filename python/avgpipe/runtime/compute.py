@@ -16,8 +16,6 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.elastic import Version
 from avgpipe.errors import PipelineError, StageError, reason
-from avgpipe.faults.fault import Fault
-from avgpipe.links.faulty import disturb
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, sample_count, to_device
@@ -235,20 +233,16 @@ class Port:
 
     def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
         self.take, self.receive, self.messages = mailbox.take, mailbox.receive, mailbox.messages
-        self._links, self._pipeline, self._replica = links, route.pipeline, route.replica
+        self.links, self._pipeline, self._replica = links, route.pipeline, route.replica
         self.sent_at: float | None = None
 
     def send(self, message: Message, to: int, batch: int, micro_batch: int, value: Any) -> None:
         self.send_as(Key(message, self._pipeline, self._replica, to, batch, micro_batch), value)
 
-    def disturb(self, fault: Fault) -> None:
-        """Give all links of this worker a fault that a test asks for."""
-        disturb(self._links, fault)
-
     def send_as(self, key: Key, value: Any) -> None:
         if self.sent_at is None:
             self.sent_at = time.perf_counter()
-        self._links[key.target].send(key, value)
+        self.links[key.target].send(key, value)
 
 
 class SavedBytes:

@@ -16,8 +16,7 @@ import torch
 
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Arena, Version
-from avgpipe.faults.fault import Fault
-from avgpipe.links.message import Key, Message, flip_bit
+from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
@@ -218,14 +217,6 @@ class Lane:
         """Have a device do what comes next here after what the other lane has issued."""
         if self.stream is not None and other.stream is not None:
             self.stream.wait_for(other.stream)
-
-    def suffer(self, faults: Iterable[Fault]) -> None:
-        """Let faults that a test asks for damage the weights, or the links."""
-        for fault in faults:
-            if fault.where == "weights":
-                flip_bit(self.trained.arena.weights, fault.bit)
-            else:
-                self.port.disturb(fault)
 
     @contextmanager
     def _gradients_of(self, state: BatchState) -> Iterator[None]:

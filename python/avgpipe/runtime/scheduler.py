@@ -15,11 +15,11 @@ from typing import Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
 from torch.profiler import record_function
 
-from avgpipe import faults
 from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
+from avgpipe.ranks import probe
 from avgpipe.ranks.generation import is_replaceable
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
@@ -89,7 +89,7 @@ class Scheduler:
         if recorded:
             self._note_caller()
         # Neither begins before the caller is at it again.
-        watched = bool(_profiler_enabled() or faults.armed)
+        watched = bool(_profiler_enabled() or probe.armed)
         while not done():
             mailbox.collect()
             queue = self._most_urgent()
@@ -127,11 +127,14 @@ class Scheduler:
         }
         of_step = {**place, "micro_batch": step.micro_batch if step.micro_batch >= 0 else None}
         is_update = step.kind is StepKind.UPDATE
-        lane.suffer(faults.at("update" if is_update else phase, **of_step, action=_ACTIONS[step.kind]))
+        due = probe.at("update" if is_update else phase, **of_step, action=_ACTIONS[step.kind])
+        for fault in due:
+            fault.damage(lane)
         with record_function(self._range_name(lane, step)):
             lane.advance(step)
         if is_update and lane.trained.elastic is not None:
-            lane.suffer(faults.at("averaging", **place))
+            for fault in probe.at("averaging", **place):
+                fault.damage(lane)
 
     def run_until_done(self, event: Any, recorded: bool = True) -> None:
         """Run steps until the device has done what an ``event`` was recorded after.

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import faults
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
@@ -22,6 +21,7 @@ from avgpipe.model.context import CallerModes
 from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.plan import Plan
+from avgpipe.ranks import probe
 from avgpipe.ranks.generation import generation
 from avgpipe.ranks.membership import Membership
 from avgpipe.ranks.preemption import Preemption
@@ -538,7 +538,7 @@ class Worker:
         if self._closed:
             return
         self._closed = True
-        faults.at("shutdown", **self.place)
+        probe.at("shutdown", **self.place)
         if self._watchdog is not None:
             self._watchdog.close()
         if self.exchange is not None:

@@ -20,7 +20,7 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
-from avgpipe.faults import RESTART
+from avgpipe.ranks.probe import RESTART
 
 VARIABLE = (
     "AVGPIPE_CHAOS"  # names that with what the job needs; all processes of a run have it, and no others

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from avgpipe.faults.fault import Fault
 from avgpipe.links.link import Link, LocalLink
-from avgpipe.links.message import Key, flip_bit, tensors_of, view
-from avgpipe_ext.ring import Sender
+from avgpipe.links.message import Key, tensors_of
 
 
 def disturb(links: dict[int, Link], fault: Fault) -> None:
@@ -45,18 +42,3 @@ class _Flipping(Link):
             self._link.send_flipped(key, value, self._bit)
         else:
             self._link.send(key, value)
-
-
-class FlippingSender:
-    """Flips a bit of each message in shared memory, just before it is announced."""
-
-    def __init__(self, sender: Sender, bit: int) -> None:
-        self._sender, self._bit = sender, bit
-
-    def reserve(self, size: int) -> int:
-        self._address = self._sender.reserve(size)
-        return self._address
-
-    def publish(self, size: int, *words: int) -> None:
-        flip_bit([torch.frombuffer(view(self._address, size), dtype=torch.uint8)], self._bit)
-        self._sender.publish(size, *words)
