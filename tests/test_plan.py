@@ -172,7 +172,7 @@ def test_what_a_partitioner_found_is_a_plan() -> None:
         system="dapple",
         micro_batches=3,
     )
-    plan = Plan.for_partition(found)
+    plan = found.plan()
     assert (plan.system, plan.schedule, plan.micro_batches) == ("dapple", "1f1b", 4)
     assert (plan.partition, plan.replication, plan.placement) == ((2,), (2, 1), ((0, 2), (1,)))
 

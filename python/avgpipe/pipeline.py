@@ -35,11 +35,12 @@ from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
+from avgpipe.measure.cut_picture import plot_cut
+from avgpipe.measure.running import gather_busy, gather_timeline, measured_costs
 from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options, described
 from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.model.cut import Cut, expected_traffic, sent
-from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model, layers_of, learning_tensors, outside_of
 from avgpipe.model.modes import Modes, evaluated_in, is_evaluated, tells_modes_apart
@@ -75,7 +76,6 @@ from avgpipe.runtime.feed import BatchResult, Feed, Prefetch
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.loss_check import callers
-from avgpipe.runtime.measure import gather_busy, gather_timeline, measured_costs
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.requirements import (

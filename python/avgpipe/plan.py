@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
@@ -23,9 +23,6 @@ from avgpipe.schedule import (
     published,
 )
 from avgpipe.systems import SYSTEMS
-
-if TYPE_CHECKING:  # which would load numpy
-    from avgpipe.planning import Partition
 
 BATCHES = ("global", "per-pipeline")
 
@@ -318,23 +315,6 @@ class Plan:
         chosen = {**row, "system": system, **options, "stages": stages}
         replication = checked_replication(chosen.get("replication"), stages)
         return cls(**{"micro_batches": systems.micro_batches(system, stages, replication), **chosen})
-
-    @classmethod
-    def for_partition(cls, found: Partition, **options: Any) -> Plan:
-        """Return the plan of what a partitioner found, for the system that the method is for; ``options`` complete it.
-
-        As many micro-batches as it found best, or more where every replica needs one.
-        """
-        wanted = options.pop("micro_batches", found.micro_batches)
-        made: dict[str, Any] = {
-            "stages": found.stages,
-            "partition": found.boundaries or None,
-            "replication": found.replication if max(found.replication) > 1 else None,
-            "placement": found.placement,
-            "micro_batches": systems.micro_batches(found.system, found.stages, found.replication, wanted),
-            "recompute": "always" if found.recompute else "never",
-        }
-        return cls.for_system(found.system, **{**made, **options})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.measure.cut_picture import plot_cut
 from avgpipe.model.cut import Cut, expected_traffic
-from avgpipe.model.cut_picture import plot_cut
 from avgpipe.model.model import Model, layers_of
 from tests.runner import run
 from tests.runtime.cases import momentum, train_on_one_device

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import pytest
 
-from avgpipe.timeline.pace import Reading, Stragglers
+from avgpipe.runtime.pace import Reading, Stragglers
 
 ALONE: list[list[int]] = [[], [], []]
 

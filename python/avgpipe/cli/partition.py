@@ -93,7 +93,7 @@ def _found(
     found = partition(profile, method=method, **_options(config, profile, cluster, batch_size, method))
     free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
     chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
-    plan = Plan.for_partition(found, **chosen)
+    plan = found.plan(**chosen)
     share_s = simulated_batch_s(
         profile, found, plan.build_schedule(), cluster, plan.pipelines, plan.recompute
     )

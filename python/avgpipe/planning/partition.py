@@ -12,6 +12,7 @@ from typing import Any
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.model.balance import check_stages, least_bottleneck
+from avgpipe.plan import Plan
 from avgpipe.planning.chain import (
     Chain,
     limit_of,
@@ -25,6 +26,7 @@ from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import RECOMPUTE, Schedule, build_schedule, published
+from avgpipe.systems import micro_batches
 from avgpipe.units import format_bytes, format_seconds
 
 
@@ -97,6 +99,22 @@ class Partition:
             notes=tuple(notes),
             **found,
         )
+
+    def plan(self, **options: Any) -> Plan:
+        """Return a plan of this for the system that the method is for; ``options`` complete it.
+
+        As many micro-batches as were found best, or more where every replica needs one.
+        """
+        wanted = options.pop("micro_batches", self.micro_batches)
+        made: dict[str, Any] = {
+            "stages": self.stages,
+            "partition": self.boundaries or None,
+            "replication": self.replication if max(self.replication) > 1 else None,
+            "placement": self.placement,
+            "micro_batches": micro_batches(self.system, self.stages, self.replication, wanted),
+            "recompute": "always" if self.recompute else "never",
+        }
+        return Plan.for_system(self.system, **{**made, **options})
 
     @property
     def stages(self) -> int:
