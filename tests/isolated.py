@@ -12,12 +12,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from avgpipe.ranks.coordinator import ENDED, Coordinator, encoded
-from avgpipe.ranks.gate import Gate
-from avgpipe.ranks.membership import environment
-from avgpipe.ranks.relay import Relay
-from avgpipe.ranks.roster import Stay
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.fault.coordinator import ENDED, Coordinator, encoded
+from avgpipe.fault.gate import Gate
+from avgpipe.fault.membership import environment
+from avgpipe.fault.relay import Relay
+from avgpipe.fault.roster import Stay
+from avgpipe.fault.trunk import Trunk
 from tests.patience import Deadline
 from tests.runner import Ranks
 

@@ -17,8 +17,8 @@ from torch import nn
 
 from avgpipe import Plan
 from avgpipe.elastic import Arena, ElasticAveraging, Reference
+from avgpipe.fault.roster import Roster, Stay
 from avgpipe.model.batch import loss_weights, share_out, sizes_of
-from avgpipe.ranks.roster import Roster, Stay
 from benchmarks.faults import job
 from benchmarks.overlap.models import loss
 

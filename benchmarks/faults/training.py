@@ -34,8 +34,8 @@ from typing import IO, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from avgpipe.ranks.generation import SPARE
-from avgpipe.ranks.membership import PIPELINE
+from avgpipe.fault.generation import SPARE
+from avgpipe.fault.membership import PIPELINE
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import RESULTS, say, write_record
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from avgpipe.cli.bench.chaos.episode import read
 from avgpipe.errors import PipelineError
+from avgpipe.fault.replace import Replacing
+from avgpipe.fault.supervise import Isolation, Supervisor
 from avgpipe.ranks.launch import Job, tied
-from avgpipe.ranks.replace import Replacing
-from avgpipe.ranks.supervise import Isolation, Supervisor
 from benchmarks.faults.job import VARIABLE
 
 _LOOK_S = 0.02

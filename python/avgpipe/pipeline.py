@@ -27,14 +27,24 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
-from avgpipe.checkpoint.copies import StateCopies
 from avgpipe.checkpoint.folder import NotFinite
-from avgpipe.checkpoint.handover import check_state, give_state, take_state
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
 from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
+from avgpipe.fault.copies import StateCopies
+from avgpipe.fault.generation import (
+    become_a_rank,
+    generation,
+    is_replaceable,
+    next_generation,
+    restored,
+    waited_for,
+)
+from avgpipe.fault.handover import check_state, give_state, take_state
+from avgpipe.fault.membership import Membership, pipeline_here
+from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.measure.cut_picture import plot_cut
 from avgpipe.measure.running import gather_busy, gather_timeline, measured_costs
 from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, split
@@ -48,15 +58,6 @@ from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks import probe
-from avgpipe.ranks.generation import (
-    become_a_rank,
-    generation,
-    is_replaceable,
-    next_generation,
-    restored,
-    waited_for,
-)
-from avgpipe.ranks.membership import Membership, pipeline_here
 from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import keep_freed_memory, tell_of_lost_peers, warn_of_threads
 from avgpipe.ranks.rendezvous import private_store
@@ -93,7 +94,6 @@ from avgpipe.runtime.requirements import (
     warn_of_waits,
 )
 from avgpipe.runtime.together import groups_of_whole, warn_of_steps
-from avgpipe.runtime.turn_feed import Counts, TurnFeed
 from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
 from avgpipe.runtime.worker import Worker
 from avgpipe.timeline.timeline import Timeline

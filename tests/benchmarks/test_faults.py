@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks.roster import Stay
+from avgpipe.fault.roster import Stay
 from benchmarks.faults import job
 from benchmarks.faults.draw import draw
 from benchmarks.faults.emulation import Emulation, History, stays_of

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks.generation import SPARE
-from avgpipe.ranks.membership import PIPELINE
+from avgpipe.fault.generation import SPARE
+from avgpipe.fault.membership import PIPELINE
 from benchmarks.faults.training import compared, picture, ranks
 from benchmarks.tables.disturbed import disturbed, disturbed_bars
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.checkpoint.copies import Intervals, StateCopies
+from avgpipe.fault.copies import Intervals, StateCopies
 from tests.checkpoint.test_snapshot import PLANS, make
 
 

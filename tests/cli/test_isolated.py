@@ -377,7 +377,7 @@ if os.environ["AVGPIPE_RESTART"] == "0":
 # Rank 1 of a pipeline is stopped before it says hello, when rank 0 waits to be let into the run.
 STOPS_LATER = f"""
 import os, signal, time
-from avgpipe.ranks.membership import Membership
+from avgpipe.fault.membership import Membership
 hello, enter = Membership.__init__, Membership.enter
 there = __file__ + ".there"
 def hello_late(*given):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks.coordinator import VERSION, Coordinator, encoded, received
+from avgpipe.fault.coordinator import VERSION, Coordinator, encoded, received
 from avgpipe_ext.ring import Bell, Memory
 from tests.patience import Deadline, limit
 
@@ -162,7 +162,7 @@ def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes
 def test_who_stands_still_in_its_greeting_keeps_nobody_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("avgpipe.ranks.coordinator._GREET_S", 1)
+    monkeypatch.setattr("avgpipe.fault.coordinator._GREET_S", 1)
     with served(tmp_path) as one, socket.socket(socket.AF_UNIX) as silent:
         silent.connect(one.coordinator.address)
         assert heard(one.connect(0, 0), "welcome")

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks.coordinator import VERSION, encoded
-from avgpipe.ranks.gate import Gates, listen
-from avgpipe.ranks.membership import environment
-from avgpipe.ranks.mirror import told_by
-from avgpipe.ranks.relay import Relay
-from avgpipe.ranks.trunk import Trunk, parse_address
+from avgpipe.fault.coordinator import VERSION, encoded
+from avgpipe.fault.gate import Gates, listen
+from avgpipe.fault.membership import environment
+from avgpipe.fault.mirror import told_by
+from avgpipe.fault.relay import Relay
+from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
 from tests.patience import wait_until
 from tests.ranks.test_coordinator import Served, enter, heard, served

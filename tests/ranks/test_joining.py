@@ -11,8 +11,8 @@ import pytest
 from avgpipe.cli import join as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.joining import NoPlace, join_far
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.fault.joining import NoPlace, join_far
+from avgpipe.fault.trunk import Trunk
 
 
 def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:

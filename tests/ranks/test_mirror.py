@@ -10,9 +10,9 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from avgpipe.ranks.mirror import HEAD_BYTES, SLOTS, Mirror, told_by, write_head
-from avgpipe.ranks.roster import Stay
-from avgpipe.ranks.trunk import Trunk, parse_address
+from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, Mirror, told_by, write_head
+from avgpipe.fault.roster import Stay
+from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
 
 TOKEN = b"a secret of some length"

@@ -12,15 +12,15 @@ import pytest
 from torch.distributed import HashStore
 
 from avgpipe import PeerLost
+from avgpipe.fault.generation import GENERATION, announcement, next_generation, prospect
+from avgpipe.fault.replace import Replacing
 from avgpipe.ranks import launch
-from avgpipe.ranks.generation import GENERATION, announcement, next_generation, prospect
 from avgpipe.ranks.launch import RanksFailed, tied
-from avgpipe.ranks.replace import Replacing
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
 import os, pathlib, signal, sys, time
-from avgpipe.ranks.generation import next_generation
+from avgpipe.fault.generation import next_generation
 from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "-1":
@@ -33,7 +33,7 @@ while os.environ["AVGPIPE_RESTART"] == "0" and not (folder / "spare").exists():
     time.sleep(0.01)
 (folder / os.environ["AVGPIPE_RESTART"]).touch()
 if os.environ["AVGPIPE_RESTART"] == "1":
-    from avgpipe.ranks.generation import become_a_rank
+    from avgpipe.fault.generation import become_a_rank
     become_a_rank(lambda: None)
 if os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
     os.kill(os.getpid(), signal.SIGKILL)
@@ -78,7 +78,7 @@ def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
 # Rank 0 is stopped, for which rank 1 has waited long enough.
 _STANDS = """
 import os, pathlib, signal, sys
-from avgpipe.ranks.generation import become_a_rank, next_generation, waited_for
+from avgpipe.fault.generation import become_a_rank, next_generation, waited_for
 from avgpipe.ranks.rendezvous import private_store
 if os.environ["RANK"] == "1":
     private_store().set(waited_for(0), "")
@@ -144,7 +144,7 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
 # its limit of 0.2 s.
 _LATE = """
 import os, pathlib, signal, sys, time
-from avgpipe.ranks.generation import become_a_rank, next_generation
+from avgpipe.fault.generation import become_a_rank, next_generation
 from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "1":
@@ -176,7 +176,7 @@ def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Pa
 def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("avgpipe.ranks.replace._START_S", 0.5)
+    monkeypatch.setattr("avgpipe.fault.replace._START_S", 0.5)
     late = _SCRIPT.replace('if os.environ["RANK"] == "-1"', 'if os.environ["AVGPIPE_RESTART"] == "1"')
     (tmp_path / "spare").touch()  # nobody waits for it
     command = tied("stderr", sys.executable, "-c", late + "\nsignal.pause()", str(tmp_path))
@@ -187,7 +187,7 @@ def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
 # Rank 0 is killed, and when its new process is there rank 1 fails: at once, or when all have restored their state.
 _FAILS = """
 import os, pathlib, signal, sys, time
-from avgpipe.ranks.generation import become_a_rank, next_generation, restored
+from avgpipe.fault.generation import become_a_rank, next_generation, restored
 from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "1":
@@ -224,7 +224,7 @@ def test_who_was_lost_is_to_blame_until_the_others_have_their_state_again(
 
 @pytest.mark.ranks
 def test_a_new_process_that_is_killed_each_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("avgpipe.ranks.replace._START_S", 1.0)
+    monkeypatch.setattr("avgpipe.fault.replace._START_S", 1.0)
     script = """
 import os, signal
 if os.environ["RANK"] == "1":
@@ -278,7 +278,7 @@ def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None
 # Rank 0 is stopped while it keeps the file in which ranks meet, so that rank 1 cannot even say that it waits.
 _LOCKS = """
 import fcntl, os, pathlib, signal, sys, time
-from avgpipe.ranks.generation import become_a_rank, next_generation, waited_for
+from avgpipe.fault.generation import become_a_rank, next_generation, waited_for
 from avgpipe.ranks.rendezvous import private_store
 locked = pathlib.Path(sys.argv[1], "locked")
 if os.environ["RANK"] == "1":
@@ -346,7 +346,7 @@ def test_a_spare_that_is_stopped_takes_nobodys_place(tmp_path: Path) -> None:
 _ASKS = """
 import os, pathlib, sys, time
 from avgpipe import PeerLost
-from avgpipe.ranks.generation import next_generation
+from avgpipe.fault.generation import next_generation
 from avgpipe.ranks.rendezvous import private_store
 told = pathlib.Path(sys.argv[1], "told")
 if os.environ["RANK"] == "1":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from avgpipe.ranks.roster import Roster, Stay
+from avgpipe.fault.roster import Roster, Stay
 
 
 def begun(*pipelines: int) -> Roster:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks import supervise
-from avgpipe.ranks.generation import SPARE
+from avgpipe.fault import supervise
+from avgpipe.fault.generation import SPARE
+from avgpipe.fault.supervise import Isolation, Supervisor
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.supervise import Isolation, Supervisor
 
 pytestmark = pytest.mark.ranks
 

@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import CheckpointError, PeerLost, Pipeline, PipelineTimeout, Plan
-from avgpipe.checkpoint.copies import Intervals, StateCopies
 from avgpipe.checkpoint.snapshot import Snapshot
+from avgpipe.fault.copies import Intervals, StateCopies
+from avgpipe.fault.generation import GENERATION, announcement, prospect, waited_for
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Message
 from avgpipe.model.context import Carry
 from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
-from avgpipe.ranks.generation import GENERATION, announcement, prospect, waited_for
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import STORE_FILE
 from avgpipe.testing import fail_at

@@ -7,8 +7,8 @@ from dataclasses import fields
 
 from avgpipe.cli.config import IsolationOptions
 from avgpipe.cli.options import Options, flag
-from avgpipe.ranks.supervise import Isolation
-from avgpipe.ranks.trunk import parse_address
+from avgpipe.fault.supervise import Isolation
+from avgpipe.fault.trunk import parse_address
 
 JOIN_TOKEN = "AVGPIPE_JOIN_TOKEN"
 _LEAST = 16  # characters

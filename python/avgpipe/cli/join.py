@@ -11,7 +11,7 @@ from avgpipe.cli.config import JoinConfig
 from avgpipe.cli.isolated import secret
 from avgpipe.cli.output import CommandFailed, arguments, note
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.joining import NoPlace, join, join_far
+from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.ranks.launch import Interrupted
 
 _ASK_S, _LIMIT_S = (

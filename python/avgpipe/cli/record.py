@@ -14,9 +14,9 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder, number
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, strict_json
 from avgpipe.cli.progress import ProgressBar
+from avgpipe.fault.joining import ADDRESS
+from avgpipe.fault.membership import Membership
 from avgpipe.plan import Plan
-from avgpipe.ranks.joining import ADDRESS
-from avgpipe.ranks.membership import Membership
 from avgpipe.report.course import Totals
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves

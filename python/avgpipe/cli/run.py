@@ -12,9 +12,9 @@ import typer
 from avgpipe.cli.config import RunConfig
 from avgpipe.cli.isolated import isolation_of, refuse_isolation
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
+from avgpipe.fault.replace import Replacing
+from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
-from avgpipe.ranks.replace import Replacing
-from avgpipe.ranks.supervise import Supervisor, TooFewLeft
 
 
 def run(config: RunConfig) -> None:

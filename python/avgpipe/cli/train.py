@@ -16,9 +16,9 @@ from avgpipe.cli.isolated import isolation_of, refuse_isolation
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, note, running, say
 from avgpipe.cli.record import SharedRecord
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
+from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
-from avgpipe.ranks.supervise import Supervisor, TooFewLeft
 from avgpipe.runtime.placement import Placement
 
 _WORKER = "avgpipe.cli.training:run_worker"

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.fault.generation import generation, given_up, is_replaceable, prospect, waited_for
 from avgpipe.ranks import probe
-from avgpipe.ranks.generation import generation, given_up, is_replaceable, prospect, waited_for
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
 T = TypeVar("T")

@@ -16,13 +16,13 @@ import torch
 
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Arena, Version
+from avgpipe.fault.turns import Turns
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.turns import Turns
 from avgpipe.runtime.update import SCALING, RemoteUpdates, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 

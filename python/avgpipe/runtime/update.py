@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from avgpipe.device import LaneStream, current_stream, has_streams, used_on
 from avgpipe.elastic import Reference, Version
+from avgpipe.fault.turns import Turns
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
 from avgpipe.runtime.compute import BatchState, Port, Step
@@ -28,7 +29,6 @@ from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.turns import Turns
 
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning

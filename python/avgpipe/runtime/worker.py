@@ -14,6 +14,10 @@ from torch import nn
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
+from avgpipe.fault.exchange import TurnExchange
+from avgpipe.fault.generation import generation
+from avgpipe.fault.membership import Membership
+from avgpipe.fault.turns import Turns
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.model.batch import refuse_graphs
@@ -22,15 +26,12 @@ from avgpipe.model.model import Model, stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.plan import Plan
 from avgpipe.ranks import probe
-from avgpipe.ranks.generation import generation
-from avgpipe.ranks.membership import Membership
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import Audit
 from avgpipe.runtime.compute import Compute, Port
-from avgpipe.runtime.exchange import TurnExchange
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
@@ -44,7 +45,6 @@ from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.turns import Turns
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Schedule
 

@@ -19,9 +19,9 @@ from typing import Any
 from avgpipe.cli.bench.chaos.draw import Scenario
 from avgpipe.cli.bench.chaos.job import VARIABLE
 from avgpipe.errors import PipelineError
+from avgpipe.fault.replace import Replacing
+from avgpipe.fault.supervise import Isolation, Supervisor
 from avgpipe.ranks.launch import Interrupted, Job, run_on_ranks, tied
-from avgpipe.ranks.replace import Replacing
-from avgpipe.ranks.supervise import Isolation, Supervisor
 from avgpipe.testing import environment
 
 PROMPT_S = 5.0  # beside the time limit of waits, that anything may take

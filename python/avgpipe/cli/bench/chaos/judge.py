@@ -27,8 +27,8 @@ from typing import Any
 
 from avgpipe.cli.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS
 from avgpipe.cli.bench.chaos.episode import PROMPT_S, RunShape, SeenRun
+from avgpipe.fault.supervise import TooFewLeft
 from avgpipe.ranks.launch import RanksFailed
-from avgpipe.ranks.supervise import TooFewLeft
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")

@@ -23,11 +23,11 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
+from avgpipe.fault.exchange import Turn
 from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
-from avgpipe.runtime.exchange import Turn
 from avgpipe.runtime.feed import Batch, BatchResult, Pairs, Prefetch, cut, result_of
 from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.options import TrainingOptions

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from avgpipe.errors import reason
-from avgpipe.ranks.generation import (
+from avgpipe.fault.generation import (
     GENERATION,
     SPARE,
     announcement,

@@ -13,11 +13,11 @@ import torch
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Reference
 from avgpipe.errors import PipelineError
+from avgpipe.fault.exchange import Told, TurnExchange
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.digest import digest
-from avgpipe.runtime.exchange import Told, TurnExchange
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.trained_stage import TrainedStage

@@ -12,12 +12,12 @@ from multiprocessing.connection import Client
 from typing import Any
 from weakref import WeakValueDictionary
 
-from avgpipe.ranks.coordinator import JOIN, place_of
-from avgpipe.ranks.membership import GROUP
-from avgpipe.ranks.mirror import bells_at, told_by
-from avgpipe.ranks.passage import Passage, told_memory
-from avgpipe.ranks.roster import Roster
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.fault.coordinator import JOIN, place_of
+from avgpipe.fault.membership import GROUP
+from avgpipe.fault.mirror import bells_at, told_by
+from avgpipe.fault.passage import Passage, told_memory
+from avgpipe.fault.roster import Roster
+from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 
 _MOST_CALLERS = 16  # that have not shown yet that they know the token

@@ -3,7 +3,7 @@
 Each process has one connection to it, which Python's ``multiprocessing.connection`` authenticates by a token, both
 ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection,
 so its end is known at once, however it came about. For one on another host somebody here stands
-(:mod:`avgpipe.ranks.gate`).
+(:mod:`avgpipe.fault.gate`).
 
 A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no
 turn (``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
@@ -12,7 +12,7 @@ turn (``freeze``) and say how many they have begun; the change then takes effect
     process        begins no turn, goes on with those that it has begun            begins turn 8 by the new roster
 
 In which turns a lost pipeline counts is decided by what its processes had told the others, in memory that this process
-holds, once all of them are dead: see :mod:`avgpipe.runtime.exchange`.
+holds, once all of them are dead: see :mod:`avgpipe.fault.exchange`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from avgpipe.fault.roster import Roster, Stay
+from avgpipe.fault.trunk import let_in
 from avgpipe.ranks.process import peer_of
-from avgpipe.ranks.roster import Roster, Stay
-from avgpipe.ranks.trunk import let_in
 from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from avgpipe.checkpoint.content import readable
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
 from avgpipe.errors import CheckpointError
-from avgpipe.runtime.turn_feed import Counts
+from avgpipe.fault.turn_feed import Counts
 from avgpipe.runtime.weights import stage_state, told_average
 from avgpipe.runtime.worker import Worker
 

@@ -2,7 +2,7 @@
 
 Each process has its own copy of the reference. What one tells lies in memory that the launcher holds, so it stays when
 its process dies; the others read it there. Where pipelines are on several hosts, each host has such memory, and
-:mod:`avgpipe.ranks.mirror` has what was told on one come to the others::
+:mod:`avgpipe.fault.mirror` has what was told on one come to the others::
 
     step of turn t        the update goes to one of two slots, then the count of turns told rises, then all bells ring
     all have told turn t  what they told counts, in the order of pipelines, in every process alike
@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from avgpipe.errors import PipelineError
+from avgpipe.fault.membership import Membership, Neighbour
+from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
+from avgpipe.fault.roster import Stay
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, padded
-from avgpipe.ranks.membership import Membership, Neighbour
-from avgpipe.ranks.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
-from avgpipe.ranks.roster import Stay
 from avgpipe_ext.ring import Bell, Memory
 
 _TEXT_BYTES = 8192  # of a slot: its head and the text

@@ -12,8 +12,8 @@ from multiprocessing.connection import Client
 from typing import Any
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
-from avgpipe.ranks.coordinator import VERSION, encoded, received
-from avgpipe.ranks.roster import Roster
+from avgpipe.fault.coordinator import VERSION, encoded, received
+from avgpipe.fault.roster import Roster
 from avgpipe_ext.ring import Memory
 
 RUN, TOKEN, GROUP, PIPELINE = "AVGPIPE_RUN", "AVGPIPE_TOKEN", "AVGPIPE_GROUP", "AVGPIPE_PIPELINE"

@@ -2,7 +2,7 @@
 
 On the launcher's host the *gate* makes a connection to the coordinator for each process there; on the other host the
 *relay* stands for the coordinator. Messages pass as they are, but for the places of memory in them: each end has its
-own memory, which a :class:`~avgpipe.ranks.mirror.Mirror` keeps alike::
+own memory, which a :class:`~avgpipe.fault.mirror.Mirror` keeps alike::
 
     process -- relay ==== trunk ==== gate -- coordinator
 """
@@ -19,9 +19,9 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from avgpipe.ranks.coordinator import encoded, received
-from avgpipe.ranks.mirror import TOLD, Mirror, told_by
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.fault.coordinator import encoded, received
+from avgpipe.fault.mirror import TOLD, Mirror, told_by
+from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 
 OPEN, CLOSE, SAY, CONTENTS = "open", "close", "say", "contents"

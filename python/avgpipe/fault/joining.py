@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.ranks.coordinator import ENDED, JOIN, VERSION, encoded, received
-from avgpipe.ranks.gate import Gate
+from avgpipe.fault.coordinator import ENDED, JOIN, VERSION, encoded, received
+from avgpipe.fault.gate import Gate
+from avgpipe.fault.relay import Relay
+from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import folder_for_a_socket, peer_of
-from avgpipe.ranks.relay import Relay
-from avgpipe.ranks.trunk import Trunk, parse_address
 
 ADDRESS = "join.json"
 _POLL_S = 0.05

@@ -12,12 +12,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from avgpipe.ranks.coordinator import place_of
-from avgpipe.ranks.membership import GROUP, RUN, TOKEN
-from avgpipe.ranks.mirror import bells_at, told_by
-from avgpipe.ranks.passage import OPEN, Passage
-from avgpipe.ranks.roster import Roster
-from avgpipe.ranks.trunk import Trunk, let_in
+from avgpipe.fault.coordinator import place_of
+from avgpipe.fault.membership import GROUP, RUN, TOKEN
+from avgpipe.fault.mirror import bells_at, told_by
+from avgpipe.fault.passage import OPEN, Passage
+from avgpipe.fault.roster import Roster
+from avgpipe.fault.trunk import Trunk, let_in
 from avgpipe_ext.ring import Memory
 
 

@@ -1,6 +1,6 @@
 """What isolated pipelines tell each other, in the memory of two hosts: what is told on one comes to be on the other.
 
-Processes of one host tell in shared memory (:mod:`avgpipe.runtime.exchange`): a slot is written, then a count rises. On
+Processes of one host tell in shared memory (:mod:`avgpipe.fault.exchange`): a slot is written, then a count rises. On
 each of two hosts lies memory of the same kind. Of pipelines that are *near*, what their processes have told is sent on;
 of the others it comes from there, the slot first, then the count::
 
@@ -16,8 +16,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from avgpipe.ranks.roster import Stay
-from avgpipe.ranks.trunk import Trunk
+from avgpipe.fault.roster import Stay
+from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Bell, Memory
 
 SLOTS, HEAD_BYTES = 2, 24  # of what a stage replica tells in; a slot's head has three numbers

@@ -19,10 +19,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.ranks.coordinator import OVER, Coordinator, Group, Recorder
-from avgpipe.ranks.gate import Gates, listen
-from avgpipe.ranks.generation import SPARE, pipe_of, tell_place
-from avgpipe.ranks.joining import Joined, JoinedFar, leave_address
+from avgpipe.fault.coordinator import OVER, Coordinator, Group, Recorder
+from avgpipe.fault.gate import Gates, listen
+from avgpipe.fault.generation import SPARE, pipe_of, tell_place
+from avgpipe.fault.joining import Joined, JoinedFar, leave_address
+from avgpipe.fault.membership import environment
 from avgpipe.ranks.launch import (
     STOPPED,
     Job,
@@ -34,7 +35,6 @@ from avgpipe.ranks.launch import (
     keeping_handlers,
     pass_on_questions,
 )
-from avgpipe.ranks.membership import environment
 from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
@@ -115,7 +115,7 @@ class Supervisor:
     """Runs a job as the processes of several isolated pipelines, until they have finished.
 
     Args:
-        folder: readable for this user alone; :func:`avgpipe.ranks.joining.join` finds the run there.
+        folder: readable for this user alone; :func:`avgpipe.fault.joining.join` finds the run there.
         say: is told a line for people.
         recorder: hears what processes tell of the run.
 
