@@ -18,7 +18,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.cli.bench.chaos.job import Journal
-from avgpipe.fault.generation import generation
+from avgpipe.ranks.process import generation
 from benchmarks.overlap.models import Attention, Perceptron, loss
 
 VARIABLE = "AVGPIPE_LOST"  # names that with what a process needs to know, as JSON

@@ -34,8 +34,7 @@ from typing import IO, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from avgpipe.fault.generation import SPARE
-from avgpipe.fault.membership import PIPELINE
+from avgpipe.ranks.process import PIPELINE, SPARE
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import RESULTS, say, write_record
 

@@ -34,16 +34,9 @@ from avgpipe.checkpoint.writer import Writer
 from avgpipe.device import ReadyOnEvent, generators_of, has_streams, own_device, select
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
 from avgpipe.fault.copies import StateCopies
-from avgpipe.fault.generation import (
-    become_a_rank,
-    generation,
-    is_replaceable,
-    next_generation,
-    restored,
-    waited_for,
-)
+from avgpipe.fault.generation import become_a_rank, next_generation, restored, waited_for
 from avgpipe.fault.handover import check_state, give_state, take_state
-from avgpipe.fault.membership import Membership, pipeline_here
+from avgpipe.fault.membership import Membership
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.measure.cut_picture import plot_cut
 from avgpipe.measure.running import gather_busy, gather_timeline, measured_costs
@@ -59,7 +52,14 @@ from avgpipe.plan import Plan
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.ranks import probe
 from avgpipe.ranks.mesh import members_of
-from avgpipe.ranks.process import keep_freed_memory, tell_of_lost_peers, warn_of_threads
+from avgpipe.ranks.process import (
+    generation,
+    is_replaceable,
+    keep_freed_memory,
+    pipeline_here,
+    tell_of_lost_peers,
+    warn_of_threads,
+)
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.ranks.world import World
 from avgpipe.runtime.alike import check_weights

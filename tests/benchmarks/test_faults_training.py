@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.fault.generation import SPARE
-from avgpipe.fault.membership import PIPELINE
+from avgpipe.ranks.process import PIPELINE, SPARE
 from benchmarks.faults.training import compared, picture, ranks
 from benchmarks.tables.disturbed import disturbed, disturbed_bars
 

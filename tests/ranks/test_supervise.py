@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from avgpipe.fault import supervise
-from avgpipe.fault.generation import SPARE
 from avgpipe.fault.supervise import Isolation, Supervisor
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.probe import RESTART
+from avgpipe.ranks.process import SPARE
 
 pytestmark = pytest.mark.ranks
 

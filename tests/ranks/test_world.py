@@ -12,8 +12,9 @@ import torch
 from torch.distributed import HashStore
 
 from avgpipe.errors import PeerLost, PipelineError
-from avgpipe.fault.generation import GENERATION, given_up
+from avgpipe.fault.generation import given_up
 from avgpipe.ranks import world
+from avgpipe.ranks.process import GENERATION
 from avgpipe.ranks.world import World, gather
 from tests.runner import Ranks, run
 

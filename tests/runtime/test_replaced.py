@@ -19,7 +19,7 @@ from torch import nn
 from avgpipe import CheckpointError, PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
-from avgpipe.fault.generation import GENERATION, announcement, prospect, waited_for
+from avgpipe.fault.generation import announcement, prospect, waited_for
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Message
@@ -27,7 +27,7 @@ from avgpipe.model.context import Carry
 from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
 from avgpipe.ranks.launch import is_stopped
-from avgpipe.ranks.process import STORE_FILE
+from avgpipe.ranks.process import GENERATION, STORE_FILE
 from avgpipe.testing import fail_at
 from tests.patience import Deadline, limit
 from tests.runner import Ranks

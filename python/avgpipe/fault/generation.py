@@ -15,20 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PeerLost
-from avgpipe.ranks.process import ask_who_is_lost
+from avgpipe.ranks.process import GENERATION, SPARE, ask_who_is_lost, generation
 
-# These variables say which generation this is, where ranks are replaced, and in which folder a spare is told its place.
-GENERATION, SPARE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE"
 _LOOK_S = 0.01
-
-
-def is_replaceable() -> bool:
-    """Whether a rank that is killed is replaced here."""
-    return GENERATION in os.environ
-
-
-def generation() -> int:
-    return int(os.environ.get(GENERATION, "0"))
 
 
 def announcement(number: int) -> str:
@@ -54,6 +43,27 @@ def restored(number: int) -> str:
 def waited_for(number: int) -> str:
     """The name under which ranks of a generation say that one has not answered for as long as they wait."""
     return f"generation/{number}/waited"
+
+
+class Spares:
+    """What the ranks of a generation say to the launcher, which may have spare processes."""
+
+    def __init__(self) -> None:
+        from avgpipe.ranks.rendezvous import private_store  # which imports torch; launchers do without
+
+        self._store: Callable[[], Any] = private_store
+
+    def give_up(self) -> None:
+        """Say that nobody is to be replaced, as this one fails of itself."""
+        self._store().set(given_up(generation() + 1), "")
+
+    def note_wait(self) -> None:
+        """Say that a rank has not answered for as long as this one waits: the launcher then ends who stands still."""
+        self._store().set(waited_for(generation()), "")
+
+    def are_coming(self) -> bool:
+        """Whether another generation will come."""
+        return bool(self._store().check([prospect(generation() + 1)]))
 
 
 def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:

@@ -14,20 +14,16 @@ from typing import Any
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
 from avgpipe.fault.coordinator import VERSION, encoded, received
 from avgpipe.fault.roster import Roster
+from avgpipe.ranks.process import PIPELINE, RUN
 from avgpipe_ext.ring import Memory
 
-RUN, TOKEN, GROUP, PIPELINE = "AVGPIPE_RUN", "AVGPIPE_TOKEN", "AVGPIPE_GROUP", "AVGPIPE_PIPELINE"
+TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _TELL_S = 1.0  # between two signs of life
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
     """Return the variables by which a process finds its run."""
     return {RUN: address, TOKEN: token, GROUP: str(group), PIPELINE: str(pipeline)}
-
-
-def pipeline_here() -> int | None:
-    """Return which pipeline this process is a part of, in a run of isolated ones; None elsewhere."""
-    return int(os.environ[PIPELINE]) if RUN in os.environ else None
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.fault.coordinator import place_of
-from avgpipe.fault.membership import GROUP, RUN, TOKEN
+from avgpipe.fault.membership import GROUP, TOKEN
 from avgpipe.fault.mirror import bells_at, told_by
 from avgpipe.fault.passage import OPEN, Passage
 from avgpipe.fault.roster import Roster
 from avgpipe.fault.trunk import Trunk, let_in
+from avgpipe.ranks.process import RUN
 from avgpipe_ext.ring import Memory
 
 

@@ -26,8 +26,6 @@ from typing import NamedTuple
 
 from avgpipe.errors import reason
 from avgpipe.fault.generation import (
-    GENERATION,
-    SPARE,
     announcement,
     given_up,
     pipe_of,
@@ -49,7 +47,7 @@ from avgpipe.ranks.launch import (
     start,
 )
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.process import STORE_FILE, has_missed, is_asked
+from avgpipe.ranks.process import GENERATION, SPARE, STORE_FILE, has_missed, is_asked
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run

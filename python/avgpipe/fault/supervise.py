@@ -21,7 +21,7 @@ from typing import Any
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import OVER, Coordinator, Group, Recorder
 from avgpipe.fault.gate import Gates, listen
-from avgpipe.fault.generation import SPARE, pipe_of, tell_place
+from avgpipe.fault.generation import pipe_of, tell_place
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.launch import (
@@ -36,7 +36,7 @@ from avgpipe.ranks.launch import (
     pass_on_questions,
 )
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
+from avgpipe.ranks.process import SPARE, WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
 _AGAIN_S = 60.0  # after which what could not be started is tried once more

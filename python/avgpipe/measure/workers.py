@@ -25,7 +25,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.process import call, return_freed_memory
+from avgpipe.ranks.process import named, return_freed_memory
 from avgpipe.ranks.rendezvous import join
 from avgpipe.ranks.world import gather
 from avgpipe_ext import ring
@@ -88,7 +88,10 @@ def worker(
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
-    loaded = call(*loads) if loads is not None and os.environ["RANK"] == "0" else None
+    loaded = None
+    if loads is not None and os.environ["RANK"] == "0":
+        target, arguments = loads
+        loaded = named(target)(**arguments)
     found = costs_here(with_link, _TIMEOUT_S)
     del loaded
     return asdict(found)

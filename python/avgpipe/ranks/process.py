@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("avgpipe")
+# Which generation this is, where ranks are replaced; the folder in which a spare is told its place; and of isolated
+# pipelines the address of the run, and this process's pipeline.
+GENERATION, SPARE, RUN, PIPELINE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE", "AVGPIPE_RUN", "AVGPIPE_PIPELINE"
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
 # Beside it, as only their user may read the folder.
 ARGUMENTS, PROGRESS, _MISSED, _ASKED = "arguments.json", "progress", "missed", "asked"
@@ -107,10 +110,25 @@ def is_asked(folder: Path, generation: int) -> bool:
     return (folder / f"{_ASKED}-{generation}").exists()
 
 
-def call(target: str, arguments: dict[str, Any]) -> Any:
-    """Return what the function named "module:function" returns."""
+def named(target: str) -> Any:
+    """Return what is called "module:name"."""
     module, _, name = target.partition(":")
-    return getattr(importlib.import_module(module), name)(**arguments)
+    return getattr(importlib.import_module(module), name)
+
+
+def is_replaceable() -> bool:
+    """Whether a rank that is killed is replaced here."""
+    return GENERATION in os.environ
+
+
+def generation() -> int:
+    """Return how often ranks have met anew, as one was replaced."""
+    return int(os.environ.get(GENERATION, "0"))
+
+
+def pipeline_here() -> int | None:
+    """Return which pipeline this process is a part of, in a run of isolated ones; None elsewhere."""
+    return int(os.environ[PIPELINE]) if RUN in os.environ else None
 
 
 def main() -> None:
@@ -132,7 +150,7 @@ def _code_of(target: str) -> int:
     from avgpipe.ranks.rendezvous import meet_at_the_end  # imports torch
 
     try:
-        result = call(target, json.loads((_folder() / ARGUMENTS).read_text()))
+        result = named(target)(**json.loads((_folder() / ARGUMENTS).read_text()))
         (_folder() / f"{os.environ['RANK']}.json").write_text(json.dumps(result))
         meet_at_the_end()
     except PeerLost as error:

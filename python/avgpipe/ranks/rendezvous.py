@@ -21,8 +21,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.fault.generation import generation
-from avgpipe.ranks.process import STORE_FILE
+from avgpipe.ranks.process import STORE_FILE, generation
 
 _ANSWER_S = 2.0  # a store that takes longer is held to be cut off
 _LONGEST = 4000  # characters of a text

@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.fault.generation import generation, given_up, is_replaceable, prospect, waited_for
 from avgpipe.ranks import probe
+from avgpipe.ranks.process import is_replaceable, named
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, join, named_apart, private_store
 
 T = TypeVar("T")
@@ -60,6 +60,7 @@ class World:
         self._connections = 0
         probe.at("start")
         self.made_group = False
+        self._spares = named("avgpipe.fault.generation:Spares")() if is_replaceable() else None
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized():
             self.made_group = True
             join(timeout_s, None if torch.accelerator.is_available() else "gloo")
@@ -139,8 +140,8 @@ class World:
         """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
         with suppress(RuntimeError):  # the store went down with its holder; peers see the closed connection
             self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
-            if is_replaceable() and not isinstance(failure, PeerLost | PipelineTimeout):
-                private_store().set(given_up(generation() + 1), "")  # who fails of itself is not replaced
+            if self._spares is not None and not isinstance(failure, PeerLost | PipelineTimeout):
+                self._spares.give_up()
 
     def reported(self) -> PeerLost | None:
         """Return the error that names the first failure reported by another rank; None if there is none."""
@@ -258,12 +259,12 @@ class World:
         what = transport_reason(error)
         if (loss := self.reported()) is not None:
             return loss
-        launcher = private_store() if waited_s >= self.timeout_s and is_replaceable() else None
-        if launcher is not None:
-            launcher.set(waited_for(generation()), "")  # it then ends who stands still, at once
+        spares = self._spares if waited_s >= self.timeout_s else None
+        if spares is not None:
+            spares.note_wait()
 
         def is_replaced() -> bool:
-            return launcher is not None and bool(launcher.check([prospect(generation() + 1)]))
+            return spares is not None and spares.are_coming()
 
         try:
             missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S, is_replaced)

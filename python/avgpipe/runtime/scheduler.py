@@ -17,10 +17,10 @@ from torch.profiler import record_function
 
 from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.fault.generation import is_replaceable
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.ranks import probe
+from avgpipe.ranks.process import is_replaceable
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue

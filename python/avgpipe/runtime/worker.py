@@ -15,7 +15,6 @@ from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
 from avgpipe.fault.exchange import TurnExchange
-from avgpipe.fault.generation import generation
 from avgpipe.fault.membership import Membership
 from avgpipe.fault.turns import Turns
 from avgpipe.links.choose import Links
@@ -27,6 +26,7 @@ from avgpipe.model.outside import Outside
 from avgpipe.plan import Plan
 from avgpipe.ranks import probe
 from avgpipe.ranks.preemption import Preemption
+from avgpipe.ranks.process import generation
 from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
