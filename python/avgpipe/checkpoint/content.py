@@ -34,7 +34,7 @@ def content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     content = changed_by_updates(model, worker, number)
     for i in worker.placement.pipelines_of(number):
         content["replicas"][i] |= changed_by_forwards(model, worker, number, i)
-    if worker.exchange is not None:  # what another run goes on with has one pipeline's optimizer
+    if worker.others is not None:  # what another run goes on with has one pipeline's optimizer
         content["replicas"] = dict(enumerate(content["replicas"].values()))
     return content
 
@@ -47,7 +47,7 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
     if copy > 0:
         return {"carry": readable(carry)}
     rest = stage_state(worker, number, pipeline)
-    if worker.exchange is not None:
+    if worker.others is not None:
         rest |= told_average(worker, number)
     found = {
         "carry": carry,

@@ -23,12 +23,12 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
-from avgpipe.fault.exchange import Turn
+from avgpipe.fault.exchange import Turn, TurnExchange
 from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
-from avgpipe.runtime.feed import Batch, BatchResult, Pairs, Prefetch, cut, result_of
+from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Prefetch, cut, result_of
 from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
@@ -93,7 +93,7 @@ class Part:
         return found
 
 
-class TurnFeed:
+class TurnFeed(Feed):
     """As :class:`avgpipe.runtime.feed.Feed`, for one of several isolated pipelines.
 
     Args:
@@ -113,11 +113,11 @@ class TurnFeed:
         loader: Prefetch,
         options: TrainingOptions,
         enter: Callable[[], Counts | None],
-        verification: Verification | None = None,
+        verification: Verification | None,
+        exchange: TurnExchange,
     ) -> None:
-        assert worker.exchange is not None
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
-        self._exchange, self._membership = worker.exchange, worker.exchange.membership
+        self._exchange, self._membership = exchange, exchange.membership
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader

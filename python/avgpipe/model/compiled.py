@@ -37,9 +37,11 @@ class Compiler:
 
     Attributes:
         is_asked: Whether there are ``options``.
+        description: The same text on every rank that has the same ``options``.
     """
 
     def __init__(self, options: dict[str, Any] | None = None, model: Any = None) -> None:
+        self.description = described(options)
         self._context = _context_of(model) if options is None else _compiling(options)
         self.is_asked = options is not None
         self._codes: dict[

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -29,11 +29,13 @@ from avgpipe.model.batch import (
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
-from avgpipe.runtime.integrity import Verification
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.integrity import Verification
 
 _log = logging.getLogger("avgpipe")
 
@@ -78,8 +80,51 @@ class InFlight(NamedTuple):
     weights: dict[int, float]
 
 
-class Feed:
+class Feed(Protocol):
     """Begins batches, finishes them in order, and keeps their results.
+
+    Attributes:
+        next_batch: the number of the next batch to begin, over the life of the pipeline.
+        begun: batches begun by this object.
+        results: of batches that have ended and nobody has taken yet, each with the weight of its loss among others.
+    """
+
+    next_batch: int
+    begun: int
+    results: deque[tuple[BatchResult, float]]
+
+    @property
+    def next_turn(self) -> int:
+        """The number of the next step of every pipeline."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch is in flight."""
+
+    def takes_more(self) -> bool:
+        """Whether another batch begins before the next result is the caller's."""
+
+    def fetch(self) -> bool:
+        """Begin the loader's next batch; False, and the end of all, if there is none."""
+
+    def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
+        """Begin a batch."""
+
+    def finish_oldest(self, prefetch: bool = False) -> None:
+        """Run until the oldest batch's result is there. ``prefetch``: fetch the loader's next batch meanwhile."""
+
+    def drain(self, prefetch: bool = False) -> None:
+        """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
+
+    def tell_batches(self) -> int:
+        """Return ``next_batch``, for the caller."""
+
+    def resume(self) -> None:
+        """Go on from another ``next_batch``."""
+
+
+class BatchFeed(Feed):
+    """The feed of one run of the loader's batches.
 
     A batch is what makes an update: with ``accumulate``, several of the loader's one after another.
 
@@ -87,10 +132,6 @@ class Feed:
         plan: of these batches; ``micro_batches`` is their number in all.
         verification: says of which batches stages keep something; None: of none.
 
-    Attributes:
-        next_batch: the number of the next batch to begin, over the life of the pipeline.
-        begun: batches begun by this object.
-        results: of batches that have ended and nobody has taken yet, each with the weight of its loss among others.
     """
 
     def __init__(
@@ -126,11 +167,10 @@ class Feed:
         return self.next_batch
 
     def tell_batches(self) -> int:
-        """Return ``next_batch``, for the caller."""
         return self.next_batch
 
     def resume(self) -> None:
-        """Go on from another ``next_batch``."""
+        pass
 
     @property
     def is_empty(self) -> bool:

@@ -16,14 +16,14 @@ import torch
 
 from avgpipe.device import LaneStream
 from avgpipe.elastic import Arena, Version
-from avgpipe.fault.turns import Turns
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
+from avgpipe.runtime.others import Peers
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.update import SCALING, RemoteUpdates, Update
+from avgpipe.runtime.update import SCALING, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
@@ -47,7 +47,7 @@ class Lane:
         compute: Compute,
         update: Update,
         overlaps: bool,
-        remote: RemoteUpdates | Turns | None = None,
+        remote: Peers | None = None,
         stream: LaneStream | None = None,
         shared: SharedBatches | None = None,
     ) -> None:

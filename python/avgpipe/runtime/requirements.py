@@ -214,24 +214,6 @@ def _check_functions(options: TrainingOptions) -> None:
             )
 
 
-def check_copies(options: TrainingOptions, plan: Plan, every_s: float, is_part: bool) -> None:
-    """Refuse what cannot go on with a rank that is replaced. ``is_part``: whether other ranks have other pipelines."""
-    if not (isinstance(every_s, int | float) and 0 < every_s < math.inf):
-        raise ValueError(f"copies_every_s must be seconds above 0, not {every_s!r}")
-    refusals = [
-        (plan.isolate, "isolate=True: pipelines in processes of their own stand in for each other"),
-        (plan.spread, "spread=True: use isolate=True, with which the other pipelines go on at once"),
-        (plan.replication is not None, f"replication={plan.replication}: leave it out"),
-        (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
-        (options.measures, "advance='auto': give numbers"),
-        (options.verify_every is not None, "verify_every: leave one of the two out"),
-        (is_part, "mesh or group: the pipeline must have all ranks"),
-    ]
-    for applies, what in refusals:
-        if applies:
-            raise ValueError(f"copies_every_s cannot have {what}")
-
-
 def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
     """Refuse layers that carry values from one batch to the next where several batches are trained on as one."""
     if options.accumulate > 1 and any(isinstance(m, Carry) for layer in layers for m in layer.modules()):

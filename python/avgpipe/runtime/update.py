@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_map_only
 
 from avgpipe.device import LaneStream, current_stream, has_streams, used_on
 from avgpipe.elastic import Reference, Version
-from avgpipe.fault.turns import Turns
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.others import IsolatedPeers
 from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -44,7 +44,7 @@ class Update:
             parameters, in an order that both agree on.
         group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
         names: of the parameters, where it is said which have no gradient in the first batch.
-        turns: tells pipelines of other processes, where they are isolated.
+        isolated: the pipelines of other processes, where they are isolated.
 
     Attributes:
         share_factor: returns what the gradient of a share of a batch is multiplied with; None: what its outcome says.
@@ -63,13 +63,13 @@ class Update:
         group_sum: GroupSum | None,
         notice: NonfiniteNotice,
         names: Sequence[str] = (),
-        turns: Turns | None = None,
+        isolated: IsolatedPeers | None = None,
     ) -> None:
         self.share_factor: Callable[[BatchState], torch.Tensor | None] = lambda state: None
         self.divides_alone = False
         self.squared_norm: Callable[[int, Collection[int]], torch.Tensor] = self._own_norm
         self._unseen = names
-        self._turns = turns
+        self._isolated = isolated
         self._trained, self._route, self._shared, self._port = trained, route, shared, port
         self._group_sum, self._notice = group_sum, notice
         limit = options.clip_grad_norm
@@ -238,11 +238,11 @@ class Update:
                 state.norm = self._port.take(step.needs[0])
             if not self._route.last:
                 self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
-        if self._turns is not None and state.work.idles:
+        if self._isolated is not None and state.work.idles:
             if state.work.is_step:
                 self._trained.idle()
             state.updated = True
-            self._turns.tell(state)
+            self._isolated.tell(state)
             return
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum goes on
@@ -264,8 +264,8 @@ class Update:
         for _, replica in self._route.remote:
             update = self._trained.reference_update
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
-        if self._turns is not None:
-            self._turns.tell(state)
+        if self._isolated is not None:
+            self._isolated.tell(state)
 
     def _name_those_without_gradients(self, batch: int) -> None:
         names, self._unseen = self._unseen, ()

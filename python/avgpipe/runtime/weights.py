@@ -42,7 +42,7 @@ def _gather_stage(
     flats = worker.whole_weights(replica, which, layout) if held else layout.zeros().flats
     views = layout.tensors([worker.world.broadcast(flat, source) for flat in flats])
     pipelines = [which] if isinstance(which, int) else placement.pipelines
-    averaged = {} if isinstance(which, int) or worker.exchange is None else average_buffers(worker, k)
+    averaged = {} if isinstance(which, int) or worker.others is None else average_buffers(worker, k)
     states = [_broadcast_state(worker, k, i, averaged) for i in pipelines]
     found: dict[str, torch.Tensor] = {}
     for entry in model.entries[k]:
@@ -98,7 +98,7 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
     Empty where the stage is not. Every rank calls this: dedicated pipelines must tell each other.
     """
     placement = worker.placement
-    if worker.exchange is not None:
+    if worker.others is not None:
         replica = placement.replicas_of(k)[0]
         return told_average(worker, replica) if replica in worker.held else {}
     if len(placement.pipelines) == 1:
@@ -117,7 +117,8 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
 
 def told_average(worker: Worker, replica: int) -> dict[str, torch.Tensor]:
     """Return the averages of what isolated pipelines have told last of a stage's buffers, by their names in it."""
-    states = worker.told_buffers(replica)
+    assert worker.others is not None
+    states = worker.others.buffers(replica)
     return {name: average([told[name] for told in states]).to(worker.device) for name in states[0]}
 
 
@@ -174,7 +175,7 @@ def _share_averages(worker: Worker) -> None:
 
     They are of what was told last, and are forgotten when weights are replaced.
     """
-    if worker.exchange is not None:
+    if worker.others is not None:
         for (replica, _), trained in worker.trained.items():
             own = trained.buffers()
             for name, value in told_average(worker, replica).items():

@@ -14,16 +14,12 @@ from torch import nn
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
-from avgpipe.fault.exchange import TurnExchange
-from avgpipe.fault.membership import Membership
-from avgpipe.fault.turns import Turns
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
 from avgpipe.model.batch import refuse_graphs
 from avgpipe.model.context import CallerModes
-from avgpipe.model.model import Model, stage_layers, trainable_parameters
+from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
-from avgpipe.plan import Plan
 from avgpipe.ranks import probe
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.process import generation
@@ -33,16 +29,17 @@ from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import Audit
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.group_sum import GroupSum, sum_group
-from avgpipe.runtime.initial import InitialWeights
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
-from avgpipe.runtime.options import WHOLE, TrainingOptions
+from avgpipe.runtime.options import WHOLE
+from avgpipe.runtime.others import Others
 from avgpipe.runtime.pace import Pace
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.shared_batch import SharedBatches
+from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
@@ -77,7 +74,7 @@ class Worker:
         references: by replica; None where a lone pipeline has nobody to agree with.
         emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
         lanes: by replica and pipeline.
-        exchange: with other pipelines; None unless they are isolated.
+        others: the other pipelines; None unless they are isolated.
         preemption: whether its ranks are to stop.
         alike: compares what its ranks are given.
         audit: compares the stages with the model, on the first rank.
@@ -89,25 +86,21 @@ class Worker:
 
     def __init__(
         self,
-        model: Model,
-        layers: Sequence[nn.Module],
-        plan: Plan,
+        spec: Spec,
         placement: Placement,
         world: World,
-        device: torch.device,
-        seed: int,
-        options: TrainingOptions,
-        initial: InitialWeights | None = None,
-        give: Callable[[int, int], bytes] | None = None,
+        join: Callable[[Worker], Others] | None = None,
     ) -> None:
-        """``give``: of isolated pipelines, returns the state of a stage replica before a turn, for one that comes."""
-        self.world, self.device, self.placement, self.model = world, device, placement, model
+        """``join``: of isolated pipelines, connects a worker whose stages are made with the others."""
+        options, device = spec.options, spec.device
+        self.spec, self.world, self.placement = spec, world, placement
+        self.device, self.model = device, spec.model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
         self.preemption = Preemption(world)
         self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
-        self._plan, self._options, self._seed, self._initial = plan, options, seed, initial
+        self._plan, self._options = spec.running, options
         into = [self._channels_into(rank) for rank in range(world.size)]
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
@@ -121,25 +114,24 @@ class Worker:
         self.references: dict[int, Reference | None] = {}
         self.emas: dict[int, MovingAverage] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
-        self._turns: dict[int, Turns] = {}
         self._group_sums: list[GroupSum] = []
         self._shared: dict[int, SharedBatches] = {}  # by replica
-        self.exchange: TurnExchange | None = None
+        self.others: Others | None = None
         groups = self._replica_groups()
         try:
-            self._build_all(layers)
-            if give is not None:
-                self.exchange = self._join(give)
+            self._build_all(spec.layers)
+            if join is not None:
+                self.others = join(self)
             for replica, i in self.trained:
                 self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
             self.is_sharded = options.prepare is not None and self._agree_on_forms()
         except BaseException:  # of the caller's functions, too
             # threads inside gloo would abort the process at its end
             self._links.close(_PATIENCE_S)
-            if self.exchange is not None:
-                self.exchange.close()
+            if self.others is not None:
+                self.others.close()
             raise
-        self.rows = self._rows(plan.build_schedule())
+        self.rows = self._rows(spec.running.build_schedule())
         self.scheduler = Scheduler(
             list(self.lanes.values()),
             [queue for row in self.rows for queue in row.queues],
@@ -148,9 +140,8 @@ class Worker:
             placement,
             self.streams.clock if self.streams is not None else None,
         )
-        if self.exchange is not None:
-            self.exchange.membership.doing = self.scheduler.doing
-            self.scheduler.complains = self.exchange.complains
+        if self.others is not None:
+            self.others.serve(self.scheduler)
         self.pace = Pace(self.scheduler, world, placement) if world.size > 1 else None
         self._watchdog: Watchdog | None = None
         if world.size > 1:
@@ -179,6 +170,10 @@ class Worker:
                 "and stages go on with what it was then. Pass a list of layers, whose forwards read it each time, or "
                 'keep it in a buffer of the model. check="off" leaves this out'
             )
+
+    def bell_place(self) -> list[Any]:
+        """Return where other processes ring for this one: a path, bytes, and an offset."""
+        return self._links.bell_place()
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
         """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
@@ -257,14 +252,14 @@ class Worker:
         first, end = self.model.bounds[k : k + 2]
         own = stage_layers(layers, first, end)
         fill = None
-        if self._initial is not None:
-            fill = partial(self._initial.materialise, entries=self.model.entries[k], device=self.device)
+        if self.spec.initial is not None:
+            fill = partial(self.spec.initial.materialise, entries=self.model.entries[k], device=self.device)
         stages = [
             Stage(
                 own,
                 first,
                 k,
-                self._seed,
+                self.spec.seed,
                 self.device,
                 options.compiler,
                 fill,
@@ -357,21 +352,6 @@ class Worker:
             open=plan.isolate,
         )
 
-    def _join(self, give: Callable[[int, int], bytes]) -> TurnExchange:
-        """Connect with the coordinator of isolated pipelines."""
-        world, (pipeline,) = self.world, self.placement.pipelines
-        membership = Membership(
-            world.rank,
-            world.size,
-            world.name(world.rank),
-            len(self.placement.replicas),
-            self._plan.period,
-            self._links.bell_place(),
-            world.timeout_s,
-        )
-        like = {n: Turns.like(self.trained[n, pipeline], self.references[n]) for n in self.held}
-        return TurnExchange(membership, self.mailbox, like, give)
-
     def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
         options, plan = self._options, self._plan
         trained, reference = self.trained[route.replica, route.pipeline], self.references[route.replica]
@@ -383,12 +363,9 @@ class Worker:
             group_sum = GroupSum(trained.arena.parameters, group, self.mailbox, key, self.device)
             self._group_sums.append(group_sum)
         stream = self._stream(route)
-        turns, remote = None, None
-        if self.exchange is not None:
-            every = options.verify_every and max(1, options.verify_every // plan.batches_per_round)
-            turns = self._turns[route.replica] = Turns(
-                trained, reference, route, self.mailbox, self.exchange, stream, every
-            )
+        isolated, remote = None, None
+        if self.others is not None:
+            isolated = self.others.peers(route, stream)
         elif reference is not None and route.remote:
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
         shared, placement = self.model.shared[route.stage], self.placement
@@ -396,7 +373,7 @@ class Worker:
         is_first = route.pipeline == first and route.replica in placement.first_replicas(first)
         names = self.model.trainable[route.stage] if is_first and options.check != "off" else ()
         is_shared = plan.shares > 1 and len(placement.pipelines_of(route.replica)) > 1
-        update = Update(trained, route, shared, options, port, group_sum, self.notice, names, turns)
+        update = Update(trained, route, shared, options, port, group_sum, self.notice, names, isolated)
         update.divides_alone = plan.shares > 1 and not is_shared and route.pipeline == first
         return Lane(
             trained,
@@ -406,14 +383,10 @@ class Worker:
             update,
             # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
-            remote=turns or remote,
+            remote=isolated or remote,
             stream=stream,
             shared=self._shared.setdefault(route.replica, SharedBatches()) if is_shared else None,
         )
-
-    def told_buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:
-        """Return the buffers of a stage replica that are averaged, as each isolated pipeline has told them last."""
-        return self._turns[replica].buffers()
 
     def _stream(self, route: Route) -> LaneStream | None:
         if self.streams is None:
@@ -541,8 +514,8 @@ class Worker:
         probe.at("shutdown", **self.place)
         if self._watchdog is not None:
             self._watchdog.close()
-        if self.exchange is not None:
-            self.exchange.close()
+        if self.others is not None:
+            self.others.close()
         self._links.close(patience_s)
         for group_sum in self._group_sums:
             group_sum.close()

@@ -1,0 +1,197 @@
+"""Pipelines in processes of their own: one that is lost leaves the others to go on, and may come again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from avgpipe.device import LaneStream
+from avgpipe.fault.exchange import TurnExchange
+from avgpipe.fault.handover import check_state, give_state, take_state
+from avgpipe.fault.membership import Membership
+from avgpipe.fault.turn_feed import Counts, TurnFeed
+from avgpipe.fault.turns import Turns
+from avgpipe.plan import Plan
+from avgpipe.ranks import probe
+from avgpipe.ranks.process import pipeline_here
+from avgpipe.runtime.policy import Policy
+from avgpipe.runtime.route import Route
+from avgpipe.runtime.scheduler import Scheduler
+from avgpipe.runtime.session import Session
+from avgpipe.runtime.worker import Worker
+
+
+def isolated(plan: Plan) -> int:
+    """Return which pipeline this process is a part of; ValueError where it, or the plan, is of no isolated one."""
+    here = pipeline_here()
+    if here is None:
+        raise ValueError(
+            "the plan has isolate=True, and this process was not started as one of such a pipeline: start it with "
+            "avgpipe run --isolate, or avgpipe train --isolate, or leave isolate out"
+        )
+    if not plan.isolate:
+        raise ValueError(
+            f"this process was started as one of pipeline {here} of several isolated ones, and the plan has "
+            "isolate=False: give it isolate=True"
+        )
+    return here
+
+
+class Others:
+    """What one process has to do with the other pipelines.
+
+    Args:
+        worker: the process's.
+        give: returns the state of a stage replica before a turn, for a pipeline that joins.
+
+    Attributes:
+        exchange: what all publish.
+    """
+
+    def __init__(self, worker: Worker, give: Callable[[int, int], bytes]) -> None:
+        self._worker = worker
+        self._turns: dict[int, Turns] = {}  # by replica
+        world, plan = worker.world, worker.spec.running
+        (pipeline,) = worker.placement.pipelines
+        membership = Membership(
+            world.rank,
+            world.size,
+            world.name(world.rank),
+            len(worker.placement.replicas),
+            plan.period,
+            worker.bell_place(),
+            world.timeout_s,
+        )
+        like = {n: Turns.like(worker.trained[n, pipeline], worker.references[n]) for n in worker.held}
+        self.exchange = TurnExchange(membership, worker.mailbox, like, give)
+
+    def peers(self, route: Route, stream: LaneStream | None) -> Turns:
+        worker, spec = self._worker, self._worker.spec
+        every = spec.options.verify_every
+        turns = Turns(
+            worker.trained[route.replica, route.pipeline],
+            worker.references[route.replica],
+            route,
+            worker.mailbox,
+            self.exchange,
+            stream,
+            every and max(1, every // spec.running.batches_per_round),
+        )
+        self._turns[route.replica] = turns
+        return turns
+
+    def buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:
+        return self._turns[replica].buffers()
+
+    def serve(self, scheduler: Scheduler) -> None:
+        self.exchange.membership.doing = scheduler.doing
+        scheduler.complains = self.exchange.complains
+
+    def close(self) -> None:
+        self.exchange.close()
+
+
+class Isolation(Policy):
+    """The policy of such pipelines: the others take over what a lost one has not finished."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.pipeline = isolated(plan)
+        self.join = self._join
+        self._feed: TurnFeed | None = None
+        self._others: Others | None = None
+
+    def _join(self, worker: Worker) -> Others:
+        self._others = Others(worker, lambda number, turn: give_state(worker, number, self.feed.before(turn)))
+        return self._others
+
+    @property
+    def feed(self) -> TurnFeed:
+        assert self._feed is not None
+        return self._feed
+
+    @property
+    def exchange(self) -> TurnExchange:
+        assert self._others is not None
+        return self._others.exchange
+
+    @property
+    def launcher(self) -> Membership:
+        return self.exchange.membership
+
+    def make_feed(self, session: Session) -> TurnFeed:
+        spec = session.spec
+        self._feed = TurnFeed(
+            session.worker,
+            spec.running,
+            session.loader,
+            spec.options,
+            lambda: self._take_part(session),
+            session.verification,
+            self.exchange,
+        )
+        return self._feed
+
+    @property
+    def is_new(self) -> bool:
+        return self.feed.is_new
+
+    def enter(self, session: Session) -> int:
+        self.feed.enter()
+        self.feed.resume()
+        return self.feed.ended
+
+    def come_in(self, session: Session) -> None:
+        if self.feed.is_new:
+            self.feed.enter()
+
+    def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
+        """Return what ``find()`` returns in one of the pipelines, between two turns.
+
+        One that joins later, and so far does what the others have done long ago, gets what they found then.
+        """
+        feed, exchange = self.feed, self.exchange
+        if feed.is_behind:
+            found = exchange.found_before(what, feed.place)
+            if found:
+                return found[0]
+            feed.enter()
+            what += ", of one that has come"  # the others ask for something else before this turn
+        return exchange.once(what, feed.next_batch, find)
+
+    def _take_part(self, session: Session) -> Counts | None:
+        """Become a member of the run; return what it has come to, if it goes on already."""
+        worker, exchange = session.worker, self.exchange
+        with worker.running():
+            digests = self._digests(session, exchange.membership.has_begun)
+            turn, counts = exchange.enter(digests), None
+            if not exchange.membership.is_late:
+                for number in worker.held:
+                    check_state(worker, number)
+            else:
+                probe.at("join", **worker.place)
+                for number in worker.held:
+                    counts = take_state(exchange.received(number), worker, number)
+                if counts is not None and session.verification is not None:
+                    session.verification.resume(counts.batches)
+            for row in worker.rows:
+                row.resume(turn)
+        return counts
+
+    def _digests(self, session: Session, has_begun: bool) -> list[str]:
+        """Return a digest of what all pipelines must have alike, and one of the weights with which all begin."""
+        spec, worker = session.spec, session.worker
+        made = (
+            spec.plan.to_json(),
+            *spec.options.shared_text(),
+            spec.model.bounds,
+            spec.model.signature(),
+        )
+        digest = hashlib.sha256(f"{self.feed.next_batch}".encode())
+        for number in () if has_begun else worker.held:
+            for flat in worker.weights(number, "reference"):
+                digest.update(flat.detach().cpu().view(torch.uint8).numpy().data)
+        return [hashlib.sha256(json.dumps(made).encode()).hexdigest(), digest.hexdigest()]

@@ -1,0 +1,206 @@
+"""Ranks that are replaced: all go back to a copy of their state, and train again what came after it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from avgpipe.checkpoint.snapshot import may_run
+from avgpipe.device import generators_of
+from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
+from avgpipe.fault.copies import StateCopies
+from avgpipe.fault.generation import next_generation, restored, waited_for
+from avgpipe.model.context import CallerGenerators, CallerModes
+from avgpipe.ranks.process import generation, is_replaceable
+from avgpipe.ranks.rendezvous import private_store
+from avgpipe.runtime.feed import BatchFeed
+from avgpipe.runtime.policy import Policy
+from avgpipe.runtime.session import LOST, Session
+from avgpipe.runtime.spec import Spec
+from avgpipe.runtime.weights import find_parameters, set_requires_grad
+
+T = TypeVar("T")
+_log = logging.getLogger("avgpipe")
+_LOST_PATIENCE_S, _FAILED_PATIENCE_S = 0.0, 0.5  # with those that are lost, and for a checkpoint
+# For the launcher to say whether a process is lost, or stands still; else a line was lost, and nobody is replaced.
+_LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
+
+
+class Recovery(Policy):
+    """Keeps copies of each process's state in its neighbour's memory, from which a lost one is replaced.
+
+    Args:
+        every_s: about how many seconds of work are lost at most.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._copies = StateCopies(every_s)
+        self._called = 0  # batches before the last call that is not made again
+        self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
+
+    def check(self, spec: Spec) -> None:
+        plan, options, every_s = spec.plan, spec.options, self._every_s
+        if not (isinstance(every_s, int | float) and 0 < every_s < math.inf):
+            raise ValueError(f"copies_every_s must be seconds above 0, not {every_s!r}")
+        refusals = [
+            (plan.isolate, "isolate=True: pipelines in processes of their own stand in for each other"),
+            (plan.spread, "spread=True: use isolate=True, with which the other pipelines go on at once"),
+            (plan.replication is not None, f"replication={plan.replication}: leave it out"),
+            (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
+            (options.measures, "advance='auto': give numbers"),
+            (options.verify_every is not None, "verify_every: leave one of the two out"),
+            (spec.members is not None, "mesh or group: the pipeline must have all ranks"),
+        ]
+        for applies, what in refusals:
+            if applies:
+                raise ValueError(f"copies_every_s cannot have {what}")
+
+    def opened(self, session: Session) -> None:
+        if not session.world.rank and not is_replaceable():
+            _log.warning("nobody will use the copies of copies_every_s: start with avgpipe run --spares")
+        self._copies.attach(session.worker)
+
+    def begin(self, session: Session) -> None:
+        if generation():  # this rank replaces another one
+            with session.worker.running():
+                self._go_back(session, _feed(session), math.inf)
+
+    def settle(self) -> None:
+        self._copies.settle()
+
+    def froze(self, names: Sequence[str], flag: bool) -> None:
+        self._set_flags.append(([*names], flag))
+
+    def loaded(self, session: Session) -> None:
+        feed = _feed(session)
+        if feed.kept is not None:
+            self._copies.forget()
+            feed.kept.clear()
+            self._called = feed.next_batch
+
+    # ---- copies ------------------------------------------------------------------------------------------------------
+
+    def before_batch(self, session: Session) -> None:
+        """Take a copy of the state before the next batch, if all are to take one."""
+        if session.world.size == 1 or not session.loader.has_more:
+            return
+        feed, copies, plan = _feed(session), self._copies, session.spec.running
+        copies.collect()
+        # Not in the midst of a round, which step() makes of one batch of the caller.
+        if not copies.is_due(feed.next_batch) or feed.next_batch % plan.batches_per_round:
+            return
+        if copies.must_wait(plan.batches_in_flight) or not may_run(plan, feed.next_batch):
+            feed.drain()
+        with session.settling():
+            copies.begin(session.spec.model, session.worker, feed.next_batch, plan.batches_in_flight)
+            session.settle()
+        assert feed.kept is not None
+        del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
+
+    # ---- going back --------------------------------------------------------------------------------------------------
+
+    def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
+        """Return what a call of the user's returns, made once more when a rank has been replaced meanwhile."""
+        # What is asked again draws again: a loader its seed.
+        begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
+        while True:
+            try:
+                found = act()
+            except LOST as loss:
+                if any(isinstance(value, Iterator) for value in given):
+                    raise  # a part of it is used up
+                self.recover(session, loss, in_call=True)
+                for generator, state in begin:
+                    generator.set_state(state)
+            except CheckpointError:  # on every rank, which go on
+                self._note_call(session)
+                raise
+            else:
+                self._note_call(session)
+                return found
+
+    def _note_call(self, session: Session) -> None:
+        """Note that all ranks have made a call, which one that begins at an earlier batch would make again."""
+        self._called = session.feed.next_batch
+        self._copies.ask_for_one()
+
+    def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
+        """Come to the result that the caller has last once more, from a copy of the state that all have.
+
+        The rank that replaces a lost one comes there by itself, with as many batches begun. One that stands still is
+        lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's memory.
+        """
+        if not is_replaceable() or not session.world.made_group:
+            raise loss
+        told, has_waited = _feed(session).told, isinstance(loss, PipelineTimeout)
+        while True:
+            notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
+            if has_waited:
+                private_store().set(waited_for(generation()), "")
+            before, worker = _feed(session), session.worker
+            self._close(session)
+            try:
+                next_generation(private_store(), notice_s)
+            except PeerLost as nobody:
+                raise loss from nobody
+            worker.forget()  # the next one may find no memory beside it
+            traceback.clear_frames(loss.__traceback__)
+            gc.collect()
+            try:
+                # Functions that make initial weights may draw from the caller's generators.
+                with CallerGenerators(session.spec.device), CallerModes():
+                    session.open()
+                    if worker.preemption.is_known:
+                        session.worker.preemption.notice()
+                    with session.worker.running():
+                        self._go_back(session, before, told - in_call)
+                self._train_again(session, told)
+                return
+            except LOST as another:  # one more, or who stands still while all meet
+                loss, has_waited = another, True
+
+    def _close(self, session: Session) -> None:
+        self._copies.collect()
+        if session.saving is not None:
+            try:
+                session.saving.close(_FAILED_PATIENCE_S)
+            except PipelineError as unsaved:
+                _log.warning("a checkpoint was not written: %s", unsaved)
+        session.worker.close(_LOST_PATIENCE_S)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _go_back(self, session: Session, before: BatchFeed, latest: float) -> None:
+        """Restore a copy of before ``latest`` batches or fewer, and begin there."""
+        assert before.kept is not None
+        world, worker, model = session.world, session.worker, session.spec.model
+        # A new rank has made none of these calls, all of which were before the copy.
+        self._set_flags = max(world.gather(self._set_flags), key=len)
+        for names, flag in self._set_flags:
+            set_requires_grad(worker, find_parameters(model, names), flag)
+        batches = self._copies.go_back(world, model, worker, self._called, latest)
+        private_store().set(restored(generation()), "")
+        count = max(0, before.next_batch - batches)  # none where this rank is new
+        session.loader.give_back(before.kept[len(before.kept) - count :])
+        feed = session.feed = self.make_feed(session)
+        feed.next_batch = batches
+        session.resume()
+
+    def _train_again(self, session: Session, told: int) -> None:
+        """Train as the caller did, and so as a rank that is new, until there are the results that the caller had."""
+        while _feed(session).told < told:
+            session.train_on()
+            if session.feed.results:
+                session.feed.results.popleft()
+
+
+def _feed(session: Session) -> BatchFeed:
+    assert isinstance(session.feed, BatchFeed)
+    return session.feed

@@ -1,0 +1,129 @@
+"""What a Pipeline trains, and how: one value, which every session of it is made of."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe.device import own_device
+from avgpipe.model.cut import Cut, expected_traffic
+from avgpipe.model.estimate import Estimate
+from avgpipe.model.model import Model, layers_of, learning_tensors
+from avgpipe.plan import Plan
+from avgpipe.runtime.loss_check import callers
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.requirements import (
+    check_carries,
+    check_device,
+    check_dtypes,
+    check_memory,
+    check_model,
+    check_names,
+    check_options,
+    warn_of_hooks,
+)
+from avgpipe.runtime.together import groups_of_whole, warn_of_steps
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.initial import InitialWeights
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """What is trained, and how; alike on every rank.
+
+    Attributes:
+        given: the model as the caller gave it.
+        layers: of it.
+        model: what is known of the layers and their cut.
+        cut: what is shown of the cut.
+        plan: of the loader's batches.
+        options: all else that was asked for.
+        device: of this rank.
+        seed: what the layers draw follows from it.
+        timeout_s: the limit of every wait for another rank.
+        members: the group that has the pipeline's ranks; None: the default one.
+        initial: gives the weights their values; None: the layers have them.
+    """
+
+    given: Any
+    layers: Sequence[nn.Module]
+    model: Model
+    cut: Cut
+    plan: Plan
+    options: TrainingOptions
+    device: torch.device
+    seed: int
+    timeout_s: float
+    members: dist.ProcessGroup | None = None
+    initial: InitialWeights | None = None
+
+    @classmethod
+    def of(
+        cls,
+        given: nn.Module | Sequence[nn.Module],
+        plan: Plan,
+        options: TrainingOptions,
+        *,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+        timeout_s: float = 300,
+        members: dist.ProcessGroup | None = None,
+        weights_from: Any = None,
+        names_of: nn.Module | None = None,
+        example_inputs: Any = None,
+    ) -> Spec:
+        """Cut a model by a plan; ValueError or TypeError for what does not fit each other."""
+        check_options(options)
+        may_be_meta = weights_from is not None
+        check_model(given, may_be_meta=may_be_meta)
+        check_memory(given)
+        layers = layers_of(given, example_inputs)
+        if names_of is not None:
+            check_model(names_of, may_be_meta=may_be_meta)
+            check_names(layers, names_of)
+        named = given if names_of is None else names_of
+        estimate = Estimate.of(layers, example_inputs, plan.micro_batches, counts=plan.stages > 1)
+        model = Model.cut(named, layers, plan.stages, plan.partition, estimate)
+        cut = Cut.of(named, layers, model.bounds, estimate)
+        if example_inputs is not None:
+            cut = replace(cut, traffic=expected_traffic(model, layers, example_inputs, plan.micro_batches))
+        in_layers = set(chain.from_iterable(model.trainable))
+        learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
+        warn_of_hooks(plan, learning)
+        if options.check != "off":
+            # Before the optimizers that train: a script may keep the last one that it has made.
+            groups = groups_of_whole(options.optimizer, learning)
+            options = replace(options, groups=groups, callers=callers(learning))
+            if plan.stages > 1 and os.environ.get("RANK", "0") == "0":
+                warn_of_steps(options.optimizer, model.trainable, learning)
+        initial = None
+        if weights_from is not None:
+            from avgpipe.runtime.initial import InitialWeights
+
+            initial = InitialWeights.of(weights_from, named, model)
+        on = _device(device, layers)
+        check_carries(options, layers)
+        check_dtypes(options, layers)
+        check_device(options, plan.weights, on, layers)
+        return cls(given, layers, model, cut, plan, options, on, seed, timeout_s, members, initial)
+
+    @cached_property
+    def running(self) -> Plan:
+        """The plan of what is trained on as one batch, with the micro-batches of all the loader's that make it."""
+        return replace(self.plan, micro_batches=self.plan.micro_batches * self.options.accumulate)
+
+
+def _device(device: torch.device | str | None, layers: Sequence[nn.Module]) -> torch.device:
+    if device is None:
+        tensor = next((p for layer in layers for p in layer.parameters() if not p.is_meta), torch.empty(0))
+        return tensor.device
+    return own_device(device)
