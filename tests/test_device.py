@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan, pipeline
+from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.cli import measuring
 from avgpipe.cli.config import ProfilingOptions
@@ -19,6 +19,7 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import profiler, sweep
 from avgpipe.ranks.process import peak_memory_bytes
+from avgpipe.runtime import session
 from tests.happens_before.clocks import Account
 from tests.links.ends import BACK, CHANNELS, CPU, groups
 from tests.patience import wait_until
@@ -80,7 +81,7 @@ def test_a_pipeline_selects_its_device_before_anything_is_on_it(
     context is for a host with several of them to show.
     """
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(pipeline, "World", stop)
+    monkeypatch.setattr(session, "World", stop)
     with pytest.raises(Stop):
         Pipeline(language_model(), Plan(), loss_fn=nn.functional.cross_entropy, optimizer=adamw, device=asked)
     assert host.selected == [("MainThread", torch.device("cuda", index))]

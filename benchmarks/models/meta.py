@@ -87,7 +87,7 @@ def worker(way: str, folder: str) -> dict[str, Any]:
         model, plan, loss_fn=_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), weights_from=source
     )
     peak = _status_bytes("VmHWM")
-    held = sum(t.arena.weights[0].nbytes for t in pipeline._worker.trained.values())
+    held = sum(t.arena.weights[0].nbytes for t in pipeline._session.worker.trained.values())
     words = torch.randint(WORDS, (1, 8), generator=torch.Generator().manual_seed(0))
     loss = pipeline.step(words, words)
     pipeline.close()

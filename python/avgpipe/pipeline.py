@@ -898,6 +898,10 @@ class Pipeline:
 
 def _policy(plan: Plan, copies_every_s: float | None) -> Policy:
     """Return what is done about processes that are lost."""
+    if plan.isolate and copies_every_s is not None:
+        raise ValueError(
+            "copies_every_s cannot have isolate=True: pipelines in processes of their own stand in for each other"
+        )
     if plan.isolate or pipeline_here() is not None:
         return cast(Policy, named("avgpipe.fault.isolation:Isolation")(plan))
     if copies_every_s is not None:

@@ -230,7 +230,7 @@ def test_a_replica_takes_what_its_own_micro_batches_carry(tmp_path: Path) -> Non
     for _ in range(2):  # by name, and bit for bit
         with Pipeline(model, replicated, loss_fn=LOSS, optimizer=momentum) as p:
             p.load(tmp_path / "c")
-            carried = [next(iter(p._worker.trained[n, 0].stage.carries)).values for n in range(2)]
+            carried = [next(iter(p._session.worker.trained[n, 0].stage.carries)).values for n in range(2)]
             assert [sorted(values) for values in carried] == [[0, 2], [1, 3]]
             p.save(tmp_path / "c")
 
@@ -256,7 +256,7 @@ def refuse(folder: Path, match: str, model: nn.Module | None = None, verify: boo
     with Pipeline(model or language_model(), SHAPES[1], loss_fn=LOSS, optimizer=momentum) as p:
         if verify:
             with pytest.raises(CheckpointError, match=match):
-                verify_checkpoint(folder, p._model.signature())
+                verify_checkpoint(folder, p._spec.model.signature())
         with pytest.raises(CheckpointError, match=match) as caught:
             p.load(folder)
     assert "\n" not in str(caught.value)
@@ -323,9 +323,9 @@ def test_names_of_parameters_stay_with_their_stage(saves: Any, K: int, N: int, t
         expected = [r.loss for r in p.train(batches[4:])], p.state_dict()
     with Pipeline(model, after, loss_fn=LOSS, optimizer=named_adamw) as p:
         p.load(tmp_path / "c")
-        for (stage, _), trained in p._worker.trained.items():
+        for (stage, _), trained in p._session.worker.trained.items():
             (group,) = trained.optimizer.param_groups  # type: ignore[union-attr]
-            assert group["param_names"] == p._model.trainable[stage]
+            assert group["param_names"] == p._spec.model.trainable[stage]
         assert [r.loss for r in p.train(batches[4:])] == pytest.approx(expected[0], rel=1e-12)
         torch.testing.assert_close(p.state_dict(), expected[1], rtol=1e-10, atol=1e-10)
 
@@ -362,7 +362,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(rule: str | None, tmp_path: Path)
         list(p.train(given[:4]))
         p.save(tmp_path / "c")
         p.save(tmp_path / "meanwhile", wait=False)
-        snapshot.begin(p._model, p._worker, p.batches, lambda: None)
+        snapshot.begin(p._spec.model, p._session.worker, p.batches, lambda: None)
         snapshot.finish()
         assert put_together(*snapshot.taken_apart()).keys() == snapshot.contents.keys()
         expected = [r.loss for r in p.train(given[4:])]
@@ -376,7 +376,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(rule: str | None, tmp_path: Path)
 def test_what_could_not_be_read_is_not_saved(tmp_path: Path) -> None:
     with make(Plan(stages=2, micro_batches=2)) as p:
         p.save(tmp_path / "c")
-        schedule: Any = p._worker.trained[0, 0].lr_scheduler
+        schedule: Any = p._session.worker.trained[0, 0].lr_scheduler
         schedule.table = np.zeros(3)
         for save in (p.save, lambda folder: (p.save(folder, wait=False), p.wait_for_save())):
             with pytest.raises(

@@ -40,10 +40,10 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
     with make(PLANS[-1]) as p:
 
         def take(batches: int) -> None:
-            copies.begin(p._model, p._worker, batches, 1)
+            copies.begin(p._spec.model, p._session.worker, batches, 1)
             copies.settle()
 
-        copies.attach(p._worker)
+        copies.attach(p._session.worker)
         with monkeypatch.context() as memory:
             memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
             take(3)
@@ -55,7 +55,7 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
         with monkeypatch.context() as memory:
             memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
             take(7)
-        copies.begin(p._model, p._worker, 9, 1)
+        copies.begin(p._spec.model, p._session.worker, 9, 1)
         assert copies._batches == [5]
         copies.settle()
         assert copies._batches == [5, 9]

@@ -623,7 +623,7 @@ def test_a_run_that_came_to_nan_does_not_replace_its_checkpoint(saved: Path) -> 
     with make(Plan(stages=2)) as p:
         p.load(saved)
         bad = token_batches(1, 6)[0]
-        model = p._worker.trained[0, 0].arena.weights[0]
+        model = p._session.worker.trained[0, 0].arena.weights[0]
         model[0] = torch.nan
         list(p.train([bad]))
         with pytest.raises(CheckpointError, match="has infinities or NaN; load an earlier checkpoint"):
@@ -642,7 +642,7 @@ def test_a_replica_that_is_not_finite_begins_at_the_reference(
     with make() as p:
         losses(p)
         for seat in (0, 1):
-            p._worker.trained[seat, 0].arena.weights[0].fill_(torch.nan)
+            p._session.worker.trained[seat, 0].arena.weights[0].fill_(torch.nan)
         losses(p)
         p.save(tmp_path / "c")
         reference = {name: value.clone() for name, value in p.state_dict().items()}

@@ -13,6 +13,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.checkpoint import Snapshot, restore, snapshot
 from avgpipe.checkpoint.snapshot import may_run
+from avgpipe.runtime.session import Session
 from tests.checkpoint.test_checkpoint import Summer, same
 from tests.runner import run
 from tests.runtime.cases import adamw
@@ -49,7 +50,7 @@ def batches(count: int, samples: int = 8) -> list[tuple[torch.Tensor, torch.Tens
 def take(snapshot: Snapshot, p: Pipeline) -> None:
     """Copy what is there now; no batch is in flight."""
     done: list[bool] = []
-    snapshot.begin(p._model, p._worker, p.batches, lambda: done.append(True))
+    snapshot.begin(p._spec.model, p._session.worker, p.batches, lambda: done.append(True))
     assert not done
     snapshot.finish()
     assert done == [True]
@@ -57,10 +58,10 @@ def take(snapshot: Snapshot, p: Pipeline) -> None:
 
 
 def restore_into(p: Pipeline, snapshot: Snapshot) -> None:
-    restore(snapshot.contents, p._model, p._worker)
+    restore(snapshot.contents, p._spec.model, p._session.worker)
     p.world.barrier()
-    p._feed.next_batch = snapshot.batches
-    p._resume()
+    p._session.feed.next_batch = snapshot.batches
+    p._session.resume()
 
 
 def trained(p: Pipeline, on: list[Any]) -> Any:
@@ -115,7 +116,7 @@ def test_a_snapshot_uses_its_memory_again() -> None:
         take(snapshot, p)
         before, weights = places(), p.state_dict()
         list(p.train(batches(4)))
-        found = [snapshot.contents[n]["reference"]["weights"] for n in p._worker.held]
+        found = [snapshot.contents[n]["reference"]["weights"] for n in p._session.worker.held]
         assert same(weights, {name: value for of in found for name, value in of.items()})
         take(snapshot, p)
         assert places() == before
@@ -143,16 +144,16 @@ def while_they_run(plan: Plan) -> bool:
     done, in_flight = list[int](), list[int]()
     with make(plan, ema_decay=0.9) as p:
 
-        def begin() -> None:  # called just before another batch begins
+        def begin(_: Session) -> None:  # called just before another batch begins
             if not running.batches and p.batches >= 7 and may_run(plan, p.batches):
-                in_flight.append(len(p._feed._in_flight))
-                running.begin(p._model, p._worker, p.batches, lambda: done.append(p.batches))
+                in_flight.append(len(p._session.feed._in_flight))
+                running.begin(p._spec.model, p._session.worker, p.batches, lambda: done.append(p.batches))
 
-        p._copy_if_due = begin  # type: ignore[method-assign]
+        p._session.policy.before_batch = begin  # type: ignore[method-assign]
         list(p.train(given))
-        assert in_flight == [p._feed._most_in_flight - 1]
+        assert in_flight == [p._session.feed._most_in_flight - 1]
         assert len(done) == 1
-        assert not any(lane.watchers for lane in p._worker.lanes.values())
+        assert not any(lane.watchers for lane in p._session.worker.lanes.values())
         expected = p.state_dict(), p.state_dict(weights=plan.pipelines - 1), p.state_dict(weights="ema")
         restore_into(p, running)
         list(p.train(given[running.batches :]))

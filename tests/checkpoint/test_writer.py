@@ -165,7 +165,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_a_save(tmp_path: Path, cap
 
 def test_weights_that_are_not_finite_are_told_by_the_wait(tmp_path: Path) -> None:
     with make(PLANS[0]) as p:
-        p._worker.trained[0, 0].arena.weights[0][0] = torch.inf
+        p._session.worker.trained[0, 0].arena.weights[0][0] = torch.inf
         p.save(tmp_path / "c", wait=False)
         with pytest.raises(CheckpointError, match="has infinities or NaN"):
             p.wait_for_save()
@@ -227,7 +227,7 @@ def test_an_evaluation_right_after_leaves_what_is_saved_as_it_was(tmp_path: Path
         for result in p.train(given):
             if result.batch == 4:
                 p.save(tmp_path / "c", wait=False)
-                assert p._writer.is_under_way
+                assert p._saving._writer.is_under_way
                 p.evaluate(given)
     with make(plan) as p:
         p.load(tmp_path / "c")

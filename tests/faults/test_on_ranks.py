@@ -281,7 +281,7 @@ torch.manual_seed(0)
 data = [(torch.zeros(4, 4), torch.zeros(4, 4))] * 40
 plan = Plan(stages=1, pipelines=2, isolate=True)
 with Pipeline(nn.Linear(4, 4), plan, loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as p:
-    membership = p._worker.exchange.membership
+    membership = p.launcher
     for result in p.train(data[p.batches :]):
         if result.batch == 20:  # until the one that died is back
             with membership._lock:

@@ -161,7 +161,7 @@ def test_a_bit_that_flips_in_memory_is_one_of_the_weights() -> None:
             first = losses(p, 1)
         assert armed.fired == 1
     with make(Plan(stages=2)) as p:
-        weights = p._worker.trained[1, 0].arena.weights[0]
+        weights = p._session.worker.trained[1, 0].arena.weights[0]
         weights[1] *= 0.5 if weights[1].abs().log2().floor() % 2 == 0 else 2  # the exponent's lowest bit
         assert losses(p, 1) == first
 

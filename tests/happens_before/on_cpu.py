@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from avgpipe import device as devices
-from avgpipe import pipeline
 from avgpipe.elastic import reference
 from avgpipe.links import cuda
-from avgpipe.runtime import group_sum
+from avgpipe.runtime import group_sum, spec
 from tests.happens_before.operators import DEVICE, DeviceAccount, HostReads, Operators
 
 
@@ -57,7 +56,7 @@ class NcclWork:
 @contextmanager
 def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
     """Pipelines that would be on the CPU are on its stand-in with streams inside; operators are noted."""
-    find = pipeline._device
+    find = spec._device
     run = threading.Thread.run
 
     def found(*arguments: Any) -> torch.device:
@@ -73,7 +72,7 @@ def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
         stack.enter_context(mock.patch.object(cuda, "cuda", account))
         for module in (group_sum, reference):
             stack.enter_context(mock.patch.object(module, "dist", Nccl(account)))
-        stack.enter_context(mock.patch.object(pipeline, "_device", found))
+        stack.enter_context(mock.patch.object(spec, "_device", found))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))
         stack.enter_context(HostReads(account))
         stack.enter_context(Operators(account))

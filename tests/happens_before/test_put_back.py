@@ -157,10 +157,10 @@ def resumed(folder: Path, left_out: str | None) -> Counter[str]:
         list(p.train(batches[:5]))
         p.save(folder)
         p.load(folder)
-        (lane,) = p._worker.lanes.values()
+        (lane,) = p._session.worker.lanes.values()
         remote = lane.remote
         if dist.get_rank() == 0 and remote is not None:
-            assert p._worker.mailbox.wait_until(lambda: not remote.missing(6), limit(20))
+            assert p._session.worker.mailbox.wait_until(lambda: not remote.missing(6), limit(20))
         list(p.train(batches[5:]))
         p.state_dict()
     return account.memory.found
@@ -191,7 +191,7 @@ def test_a_loss_that_waits_for_later_batches_too(mutant: bool, monkeypatch: pyte
     ):
         for _ in p.train(token_batches(6, 8)):
             known.append(dict(account.host))
-            streams = [lane.stream._stream for lane in p._worker.lanes.values()]  # type: ignore[union-attr]
+            streams = [lane.stream._stream for lane in p._session.worker.lanes.values()]  # type: ignore[union-attr]
             issued.append({stream.number: stream.clock[stream.number] for stream in streams})
     # Of batches in the middle: whether the host has waited for all that the lanes had been told.
     waited = [all(known[j][s] >= n for s, n in issued[j].items()) for j in range(1, 4)]
@@ -248,7 +248,7 @@ def test_a_prediction_that_is_forgotten_while_it_is_read(mutant: bool) -> None:
         output = p.predict(token_batches(1, 8)[0][0])
         output.sin()
         del output
-        lane: Any = list(p._worker.lanes.values())[-1].stream
+        lane: Any = list(p._session.worker.lanes.values())[-1].stream
         with lane._stream:  # as in a batch that is under way
             torch.zeros(4, device=DEVICE)
     assert bool(account.memory.found) is mutant

@@ -143,7 +143,7 @@ def joined(link: str) -> str:
     try:
         with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum, link=link, timeout_s=30) as p:
             losses = [r.loss for r in p.train(token_batches(2, 6))]
-            names = [p._worker.links[k].name.split(" (")[0] for k in range(3)]
+            names = [p._session.worker.links[k].name.split(" (")[0] for k in range(3)]
             return f"{names} {losses}"
     except PipelineError as error:
         return str(error)

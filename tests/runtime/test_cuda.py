@@ -197,7 +197,7 @@ def test_processes_that_share_a_device_train_as_one(link: str, N: int) -> None:
 def named() -> list[str]:
     join()
     with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, device=SHARED) as p:
-        return sorted({link.name for link in p._worker.links.values()})
+        return sorted({link.name for link in p._session.worker.links.values()})
 
 
 @pytest.mark.ranks

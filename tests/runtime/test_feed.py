@@ -201,7 +201,7 @@ def test_results_before_an_error_of_the_loader_come_first(N: int, idle: str) -> 
         results: list[int] = []
         with pytest.raises(OSError, match="disk"):
             results.extend(r.batch for r in p.train(broken()))
-        under_way = p._feed._most_in_flight - 1  # they are finished, but nobody is there to be told
+        under_way = p._session.feed._most_in_flight - 1  # they are finished, but nobody is there to be told
         assert results == list(range(4 - under_way))
         assert [r.batch for r in p.train(token_batches(2, 6))] == [4, 5]
 

@@ -127,7 +127,7 @@ def test_single_steps_are_verified_too() -> None:
 
 def spoil(p: Pipeline, replica: int, pipeline: int = 0) -> None:
     """Flip the lowest bit of one number of the first layer's weight, in a stage's replica."""
-    worker = p._worker
+    worker = p._session.worker
     place = worker.model.trainable[worker.placement.stage_of(replica)].index("0.weight")
     worker.trained[replica, pipeline].arena.tensors()[place].view(torch.int64).view(-1)[3] ^= 1
 
@@ -180,7 +180,7 @@ def test_a_bit_of_a_replica() -> None:
 
 def test_a_bit_of_a_replicas_statistics() -> None:
     def spoils() -> None:
-        norm = p._worker.trained[1, 0].stage.layers[1]
+        norm = p._session.worker.trained[1, 0].stage.layers[1]
         norm.running_mean.view(torch.int64)[2] ^= 1 << 40  # which no later batch rounds away
 
     with verified({"replication": [2, 1]}, normed_model()) as p:
@@ -190,7 +190,7 @@ def test_a_bit_of_a_replicas_statistics() -> None:
 
 def test_a_bit_of_a_frozen_parameter() -> None:
     def spoils() -> None:
-        frozen = p._worker.trained[0, 1].stage.layers[1].weight
+        frozen = p._session.worker.trained[0, 1].stage.layers[1].weight
         frozen.data.view(torch.int64)[0, 0] ^= 1
 
     with verified({"pipelines": 2}, language_model(frozen=True)) as p:
@@ -203,7 +203,7 @@ def on_ranks(options: dict[str, Any], rank: int, what: str) -> str:
     with verified(options) as p:
 
         def spoils() -> None:
-            worker = p._worker
+            worker = p._session.worker
             if worker.world.rank != rank:
                 return
             replica, pipeline = next(iter(worker.trained))
@@ -242,14 +242,14 @@ def isolated(options: dict[str, Any], spoiled: int, what: str) -> list[float]:
         for result in p.train(data[p.batches :]):
             losses.append(result.loss)
             if result.batch == 5 and pipeline == group == spoiled and what == "reference":
-                reference = p._worker.references[p._worker.held[0]]
+                reference = p._session.worker.references[p._session.worker.held[0]]
                 assert reference is not None
                 reference.z.flats[0].view(torch.int64)[3] ^= 1
             if (
                 result.batch == 5
                 and pipeline == group == spoiled
                 and what == "weights"
-                and 1 in p._worker.held
+                and 1 in p._session.worker.held
             ):
                 spoil(p, 1, pipeline)
     return losses

@@ -52,7 +52,7 @@ def train(
     life = 0 if group < options["pipelines"] else group - options["pipelines"] + 1
 
     def another_comes() -> bool:
-        exchange = made[0]._worker.exchange if made else None
+        exchange = made[0]._session.policy.exchange if made else None
         stays = exchange.membership.known.roster.stays if exchange is not None else []
         return any(stay.donor is not None and stay.first > exchange._next for stay in stays)
 
@@ -72,7 +72,7 @@ def train(
     make = OPTIMIZERS[optimizer]
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=make, timeout_s=timeout_s, **others) as p:
         made.append(p)
-        membership = p._worker.exchange.membership
+        membership = p.launcher
         results = []
         if each < BATCHES:
             p.enter()
@@ -517,7 +517,7 @@ def look_long(timeout_s: float) -> int:
         nonlocal calls
         calls += 1
         if calls == 6 and not comes:  # in the sixth batch
-            membership = made[0]._worker.exchange.membership
+            membership = made[0].launcher
             with membership._lock:
                 assert membership._lock.wait_for(lambda: len(membership.known.roster.stays) == 3, 20)
 
@@ -619,9 +619,9 @@ def come(ahead: int) -> int:
         nn.Linear(2, 2).double(), plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"], timeout_s=20
     ) as p:
         if is_late:
-            p._feed.next_batch += ahead
+            p._session.feed.next_batch += ahead
             assert p.batches >= ahead
-        membership = p._worker.exchange.membership
+        membership = p.launcher
         for result in p.train([batch] * 50):
             if result.batch == 5 and not is_late:
                 with membership._lock:

@@ -135,8 +135,8 @@ def read_here() -> tuple[set[str], set[str]]:
         p.load_state_dict(state)
         read = set(state.read)
         assert_same_state(p.state_dict(), state.values_, 0)
-        stages = map(p._worker.placement.stage_of, p._worker.held)
-        return read, {name for k in stages for entry in p._model.entries[k] for name in entry.names}
+        stages = map(p._session.worker.placement.stage_of, p._session.worker.held)
+        return read, {name for k in stages for entry in p._spec.model.entries[k] for name in entry.names}
 
 
 @pytest.mark.promise

@@ -91,10 +91,12 @@ def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: P
         losses = []
         for result in pipeline.train(batches):
             losses.append(result.loss)
-            held = [r.loss_scale for r in pipeline._worker.trained.values() if r.loss_scale is not None]
+            held = [
+                r.loss_scale for r in pipeline._session.worker.trained.values() if r.loss_scale is not None
+            ]
             scales += [state.state_dict()["scale"] for state in held[:1]]
         # On a device the next batch may have been updated when a result is there.
-        ahead = int(pipeline._worker.streams is not None)
+        ahead = int(pipeline._session.worker.streams is not None)
         return losses, pipeline.state_dict(), scales, ahead, pipeline.skipped_updates
 
 
@@ -214,7 +216,9 @@ def test_each_pipeline_has_a_scale_of_its_own() -> None:
     with Pipeline(layers, plan, loss_fn=LOSS, optimizer=momentum, autocast=torch.float16) as p:
         list(p.train(batches))
         assert p.skipped_updates == 1
-        held = {i: r.loss_scale for (_, i), r in p._worker.trained.items() if r.loss_scale is not None}
+        held = {
+            i: r.loss_scale for (_, i), r in p._session.worker.trained.items() if r.loss_scale is not None
+        }
         assert {i: scale.state_dict()["scale"] for i, scale in held.items()} == {0: 65536.0, 1: 32768.0}
         assert all(bool(t.isfinite().all()) for t in p.state_dict().values())
 

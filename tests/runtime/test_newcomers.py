@@ -31,7 +31,7 @@ def assert_all_end_well(run: Isolated, K: int = 1) -> None:
 
 def wait_for_another(p: Pipeline) -> None:
     """Wait until another pipeline is to come."""
-    membership = p._worker.exchange.membership
+    membership = p.launcher
     with membership._lock:
         assert membership._lock.wait_for(
             lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
@@ -143,7 +143,7 @@ def train_behind(K: int) -> Any:
     """Train two loaders; the last pipeline thinks that the first one is not at its end. What each has found and is."""
     with pipeline_of(K, verify_every=1) as p:
         if comes := os.environ["AVGPIPE_PIPELINE"] == "2":
-            p._feed.next_batch = 3  # the others have gone on meanwhile
+            p._session.feed.next_batch = 3  # the others have gone on meanwhile
         found, first = [], p.batches
         for end in (6, len(DATA)):
             for result in p.train(DATA[first:end]):
@@ -173,7 +173,7 @@ def use_then_train() -> Any:
     comes, seen = os.environ["AVGPIPE_PIPELINE"] == "2", []
     with pipeline_of(1, verify_every=1) as p:
         if comes:
-            p._feed.next_batch = 3  # the others have gone on meanwhile
+            p._session.feed.next_batch = 3  # the others have gone on meanwhile
         first = p.batches
         if comes:
             seen = [p.evaluate(DATA[:2]).loss, p.evaluate(DATA[2:4]).loss]
@@ -203,7 +203,7 @@ def step_by_step(enters: bool) -> int:
         if comes and enters:
             p.enter()
         elif comes:
-            p._feed.next_batch = 4  # the others have gone on meanwhile
+            p._session.feed.next_batch = 4  # the others have gone on meanwhile
         first = p.batches
         for j in range(first, len(DATA)):
             p.step(*DATA[j])

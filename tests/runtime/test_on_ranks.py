@@ -140,7 +140,7 @@ def bounded(p: Pipeline) -> None:
     """Slots are as many as a schedule holds at once, those that layers keep, and a few that are on their way."""
     schedule = p.plan.build_schedule()
     kept = 2 * p.plan.micro_batches
-    for link in p._worker.links.values():
+    for link in p._session.worker.links.values():
         for channel, (sender, _) in getattr(link, "_outgoing", {}).items():
             limit = max(schedule.peak_in_flight) + kept + p.plan.micro_batches + 1
             assert sender.slots()[0] <= limit, (channel, sender.slots(), limit)

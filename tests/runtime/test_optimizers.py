@@ -239,10 +239,10 @@ def check_modes(plan: dict[str, Any], optimizer: Any = ScheduleFree) -> None:
     batches = token_batches(8, 9)
     with Pipeline(language_model(), Plan(**plan), loss_fn=LOSS, optimizer=optimizer) as p:
         losses = [r.loss for r in p.train(batches[:4])]
-        before = [flat.clone() for t in p._worker.trained.values() for flat in t.arena.weights]
+        before = [flat.clone() for t in p._session.worker.trained.values() for flat in t.arena.weights]
         p.state_dict(), p.predict(batches[0][0])
         evaluated = p.evaluate(batches[:2]).loss
-        after = [flat for t in p._worker.trained.values() for flat in t.arena.weights]
+        after = [flat for t in p._session.worker.trained.values() for flat in t.arena.weights]
         assert all(torch.equal(a, b) for a, b in zip(before, after))  # in every bit
         _, expected = train_on_one_device(language_model(), batches[:4], LOSS, optimizer)
         assert_same_state(p.state_dict(), expected)

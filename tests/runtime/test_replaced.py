@@ -20,6 +20,7 @@ from avgpipe import CheckpointError, PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
 from avgpipe.fault.generation import announcement, prospect, waited_for
+from avgpipe.fault.recovery import Recovery
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Message
@@ -28,6 +29,7 @@ from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import GENERATION, STORE_FILE
+from avgpipe.runtime.session import Session
 from avgpipe.testing import fail_at
 from tests.patience import Deadline, limit
 from tests.runner import Ranks
@@ -125,7 +127,7 @@ def train(
 
         epoch, first = divmod(p.batches, BATCHES)
         dies(epoch, "made")
-        for trained in p._worker.trained.values():
+        for trained in p._session.worker.trained.values():
             trained.stage.layers[0].register_forward_pre_hook(
                 lambda layer, _: None if layer.training else dies(p.batches // BATCHES, "evaluation")
             )
@@ -215,7 +217,7 @@ def test_what_a_call_draws_is_drawn_once_however_often_a_rank_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     draws: list[float] = []
-    monkeypatch.setattr(Pipeline, "_recover", lambda *_, **__: draws.append(float(torch.rand(()))))
+    monkeypatch.setattr(Recovery, "recover", lambda *_, **__: draws.append(float(torch.rand(()))))
 
     @_recovering
     def call(_: Pipeline) -> None:
@@ -236,9 +238,9 @@ def test_what_a_call_draws_is_drawn_once_however_often_a_rank_is_lost(
 def send_copies(p: Pipeline) -> None:
     """Have all ranks hold all copies so far."""
     p.drain()
-    assert p._copies is not None
-    p._copies.settle()
-    p._copies._send_all()
+    assert p._session.policy._copies is not None
+    p._session.policy._copies.settle()
+    p._session.policy._copies._send_all()
     p.world.barrier()
     time.sleep(0.2)  # for what is on its way
 
@@ -376,7 +378,7 @@ def train_in_steps(options: dict[str, Any], dies_after: int | None = None) -> An
         for inputs, targets in given()[p.batches // p.plan.batches_per_round :]:
             number = p.batches
             losses[number] = p.step(inputs, targets)
-            kept = max(kept, len(p._feed.kept or ()))
+            kept = max(kept, len(p._session.feed.kept or ()))
             if number == dies_after:
                 dies(1)
         return losses, p.state_dict(), kept
@@ -401,7 +403,7 @@ def test_a_process_that_is_alone_keeps_no_batches(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv(STORE_FILE, "")
     with made() as p:
         list(p.train(given()))
-        assert not p._feed.kept
+        assert not p._session.feed.kept
 
 
 def train_and_evaluate(
@@ -611,16 +613,16 @@ def test_frozen_layers_counts_and_notices_outlast_a_replacement() -> None:
 
 def train_and_look(dies_after: int) -> list[int]:
     """How many parts of the Worker before were there when each Worker was made."""
-    found, parts, connect = list[int](), list[Any](), Pipeline._connect
+    found, parts, connect = list[int](), list[Any](), Session.open
 
-    def look(p: Pipeline) -> None:
+    def look(session: Session) -> None:
         found.append(sum(part() is not None for part in parts))
-        connect(p)
-        for trained in p._worker.trained.values():
-            held = trained, trained.stage.layers, trained.arena.weights[0], *p._worker.lanes.values()
+        connect(session)
+        for trained in session.worker.trained.values():
+            held = trained, trained.stage.layers, trained.arena.weights[0], *session.worker.lanes.values()
             parts[:] = map(weakref.ref, held)
 
-    Pipeline._connect = look  # type: ignore[method-assign]
+    Session.open = look  # type: ignore[method-assign]
     with made() as p:
         for result in p.train(given()[p.batches :]):
             if result.batch == dies_after:
@@ -718,7 +720,7 @@ def test_an_iterator_is_not_evaluated_twice_however_it_is_given(
     monkeypatch.setattr("avgpipe.pipeline.run_evaluation", lose)
     for how in ("positional", "by name"):
         with made() as p:
-            p._recover = pytest.fail  # type: ignore[method-assign]
+            p._session.policy.recover = pytest.fail  # type: ignore[method-assign]
             with pytest.raises(PeerLost, match="rank 1 died"):
                 p.evaluate(iter(given())) if how == "positional" else p.evaluate(loader=iter(given()))
 

@@ -245,7 +245,7 @@ def test_streams_of_a_pipeline_that_is_closed_serve_the_next_one(fake):
         plan = Plan(stages=2, pipelines=2, micro_batches=2)
         with Pipeline(language_model(), plan, loss_fn=nn.CrossEntropyLoss(), optimizer=adamw) as p:
             list(p.train(token_batches(4, 8)))
-            return {lane.stream._stream.number for lane in p._worker.lanes.values()}
+            return {lane.stream._stream.number for lane in p._session.worker.lanes.values()}
 
     first = taken()
     assert len(first) == 4
@@ -295,7 +295,7 @@ def test_a_peer_s_death_ends_the_wait_for_a_device(fake, monkeypatch):
     monkeypatch.setattr(clocks.Event, "query", lambda self: False)
     plan, loss = Plan(stages=2, micro_batches=2), nn.CrossEntropyLoss()
     with Pipeline(language_model(), plan, loss_fn=loss, optimizer=adamw, timeout_s=60) as p:
-        p._worker.mailbox.fail(PeerLost("rank 1 has died"))
+        p._session.worker.mailbox.fail(PeerLost("rank 1 has died"))
         with pytest.raises(PeerLost, match="rank 1 has died"):
             list(p.train(token_batches(3, 8)))
 
@@ -306,7 +306,7 @@ def test_steps_run_while_the_device_is_awaited(fake, monkeypatch):
     with Pipeline(
         language_model(), Plan(stages=2, micro_batches=2), loss_fn=nn.CrossEntropyLoss(), optimizer=adamw
     ) as p:
-        feed, scheduler = p._feed, p._worker.scheduler
+        feed, scheduler = p._session.feed, p._session.worker.scheduler
 
         class Late:
             def query(self) -> bool:
@@ -316,7 +316,7 @@ def test_steps_run_while_the_device_is_awaited(fake, monkeypatch):
                 return scheduler.stalled()
 
         scheduler.run_until_done(Late())
-        assert all(lane.has_ended(0) for lane in p._worker.lanes.values())
+        assert all(lane.has_ended(0) for lane in p._session.worker.lanes.values())
 
 
 def test_a_lone_pipeline_has_the_next_batch_in_hand_on_a_device(fake, monkeypatch):
@@ -326,7 +326,7 @@ def test_a_lone_pipeline_has_the_next_batch_in_hand_on_a_device(fake, monkeypatc
         language_model(), Plan(stages=2, micro_batches=2), loss_fn=nn.CrossEntropyLoss(), optimizer=adamw
     ) as p:
         next(p.train(batches))
-        assert p._feed.next_batch == 2
+        assert p._session.feed.next_batch == 2
 
 
 def test_the_clock_marks_what_it_is_told_and_knows_its_own_beginning(fake):

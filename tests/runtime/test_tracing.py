@@ -263,7 +263,7 @@ def test_models_of_ones_own_modules_train_as_on_one_device(kind: type[nn.Module]
 def test_a_block_of_ones_own_may_be_named_as_a_cut() -> None:
     plan = Plan(stages=3, partition=["blocks.1", "blocks.3"])
     with Pipeline(OfOwnBlocks(), plan, loss_fn=nn.MSELoss(), optimizer=momentum) as pipeline:
-        assert pipeline._model.bounds == [0, 2, 6, 9]
+        assert pipeline._spec.model.bounds == [0, 2, 6, 9]
 
 
 class OnlyItself(nn.Module):

@@ -197,7 +197,7 @@ def test_replicas_that_stash_stay_alike_behind_short_batches(replication: list[i
     options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": OPTIMIZERS["momentum"]}
     with Pipeline(normed_model(), plan, **options, timeout_s=20) as p:
         losses = [result.loss for result in p.train(short_batches_midway())]
-        placement, stages = p._worker.placement, p._worker.trained
+        placement, stages = p._session.worker.placement, p._session.worker.trained
         for k, count in enumerate(replication):
             weights = [stages[n, 0].arena.weights[0] for n in placement.replicas_of(k)]
             assert len(weights) == count
@@ -264,7 +264,7 @@ def test_predictions_take_a_copy_for_each_batch_in_flight() -> None:
         plan = Plan(stages=4, schedule="pipedream", weights=weights, partition=BOUNDS[4][1:-1])
         with Pipeline(model, plan, loss_fn=nn.CrossEntropyLoss(), optimizer=momentum) as p:
             list(p.train(batches))
-            stages = [p._worker.trained[k, 0] for k in range(4)]
+            stages = [p._session.worker.trained[k, 0] for k in range(4)]
             sizes = [sum(flat.nbytes for flat in stage.arena.weights) for stage in stages]
             found[weights] = [s.versions.bytes // n for s, n in zip(stages, sizes) if s.versions]
     assert found == {"stash": [3, 2, 1, 0], "predicted": [4, 3, 2, 0]}

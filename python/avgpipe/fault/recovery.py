@@ -50,7 +50,6 @@ class Recovery(Policy):
         if not (isinstance(every_s, int | float) and 0 < every_s < math.inf):
             raise ValueError(f"copies_every_s must be seconds above 0, not {every_s!r}")
         refusals = [
-            (plan.isolate, "isolate=True: pipelines in processes of their own stand in for each other"),
             (plan.spread, "spread=True: use isolate=True, with which the other pipelines go on at once"),
             (plan.replication is not None, f"replication={plan.replication}: leave it out"),
             (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
