@@ -133,7 +133,7 @@ def workspace() -> str:
 
 def lstm() -> str:
     """What does it cost that an LSTM's weights lie in an arena, and where would cuDNN have them?"""
-    from avgpipe.elastic import Arena
+    from avgpipe.elastic.flat import Arena
 
     layer = torch.nn.LSTM(512, 512, 2, device="cuda")
     x = torch.randn(32, 16, 512, device="cuda")

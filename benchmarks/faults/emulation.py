@@ -16,7 +16,9 @@ import torch
 from torch import nn
 
 from avgpipe import Plan
-from avgpipe.elastic import Arena, ElasticAveraging, Reference
+from avgpipe.elastic.flat import Arena
+from avgpipe.elastic.optimizer import ElasticAveraging
+from avgpipe.elastic.reference import Reference
 from avgpipe.fault.roster import Roster, Stay
 from avgpipe.model.batch import loss_weights, share_out, sizes_of
 from benchmarks.faults import job

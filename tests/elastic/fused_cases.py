@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from avgpipe import ElasticAveraging, Reference
-from avgpipe.elastic import Arena
+from avgpipe.elastic.flat import Arena
 from tests.elastic.models import batch, model
 
 MAKE = {

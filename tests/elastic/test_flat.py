@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import ElasticAveraging, Reference
-from avgpipe.elastic import Arena, Layout
+from avgpipe.elastic.flat import Arena, Layout
 from tests.elastic.cases import Crew, assert_bitwise, set_gradients, weights
 from tests.elastic.emulation import AdamW, Momentum
 

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
-from avgpipe.elastic import Arena, Version, Versions, refuse_hidden_weights
+from avgpipe.elastic.flat import Arena
+from avgpipe.elastic.versions import Versions, refuse_hidden_weights
+from avgpipe.schedule.row import Version
 
 
 def make() -> tuple[nn.Linear, Arena, Versions]:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Pipeline, Plan
-from avgpipe.elastic import Arena
+from avgpipe.elastic.flat import Arena
 from avgpipe.errors import StageError
 from avgpipe.model.context import Position
 from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, defer_batch_norms

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import Plan
-from avgpipe.elastic import Arena
+from avgpipe.elastic.flat import Arena
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
 from avgpipe.model.batch import LossWeights, split

@@ -13,7 +13,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
-from avgpipe.elastic import Reference
+from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.stage import Stage

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.elastic import Versions
+from avgpipe.elastic.versions import Versions
 from avgpipe.systems import SYSTEMS
 from tests.runner import run
 from tests.runtime.cases import (

@@ -22,7 +22,7 @@ from avgpipe.checkpoint.content import carries, check_content, parameter_names
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.checkpoint.subclasses import put_together
-from avgpipe.elastic import Layout
+from avgpipe.elastic.flat import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.elastic import is_made_of_others
+from avgpipe.elastic.subclasses import is_made_of_others
 from avgpipe.errors import CheckpointError
 from avgpipe.runtime.optimizers import members_of
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,14 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe.device import has_streams
-from avgpipe.elastic.ema import MovingAverage
 from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
 from avgpipe.elastic.replica import FusedUpdate, Replica, region_of, step_together
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
+
+if TYPE_CHECKING:
+    from avgpipe.elastic.ema import MovingAverage
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was

@@ -15,28 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from avgpipe.elastic.flat import Arena, hidden_view
+from avgpipe.schedule.row import Version
 
 # FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
 _preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 Flats: TypeAlias = list[torch.Tensor]
-
-
-class Version(NamedTuple):
-    """Weights that a batch runs on.
-
-    Attributes:
-        number: the updates that they have seen.
-        delay: the updates between that and the batch's own, for which they may be predicted.
-    """
-
-    number: int
-    delay: int = 0
 
 
 class Versions:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from avgpipe.device import LaneStream
-from avgpipe.elastic import Reference
+from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Told, TurnExchange
 from avgpipe.links.link import Mailbox

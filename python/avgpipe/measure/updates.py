@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from avgpipe.elastic import Arena, Reference
+from avgpipe.elastic.flat import Arena
+from avgpipe.elastic.reference import Reference
 from avgpipe.measure.sweep import ProfilingClock, repeat, typical
 from avgpipe.runtime.optimizers import Maker, maker_of, with_modes
 from avgpipe.runtime.options import OptimizerFn

@@ -14,6 +14,7 @@ from functools import partial
 from types import CodeType, FunctionType
 from typing import Any
 
+import torch
 from torch import fx, nn
 
 from avgpipe.model.recording import UNKNOWN, plain
@@ -149,3 +150,16 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
 def _is_library(function: FunctionType) -> bool:
     module = function.__module__ or "torch"  # None: it was made of a graph
     return module.split(".")[0] in ("torch", "transformers")
+
+
+def leaves_of(roots: Iterable[torch.Tensor], ends: Iterable[Any] = ()) -> Iterator[torch.Tensor]:
+    """Yield the leaves that tensors lead back to, but for what lies behind ``ends``, nodes of their graph."""
+    seen, left = {None, *ends}, [root.grad_fn for root in roots]
+    while left:
+        node: Any = left.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            yield variable
+        left += [of for of, _ in node.next_functions]

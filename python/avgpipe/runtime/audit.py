@@ -38,12 +38,11 @@ from avgpipe.model.copies import copied
 from avgpipe.model.example import Arguments
 from avgpipe.model.model import is_chain, stage_layers, without_adapters
 from avgpipe.model.modes import Modes
-from avgpipe.model.outside import Outside
+from avgpipe.model.outside import Outside, leaves_of
 from avgpipe.model.pieces import BlockChain
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
 from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
 from avgpipe.runtime.aliases import folded, unfolded
-from avgpipe.runtime.loss_check import leaves_of
 from avgpipe.runtime.repeated import Repeated
 from avgpipe.runtime.stage import Inputs, folds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,7 +14,6 @@ import torch
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from avgpipe.device import ReadyOnEvent, has_streams
-from avgpipe.elastic import Version
 from avgpipe.errors import PipelineError, StageError, reason
 from avgpipe.links.link import Link, Mailbox
 from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
@@ -23,17 +22,17 @@ from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position
 from avgpipe.model.model import extract_skips, insert_skips
 from avgpipe.runtime.branches import Branches
-from avgpipe.runtime.graphs import StageGraphs
-from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
-from avgpipe.runtime.loss_check import LossCheck
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.outcome import Metrics, told, untold
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.loss_check import LossCheck
     from avgpipe.runtime.split_backward import Deferred
 
 _KEPT_SEEDS = 64
@@ -302,13 +301,19 @@ class Compute:
         self._prepared = trained.prepared
         # A prepared stage is called with the hooks that it was given.
         run = trained.stage.forward if self._prepared is None else trained.stage
-        self._layers = StageGraphs(trained.stage) if options.cuda_graphs else run
+        self._layers: Callable[..., Any] = run
+        if options.cuda_graphs:
+            from avgpipe.runtime.graphs import StageGraphs
+
+            self._layers = StageGraphs(trained.stage)
         self._arrivals, self._departures = route.skips
-        self._check = (
-            LossCheck(options.loss_fn, options.batch_dims, options.may_be_no_mean, options.callers)
-            if route.last and not is_mean_by_kind(options.loss_fn)
-            else None
-        )
+        self._check: LossCheck | None = None
+        if route.last and not is_mean_by_kind(options.loss_fn):
+            from avgpipe.runtime.loss_check import LossCheck
+
+            self._check = LossCheck(
+                options.loss_fn, options.batch_dims, options.may_be_no_mean, options.callers
+            )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
         self._branches = Branches()
         # A mode of torch's functions would have compiled layers compiled once more.

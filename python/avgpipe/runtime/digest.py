@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from avgpipe.elastic import is_made_of_others
+from avgpipe.elastic.subclasses import is_made_of_others
 from avgpipe.links.checksum import checksum
 
 

@@ -10,7 +10,7 @@ from itertools import chain, combinations
 
 import torch
 
-from avgpipe.elastic import Layout
+from avgpipe.elastic.flat import Layout
 from avgpipe.model.model import Model
 from avgpipe.runtime.worker import Worker
 

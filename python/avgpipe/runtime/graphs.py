@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from avgpipe.device import captured, free_cached, generators_of
-from avgpipe.elastic import Layout
+from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
 from avgpipe.model.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from avgpipe.elastic import Layout
+from avgpipe.elastic.flat import Layout
 from avgpipe.errors import reason
 from avgpipe.model.model import Entry, Model, named_tensors, trainable_parameters
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 
 from avgpipe.device import LaneStream
-from avgpipe.elastic import Arena, Version
+from avgpipe.elastic.flat import Arena
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.others import Peers
@@ -25,6 +25,7 @@ from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import SCALING, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
+from avgpipe.schedule.row import Version
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
 

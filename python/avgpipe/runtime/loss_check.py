@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
-from weakref import ref
 
 import torch
 from torch import nn
@@ -22,8 +21,10 @@ from avgpipe.device import generators_of
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
+from avgpipe.model.outside import leaves_of
 from avgpipe.model.recording import callers_generators, moved, set_generators
 from avgpipe.runtime.loss import Loss, loss_of
+from avgpipe.runtime.options import Callers
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
@@ -35,25 +36,6 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_16 = 1e-2
 
 _Part = tuple[Any, Any]  # output and target
-Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was given, by name
-
-
-def callers(parameters: Mapping[str, torch.Tensor]) -> Callers:
-    """Return what is needed to know the caller's parameters again, without keeping them."""
-    return {name: ref(p) for name, p in parameters.items()}
-
-
-def leaves_of(roots: Iterable[torch.Tensor], ends: Iterable[Any] = ()) -> Iterator[torch.Tensor]:
-    """Yield the leaves that tensors lead back to, but for what lies behind ``ends``, nodes of their graph."""
-    seen, left = {None, *ends}, [root.grad_fn for root in roots]
-    while left:
-        node: Any = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            yield variable
-        left += [of for of, _ in node.next_functions]
 
 
 class _Looked(NamedTuple):

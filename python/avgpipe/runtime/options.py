@@ -32,6 +32,7 @@ _SHARED = (
     *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check", "batch_dims"),
 )
 
+Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was given, by name
 CHECKS = "first-batch", "every", "full", "off"
 
 
@@ -81,7 +82,7 @@ class TrainingOptions:
     keeps_modes: bool = False
     loss_modes: Modes | None = None
     batch_dims: BatchDims = SAMPLES_FIRST
-    callers: Mapping[str, ref[torch.Tensor]] = field(default_factory=dict)
+    callers: Callers = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
@@ -113,6 +114,11 @@ class TrainingOptions:
         """Name the options that must be alike on all ranks, and write them down."""
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHARED)
         return f"{', '.join(_SHARED[:-1])} or {_SHARED[-1]}", values
+
+
+def callers(parameters: Mapping[str, torch.Tensor]) -> Callers:
+    """Return what is needed to know the caller's parameters again, without keeping them."""
+    return {name: ref(p) for name, p in parameters.items()}
 
 
 WHOLE = "whole"  # the form of a parameter that is no DTensor

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from avgpipe.elastic import Arena
+from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.sharded import ShardedArena
 from avgpipe.errors import StageError
 from avgpipe.model.model import trainable_parameters

@@ -18,8 +18,7 @@ from avgpipe.model.cut import Cut, expected_traffic
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model, layers_of, learning_tensors
 from avgpipe.plan import Plan
-from avgpipe.runtime.loss_check import callers
-from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.options import TrainingOptions, callers
 from avgpipe.runtime.requirements import (
     check_carries,
     check_device,

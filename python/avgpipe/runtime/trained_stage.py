@@ -9,25 +9,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from avgpipe.elastic import (
-    Arena,
-    CorrectedSteps,
-    ElasticAveraging,
-    MovingAverage,
-    Reference,
-    Version,
-    Versions,
-    WeightPrediction,
-    refuse_hidden_weights,
-)
+from avgpipe.elastic.flat import Arena
+from avgpipe.elastic.optimizer import ElasticAveraging
+from avgpipe.elastic.reference import Reference
 from avgpipe.rules import Correction
 from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
 from avgpipe.runtime.stage import Stage
+from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:  # it imports what takes long, and few need
+    from avgpipe.elastic.correction import CorrectedSteps
+    from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.elastic.versions import Versions
     from avgpipe.runtime.prepared import Prepared
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -87,16 +83,25 @@ class TrainedStage:
             for one in self._modes:
                 one.train()
             if versioned:
-                refuse_hidden_weights(self.optimizer, arena)
-                predicts = correction is not None and correction.predicts
-                self.versions = Versions(arena, WeightPrediction(self.optimizer, arena) if predicts else None)
-                if correction is not None and not predicts and delay:
-                    self._corrected = CorrectedSteps(correction, delay, self.optimizer, arena)
+                self._keep_versions(self.optimizer, correction, delay)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = schedule_of(lr_scheduler, self.optimizer, inner)
+
+    def _keep_versions(
+        self, optimizer: torch.optim.Optimizer, correction: Correction | None, delay: int
+    ) -> None:
+        from avgpipe.elastic.correction import CorrectedSteps, WeightPrediction
+        from avgpipe.elastic.versions import Versions, refuse_hidden_weights
+
+        arena = self._arena
+        refuse_hidden_weights(optimizer, arena)
+        predicts = correction is not None and correction.predicts
+        self.versions = Versions(arena, WeightPrediction(optimizer, arena) if predicts else None)
+        if correction is not None and not predicts and delay:
+            self._corrected = CorrectedSteps(correction, delay, optimizer, arena)
 
     @property
     def arena(self) -> Arena:

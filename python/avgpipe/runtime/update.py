@@ -12,23 +12,26 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from avgpipe.device import LaneStream, current_stream, has_streams, used_on
-from avgpipe.elastic import Reference, Version
+from avgpipe.elastic.reference import Reference
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
 from avgpipe.runtime.compute import BatchState, Port, Step
-from avgpipe.runtime.group_sum import GroupSum
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.others import IsolatedPeers
 from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.schedule.row import Version
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.group_sum import GroupSum
 
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from avgpipe.elastic import Layout
+from avgpipe.elastic.flat import Layout
 from avgpipe.model.model import Entry, Model
 from avgpipe.runtime.worker import Worker
 

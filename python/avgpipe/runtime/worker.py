@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
-from avgpipe.elastic import Arena, Layout, MovingAverage, Reference
+from avgpipe.elastic.flat import Arena, Layout
+from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
 from avgpipe.links.choose import Links
 from avgpipe.links.message import Channel, Key
@@ -28,13 +29,11 @@ from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import Audit
 from avgpipe.runtime.compute import Compute, Port
-from avgpipe.runtime.group_sum import GroupSum, sum_group
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.others import Others
-from avgpipe.runtime.pace import Pace
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -44,6 +43,11 @@ from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import RemoteUpdates, Update
 from avgpipe.schedule import Schedule
+
+if TYPE_CHECKING:
+    from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.pace import Pace
 
 _PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
 
@@ -142,9 +146,12 @@ class Worker:
         )
         if self.others is not None:
             self.others.serve(self.scheduler)
-        self.pace = Pace(self.scheduler, world, placement) if world.size > 1 else None
+        self.pace: Pace | None = None
         self._watchdog: Watchdog | None = None
         if world.size > 1:
+            from avgpipe.runtime.pace import Pace
+
+            self.pace = Pace(self.scheduler, world, placement)
             doing, looks = self.scheduler.doing, (self.preemption.look, self.alike.look)
             self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, looks)
 
@@ -221,6 +228,8 @@ class Worker:
     def _group(self, replicas: Sequence[int]) -> dist.ProcessGroup:
         ranks = [self.placement.rank_of(replica) for replica in replicas]
         backend = "nccl" if self._links.nccl_joins(ranks) else "gloo"
+        from avgpipe.runtime.group_sum import sum_group
+
         return self.world.connect(lambda: sum_group(self.world, ranks, self.device, backend))
 
     def _build_all(self, layers: Sequence[nn.Module]) -> None:
@@ -280,6 +289,8 @@ class Worker:
         same = self.references.get(first_here)  # of dedicated pipelines that are all here
         ema = self.emas.get(first_here)
         if options.ema_decay is not None:
+            from avgpipe.elastic.ema import MovingAverage
+
             ema = self.emas[replica] = ema or MovingAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
@@ -360,6 +371,8 @@ class Worker:
         group_sum = None
         if group is not None:
             key = route.sums_key(-1)
+            from avgpipe.runtime.group_sum import GroupSum
+
             group_sum = GroupSum(trained.arena.parameters, group, self.mailbox, key, self.device)
             self._group_sums.append(group_sum)
         stream = self._stream(route)

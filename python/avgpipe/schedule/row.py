@@ -38,6 +38,18 @@ class Kind(str, Enum):
         return {"F": 1, "B": -1, "W": -1}.get(self.value, 0)
 
 
+class Version(NamedTuple):
+    """Weights that a batch runs on.
+
+    Attributes:
+        number: the updates that they have seen.
+        delay: the updates between that and the batch's own, for which they may be predicted.
+    """
+
+    number: int
+    delay: int = 0
+
+
 # Nine digits: any real count fits, and a cell of nonsense digits cannot become a gigantic integer.
 COUNT = "0|[1-9][0-9]{0,8}"
 _TOKEN = re.compile(rf"({COUNT})?(?:(U)|([FBIW])({COUNT}))(?:\+([1-9][0-9]{{0,8}}))?")
