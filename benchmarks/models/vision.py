@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn import functional
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from benchmarks.common.record import say, write_record
 from benchmarks.models.networks import NETWORKS, batches, network
 

@@ -33,7 +33,8 @@ from avgpipe import Plan
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.model.batch import sample_count
-from avgpipe.model.model import Model, layers_of
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import Model
 from avgpipe.planning import LinkProfile, Profile
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.cuts import CutSearch

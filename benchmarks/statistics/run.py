@@ -29,7 +29,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import avgpipe
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.workloads import BuildOptions, Workload, build_workload
 from avgpipe.workloads.training import Recipe
 from benchmarks.common.record import say

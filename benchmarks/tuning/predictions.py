@@ -96,7 +96,7 @@ def settings_of(model: str, preset: str, slices: int) -> list[Setting]:
     from avgpipe.cli.measuring import build, loaded, profile_of
     from avgpipe.measure.search import profiled_sizes
     from avgpipe.measure.workers import measure_workers
-    from avgpipe.model.model import layers_of
+    from avgpipe.model.layers import layers_of
 
     config = ProfilingOptions(workload=model, preset=preset, budget_s=_FIRST_BUDGET_S)
     workload, _ = build(config)

@@ -28,7 +28,7 @@ from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, sp
 from avgpipe.model.compiled import Compiler, compile_options
 from avgpipe.model.context import CallerModes
 from avgpipe.model.cut import Cut, sent
-from avgpipe.model.model import outside_of
+from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan

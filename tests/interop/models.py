@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of, stage_layers
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import stage_layers
 from tests.workloads.equality import sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.model.shrink import shrunk
 from avgpipe.model.transformers import output_of
 from tests.interop.families import FAMILIES, batch, tiny

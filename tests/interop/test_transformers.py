@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from avgpipe import StageError
-from avgpipe.model.model import layers_of, stage_bounds
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import stage_bounds
 from avgpipe.model.tracing import TracedLayer
 from tests.interop.models import (
     CLASSES,

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from avgpipe.model.recording import generators, set_generators
+from avgpipe.model.context import generators, set_generators
 from avgpipe.ranks import seeded
 
 SCRIPT = """

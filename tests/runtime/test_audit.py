@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe import PeerLost, Pipeline, Plan
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.runtime import audit
 from avgpipe.runtime.audit import Audit
 from tests.runner import run

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe import Pipeline, Plan, StageError
 from avgpipe.model.compiled import Compiler, compile_options, described, is_compiled
 from avgpipe.model.context import Carry
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.model.tracing import TracedLayer
 from tests.runner import run
 from tests.runtime.capture_rules import capture_rules

@@ -13,7 +13,8 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.measure.cut_picture import plot_cut
 from avgpipe.model.cut import Cut, expected_traffic
-from avgpipe.model.model import Model, layers_of
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import Model
 from tests.runner import run
 from tests.runtime.cases import momentum, train_on_one_device
 from tests.runtime.test_skips import BOUNDS, Skipping

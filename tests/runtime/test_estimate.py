@@ -15,7 +15,8 @@ from avgpipe import Carry, Pipeline, Plan
 from avgpipe.model import flops
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.flops import CannotCount, work_of
-from avgpipe.model.model import layers_of, stage_bounds
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import stage_bounds
 from tests.runtime.cases import momentum
 
 

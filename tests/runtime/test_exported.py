@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from avgpipe import Carry, Pipeline, Plan, StageError
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from tests.runner import run
 from tests.runtime.cases import (
     Trained,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from tests.runtime.cases import assert_trains_as_one_device, momentum, train_pipeline
 
 LOSS = nn.MSELoss()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.recording import generators, moved
+from avgpipe.model.context import generators, moved
 from tests.runtime.cases import assert_trains_as_one_device, momentum, train_pipeline
 
 LOSS = nn.MSELoss()

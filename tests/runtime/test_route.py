@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from avgpipe import Plan
 from avgpipe.links.message import Channel, Message
-from avgpipe.model.model import skips_of
+from avgpipe.model.parts import skips_of
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from tests.runtime.test_skips import U_NET, plan_of

@@ -19,17 +19,9 @@ from avgpipe.links import choose
 from avgpipe.links.group import GroupLink
 from avgpipe.links.message import Key
 from avgpipe.links.shared import SharedLink
-from avgpipe.model.model import (
-    NO_SKIPS,
-    Model,
-    SkipRoute,
-    Skips,
-    extract_skips,
-    insert_skips,
-    layers_of,
-    skips_of,
-)
-from avgpipe.model.tracing import Values
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import Model
+from avgpipe.model.parts import NO_SKIPS, SkipRoute, Skips, Values, extract_skips, insert_skips, skips_of
 from avgpipe.runtime.scheduler import Scheduler
 from tests.links.ends import LINKS
 from tests.runner import run

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from avgpipe import Pipeline, Plan
 from avgpipe.model.example import prove
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.model.tracing import TracedLayer
 from tests.runtime.cases import momentum, train_on_one_device, unequal
 

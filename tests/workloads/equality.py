@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

@@ -15,7 +15,8 @@ pytest.importorskip("transformers", reason="the workload bert needs transformers
 pytest.importorskip("tokenizers", reason="the workload bert needs tokenizers")
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of, stage_bounds
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import stage_bounds
 from avgpipe.workloads import DataNotFound, LibraryNotFound, bert, build_workload, check_workload
 from avgpipe.workloads.batches import SampleBatches, TensorRows, generator
 from avgpipe.workloads.bert import (

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from avgpipe import Pipeline, Plan
-from avgpipe.model.model import layers_of, stage_bounds
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import stage_bounds
 from avgpipe.workloads import DataNotFound, build_workload, check_workload
 from avgpipe.workloads.data import load_text, read_text
 from avgpipe.workloads.gpt import (

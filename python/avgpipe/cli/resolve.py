@@ -233,7 +233,8 @@ def check_run(config: TrainConfig) -> None:
     check_folder(config)
     check_device(config.device)
     check_loggers(config.logger)
-    from avgpipe.model.model import Model, layers_of
+    from avgpipe.model.layers import layers_of
+    from avgpipe.model.model import Model
 
     workload, plan = prepare(config)
     if config.target is not None and workload.valid_batches is None:

@@ -16,10 +16,8 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
-from avgpipe.links.checksum import Verifier
 from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
-from avgpipe.links.nccl import nccl_device, nccl_joins
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell, Memory
 
@@ -75,7 +73,11 @@ class Links:
         for rank, (best, *others) in agreed.items():
             incoming = [channel for channel, source in sources[me].items() if source == rank]
             outgoing = [channel for channel, source in sources[rank].items() if source == me]
-            verifier = Verifier(world.name(rank), world.name(me)) if verifies else None
+            verifier = None
+            if verifies:
+                from avgpipe.links.checksum import Verifier
+
+                verifier = Verifier(world.name(rank), world.name(me))
             end = Endpoint(self.mailbox, device, incoming, outgoing, wire_dtype, verifier)
             self._by_rank[rank] = best.link(rank, end, others)
         self.by_replica = {replica: self._by_rank[rank] for replica, rank in enumerate(ranks)}
@@ -87,6 +89,8 @@ class Links:
         self, world: World, transports: dict[str, Transport], device: torch.device, kind: str
     ) -> dict[int, list[Transport]]:
         """Return, for each peer, the transports that both this worker and the peer could open, the best first."""
+        from avgpipe.links.nccl import nccl_device
+
         me, everyone = world.rank, range(world.size)
         said = world.gather([nccl_device(device), {name: _offer(t) for name, t in transports.items()}])
         self._nccl_devices = [nccl for nccl, _ in said]
@@ -116,6 +120,8 @@ class Links:
 
     def nccl_joins(self, ranks: Sequence[int]) -> bool:
         """Whether NCCL works between all of ``ranks``, which all workers find alike."""
+        from avgpipe.links.nccl import nccl_joins
+
         return nccl_joins([self._nccl_devices[rank] for rank in ranks])
 
     def close(self, patience_s: float) -> None:

@@ -26,13 +26,19 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import generators_of
 from avgpipe.errors import PipelineError, check_count, reason
 from avgpipe.model.batch import LossFn, pair, to_device
-from avgpipe.model.context import CallerGenerators, CallerModes, seed_generators
+from avgpipe.model.context import (
+    CallerGenerators,
+    CallerModes,
+    callers_generators,
+    seed_generators,
+    set_generators,
+)
 from avgpipe.model.copies import copied
 from avgpipe.model.example import device_of
-from avgpipe.model.model import layers_of, named_tensors
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import named_tensors
 from avgpipe.model.modes import Modes, is_evaluated
 from avgpipe.model.proof import distance, size_of
-from avgpipe.model.recording import callers_generators, set_generators
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.audit import whole_of

@@ -12,9 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
-from avgpipe.model.model import Skips
-from avgpipe.model.pieces import Piece
-from avgpipe.model.tracing import TracedLayer
+from avgpipe.model.parts import PartLayer, Skips
 from avgpipe.runtime.compute import SavedBytes
 
 
@@ -85,7 +83,7 @@ def measure_bytes(
 
 def _output_bytes(layer: Any, following: Any, output: Any, skips: Skips) -> int:
     """Bytes that go to the next layer, without those that skip it. skips: that arrive there."""
-    if not (isinstance(layer, TracedLayer | Piece) and isinstance(following, TracedLayer | Piece)):
+    if not (isinstance(layer, PartLayer) and isinstance(following, PartLayer)):
         return _bytes(output)
     uses, takes = following.values.uses, following.values.takes
     elsewhere = {takes[place] for route in skips.arrivals for place in route.places}

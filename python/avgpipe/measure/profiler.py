@@ -21,7 +21,9 @@ from avgpipe.measure.updates import Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.model.batch import LossFn
 from avgpipe.model.context import CallerGenerators
-from avgpipe.model.model import Model, Skips, layers_of
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import Model
+from avgpipe.model.parts import Skips
 from avgpipe.planning.costs import MOST_JITTER
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
 from avgpipe.ranks.process import cpu_model, keep_freed_memory

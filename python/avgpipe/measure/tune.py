@@ -20,7 +20,7 @@ from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, search, settings
 from avgpipe.measure.workers import measure_workers
 from avgpipe.model.batch import LossFn, plain, sample_count
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster

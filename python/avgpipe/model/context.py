@@ -9,7 +9,9 @@ value per micro-batch and stays right under recomputation. Other layers need not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -223,3 +225,41 @@ class CallerModes(_PutAside):
             if found is _END:
                 return
             yield found
+
+
+# ---- what a forward may draw from ------------------------------------------------------------------------------------
+
+
+def callers_generators() -> dict[str, Any]:
+    """Return the states of Python's and NumPy's generators, by name."""
+    states: dict[str, Any] = {"random": random.getstate()}
+    if numpy := sys.modules.get("numpy"):
+        states["numpy.random"] = numpy.random.get_state()
+    return states
+
+
+def generators() -> dict[str, Any]:
+    """Return the states of what a forward may draw from, by name."""
+    return {**callers_generators(), "torch": torch.default_generator.get_state()}
+
+
+def set_generators(states: dict[str, Any]) -> None:
+    """Go on from states, of all or of some."""
+    put: dict[str, Callable[[Any], Any]] = {
+        "random": random.setstate,
+        "torch": torch.default_generator.set_state,
+    }
+    if numpy := sys.modules.get("numpy"):
+        put["numpy.random"] = numpy.random.set_state
+    for name, state in states.items():
+        put[name](state)
+
+
+def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return what was drawn from between two states."""
+    same: dict[str, Callable[[Any, Any], bool]] = {
+        "random": lambda a, b: bool(a == b),
+        "torch": torch.equal,
+        "numpy.random": lambda a, b: bool(a[2:] == b[2:] and (a[1] == b[1]).all()),
+    }
+    return [name for name in before if not same[name](before[name], after[name])]

@@ -14,9 +14,9 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.model.batch import batch_size, split, to_device
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.example import device_of
-from avgpipe.model.model import Model, Skips, extract_skips, insert_skips
+from avgpipe.model.model import Model
 from avgpipe.model.modes import in_mode
+from avgpipe.model.parts import Skips, extract_skips, insert_skips
 from avgpipe.units import format_bytes, format_count
 
 Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by the stages that give and get it
@@ -127,6 +127,8 @@ def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: 
     from torch._subclasses.fake_tensor import FakeTensorMode  # only now: it takes a second to import
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    from avgpipe.model.example import device_of
+
     there = to_device(example_inputs, device_of(nn.ModuleList(layers)))
     first = split(there, min(parts, batch_size(there)))[0]
     try:

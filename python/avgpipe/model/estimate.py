@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from avgpipe.model.batch import batch_size, split
-from avgpipe.model.flops import CannotCount, Work, work_of
-from avgpipe.model.pieces import BlockChain, Piece
-from avgpipe.model.tracing import TracedLayer
+from avgpipe.model.parts import PartLayer, Whole
+
+if TYPE_CHECKING:
+    from avgpipe.model.flops import Work
 
 _COUNTED = "cost: FLOPs and bytes moved in forward and backward, counted on"
 _STATED = "cost: what layers state as compute_cost, else their weights, each used once per sample"
@@ -64,16 +65,18 @@ class Estimate:
             return cls._by_weights(layers, f"{_STATED}; {_MEASURE}")
         if not counts:
             return cls._by_weights(layers, f"{_WEIGHTS}; {_MEASURE}")
-        if example_inputs is not None:
+        dimensions = None if example_inputs is not None else _convolves(layers)
+        if example_inputs is None and dimensions is None:
+            return cls._by_weights(layers, f"{_WEIGHTS}; {_COUNT}, and avgpipe.profile measures")
+        from avgpipe.model.flops import CannotCount, work_of
+
+        if dimensions is None:
             try:
                 work = work_of(layers, _first(example_inputs, parts))
             except CannotCount as error:
                 kind = f"{_WEIGHTS}, as FLOPs cannot be counted ({error}); {_MEASURE}"
                 return cls._by_weights(layers, kind)
             return cls._by_work(work, f"{_COUNTED} example_inputs; {_MEASURE}")
-        dimensions = _convolves(layers)
-        if dimensions is None:
-            return cls._by_weights(layers, f"{_WEIGHTS}; {_COUNT}, and avgpipe.profile measures")
         for inputs, words in _made_up(layers, dimensions):
             try:
                 work = work_of(layers, inputs)
@@ -92,9 +95,7 @@ class Estimate:
 
     @classmethod
     def _by_weights(cls, layers: Sequence[nn.Module], kind: str) -> Estimate:
-        sent = tuple(
-            len(layer.values.gives) if isinstance(layer, TracedLayer | Piece) else 1 for layer in layers
-        )
+        sent = tuple(len(layer.values.gives) if isinstance(layer, PartLayer) else 1 for layer in layers)
         return cls(tuple(map(estimated_cost, layers)), sent[:-1], kind)
 
 
@@ -134,7 +135,7 @@ def _convolves(layers: Sequence[nn.Module]) -> int | None:
 
 def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any, str]]:
     """Yield inputs that the model may take, each with words for it."""
-    if isinstance(layers, BlockChain):
+    if isinstance(layers, Whole):
         yield layers.trial, "a few samples"
         return
     modules = (m for layer in layers for m in layer.modules())

@@ -20,9 +20,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.errors import reason
+from avgpipe.model.context import generators, set_generators
 from avgpipe.model.copies import copied
 from avgpipe.model.modes import in_mode
-from avgpipe.model.recording import generators, set_generators
 
 # On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix product.
 # On GPUs it takes longer, but there kernels are often fused.

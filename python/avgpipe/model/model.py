@@ -2,20 +2,11 @@
 
 Each layer receives what the one before returned. The chain does not depend on the number of stages, so random numbers
 keyed by layer do not either.
-
-Values of a traced model may skip stages that do not need them. Such a value stands there as None. It goes by a message
-of its own from the stage that made it, or used it last, to the next one that uses it, and its gradient goes back the
-same way; so a stage that uses it adds its part of the gradient, and the maker receives the sum::
-
-    stage      0         1         2         3
-    v          made      -         used      used
-                 └── skips stage 1 ──┘ └── F ──┘      from 2 to 3 with all else that a stage gives the next
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -25,176 +16,16 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from avgpipe.errors import reason
 from avgpipe.model.balance import balance
-from avgpipe.model.batch import plain
-from avgpipe.model.compiled import is_compiled, original, unwrapped
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.example import Arguments, prove
-from avgpipe.model.modes import has_hooks
-from avgpipe.model.outside import Outside, recorded_modules
-from avgpipe.model.pieces import BlockChain, Piece
-from avgpipe.model.recording import buffers_kept, generators, set_generators, sharing_copy
-from avgpipe.model.tracing import CannotTrace, TracedLayer, Values, traced
-
-
-class SkipRoute(NamedTuple):
-    """One end of a skip over other stages. ``stage``: the other end. ``places``: the values' in this end's tuple."""
-
-    stage: int
-    places: tuple[int, ...]
-
-
-class Skips(NamedTuple):
-    """Where skipping values of a stage's input come from, and those of its output go, each in stage order."""
-
-    arrivals: tuple[SkipRoute, ...] = ()
-    departures: tuple[SkipRoute, ...] = ()
-
-
-NO_SKIPS = Skips()
-
-
-def skips_of(pieces: Sequence[Values], bounds: Sequence[int]) -> list[Skips]:
-    """Find the skips of every stage. ``bounds``: first piece of each stage, then the number of pieces."""
-    stages = [pieces[a:b] for a, b in pairwise(bounds)]
-    ways: dict[tuple[int, int], list[str]] = {}  # by both ends, what goes there
-    holders = dict.fromkeys(stages[0][-1].gives, 0)  # by value, the stage that made it or used it last
-    for k, stage in enumerate(stages[1:], 1):
-        used = frozenset[str]().union(*(piece.uses for piece in stage))
-        for name in stage[0].takes:
-            if name in used:
-                if holders[name] < k - 1:
-                    ways.setdefault((holders[name], k), []).append(name)
-                holders[name] = k
-        for name in stage[-1].gives:
-            holders.setdefault(name, k)
-    return [
-        Skips(
-            tuple(SkipRoute(a, _places(stage[0].takes, ways[a, b])) for a, b in sorted(ways) if b == k),
-            tuple(SkipRoute(b, _places(stage[-1].gives, ways[a, b])) for a, b in sorted(ways) if a == k),
-        )
-        for k, stage in enumerate(stages)
-    ]
-
-
-def _places(names: tuple[str, ...], found: Iterable[str]) -> tuple[int, ...]:
-    return tuple(names.index(name) for name in found)
-
-
-def extract_skips(
-    output: tuple[Any, ...], departures: Sequence[SkipRoute]
-) -> tuple[tuple[Any, ...], list[list[Any]]]:
-    """Return a stage's output as the next stage gets it, and for each departure the values that go there."""
-    parts = [[output[n] for n in route.places] for route in departures]
-    gone = {n for route in departures for n in route.places}
-    return tuple(None if n in gone else value for n, value in enumerate(output)), parts
-
-
-def insert_skips(
-    given: tuple[Any, ...], arrivals: Sequence[SkipRoute], parts: Sequence[Sequence[Any]]
-) -> tuple[Any, ...]:
-    """Return a stage's input, from what the stage before gave and for each arrival what came from there."""
-    whole = list(given)
-    for route, values in zip(arrivals, parts):
-        for n, value in zip(route.places, values):
-            whole[n] = value
-    return tuple(whole)
-
+from avgpipe.model.parts import NO_SKIPS, PartLayer, Skips, Whole, skips_of
 
 # ---- the chain of layers and its cut -----------------------------------------------------------
 
 
-def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None) -> Sequence[nn.Module]:
-    """Return the chain of layers that computes ``model``.
-
-    Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
-    traced graph. ``example_inputs``: one batch's, with which torch.export traces what torch.fx cannot.
-    """
-    model = without_adapters(original(model))
-    if isinstance(model, nn.Module):
-        _refuse_hooks(model)
-    if isinstance(model, nn.Module) and not (
-        isinstance(model, nn.Sequential | nn.ModuleList) and is_chain(model)
-    ):
-        is_of_transformers = _forward_module(model) == "transformers"
-        return _of_transformers(model) if is_of_transformers else _of_graph(model, example_inputs)
-    layers = [part for layer in model for part in _parts(layer)]
-    for n, layer in enumerate(layers):
-        if not isinstance(layer, nn.Module):
-            raise TypeError(f"layer {n} of the model is a {type(layer).__name__}, not a torch.nn.Module")
-    if not layers:
-        raise ValueError("the model has no layers")
-    memo: dict[int, nn.Module] = {}
-    return [unwrapped(layer, memo) for layer in layers]
-
-
-def outside_of(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> Outside:
-    """Return what the layers of a model take for constants, as its forward was recorded; nothing where it was not."""
-    graphs = [layer.graph for layer in layers if isinstance(layer, TracedLayer)]
-    whole = without_adapters(original(model))
-    return Outside(recorded_modules(whole, graphs) if graphs and isinstance(whole, nn.Module) else ())
-
-
-def is_chain(model: nn.Module) -> bool:
-    """Whether a container of modules is these one after another: it has no forward of its own."""
-    return type(model).forward in (nn.Sequential.forward, nn.Module.forward)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of the model as a whole, which no stage is."""
-    if has_hooks(model):
-        raise ValueError(
-            f"the model, a {type(model).__name__}, has a hook of its own, which no stage would call: register it on a "
-            "module inside of it, or do in its forward what the hook does"
-        )
-
-
 def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
     """Return what computes the layers from ``begin`` on, before ``end``: as many modules, or fewer."""
-    return layers.stage(begin, end) if isinstance(layers, BlockChain) else layers[begin:end]
-
-
-def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
-    example_inputs = plain(example_inputs)
-    model = sharing_copy(model)  # the caller's stays as it is
-    before = generators()
-    try:
-        with buffers_kept(model):
-            return _recorded(model, example_inputs)
-    finally:
-        set_generators(before)
-
-
-def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
-    try:
-        layers = traced(model, None if example_inputs is None else Arguments.on(model, example_inputs).named)
-    except CannotTrace as error:
-        if example_inputs is None:
-            raise ValueError(
-                f"{error}: give example_inputs=, one batch's inputs as the loader yields them, so that torch.export "
-                "can try, or pass nn.Sequential or a list of layers instead"
-            ) from None
-        from avgpipe.model.exported import exported  # only now: torch.export takes seconds to import
-
-        return list(exported(model, example_inputs))
-    if example_inputs is None:
-        return list(layers)
-    if len(layers) == 1:
-        from avgpipe.model.exported import exported
-
-        with suppress(ValueError):
-            more = exported(model, example_inputs)
-            layers = more if len(more) > 1 else layers
-    prove(layers, model, example_inputs)
-    return list(layers)
-
-
-def _parts(layer: Any) -> list[Any]:
-    """Return an encoder of torch's as its blocks, which is what it calls one after another; anything else as it is."""
-    if type(layer) is not nn.TransformerEncoder or is_compiled(layer) or has_hooks(layer):
-        return [layer]
-    return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
+    return layers.stage(begin, end) if isinstance(layers, Whole) else layers[begin:end]
 
 
 def stage_bounds(
@@ -235,7 +66,7 @@ def stage_bounds(
 
 def _more_layers(layers: Sequence[nn.Module]) -> str:
     """Say what to do where a model has too few layers, and how it was taken apart."""
-    if not all(isinstance(layer, TracedLayer) for layer in layers):
+    if not all(isinstance(layer, PartLayer) and layer.graph is not None for layer in layers):
         return "use fewer stages, or a list of what larger layers are made of, with names_of=model"
     return (
         "torch.fx begins a layer where the forward enters one of torch's modules, or one of your modules that hold "
@@ -253,45 +84,6 @@ def _named(layers: Sequence[nn.Module], name: str) -> int:
         if (target + ".").startswith(name + "."):
             return n
     raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
-
-
-def without_adapters(model: Any) -> Any:
-    """Return the model inside a PeftModel, whose layers have the adapters in them, or ``model`` if it is none.
-
-    Raises:
-        ValueError: for adapters that are no part of the layers.
-    """
-    kinds = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "peft"}
-    if "PeftModel" not in kinds:
-        return model
-    config = model.active_peft_config
-    if getattr(config, "is_prompt_learning", False):
-        raise ValueError(
-            f"the adapters of {config.peft_type} put a prompt before the model's input, which stages do not: use "
-            "adapters that change layers, such as LoRA"
-        )
-    return model.get_base_model()
-
-
-def _forward_module(model: nn.Module) -> str:
-    """Return the package whose code ``model.forward`` is."""
-    owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
-    return owner.__module__.split(".")[0]
-
-
-def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
-    from avgpipe.model.transformers import call_of, twin_of  # only now: the library takes seconds to import
-
-    try:
-        # Whatever the caller's default is, as while a model is built on the meta device.
-        with torch.device("cpu"):
-            sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
-            return BlockChain(sample, call_of(sample), model)
-    except Exception as error:
-        raise ValueError(
-            f"{type(model).__name__} of transformers cannot be split into stages: {reason(error)}; "
-            "pass it as a list of layers, with names_of=model"
-        ) from error
 
 
 def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
@@ -372,7 +164,7 @@ class Model:
     ) -> Model:
         """Cut ``model``, which ``layers`` compute, into ``stages``; the rest is as of :func:`stage_bounds`."""
         bounds = stage_bounds(layers, stages, partition, estimate)
-        if isinstance(layers, BlockChain):
+        if isinstance(layers, Whole):
             layers.prove(bounds)
         tensors = named_tensors(model)
         names: dict[int, list[str]] = {}  # all names of a tensor
@@ -462,5 +254,5 @@ def _shared(trainable: Sequence[Sequence[nn.Parameter]], k: int) -> dict[int, li
 
 
 def _skips(layers: Sequence[nn.Module], bounds: Sequence[int]) -> list[Skips]:
-    pieces = [layer.values for layer in layers if isinstance(layer, TracedLayer | Piece)]
+    pieces = [layer.values for layer in layers if isinstance(layer, PartLayer)]
     return skips_of(pieces, bounds) if len(pieces) == len(layers) else [NO_SKIPS] * (len(bounds) - 1)

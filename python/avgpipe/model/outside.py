@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from avgpipe.model.recording import UNKNOWN, plain
-
 _log = logging.getLogger("avgpipe")
 
 # What asks for, or sets, the gradient mode, or hangs something on a gradient. None of it is in a graph.
@@ -73,6 +71,20 @@ def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list
     every = dict(model.named_modules(remove_duplicate=False))
     called = {id(inside) for name in names & every.keys() for inside in every[name].modules()}
     return [module for module in model.modules() if id(module) not in called]
+
+
+UNKNOWN = object()
+
+
+def plain(value: Any) -> Any:
+    """Return numbers, words and collections of them as they are now, to be compared; UNKNOWN for all else."""
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, list | tuple | dict | set):
+        items = [*value.items()] if isinstance(value, dict) else list(value)
+        known = [plain(item) for item in items]
+        return UNKNOWN if any(item is UNKNOWN for item in known) else (type(value).__name__, known)
+    return UNKNOWN
 
 
 _Variable = tuple[str, Callable[[], Any]]  # a name, and what returns the value

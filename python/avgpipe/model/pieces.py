@@ -17,15 +17,15 @@ from avgpipe.model.blocks import Call
 from avgpipe.model.dissect import anatomy_of
 from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, OwnBlock, Reached
+from avgpipe.model.parts import PartLayer, Values, Whole
 from avgpipe.model.proof import difference
 from avgpipe.model.shell import Shells
-from avgpipe.model.tracing import Values
 
 _ELSEWHERE = "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with names_of=model"
 _INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
 
 
-class Piece(nn.Module):
+class Piece(PartLayer):
     """Some units of a model, one after another; see ``avgpipe.model.blocks``.
 
     The first takes the model's input, a tensor or a dict of arguments, and the last returns the model's output. Between
@@ -119,7 +119,7 @@ class Piece(nn.Module):
         return (str(given.dtype)[6:], *given.shape)
 
 
-class BlockChain(Sequence[nn.Module]):
+class BlockChain(Whole):
     """The chain of a model's units, each a piece of its own.
 
     Args:

@@ -7,7 +7,6 @@ constant. And a custom ``autograd.Function`` would be its forward alone, without
 
 from __future__ import annotations
 
-import random
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.copies import copied
+from avgpipe.model.outside import UNKNOWN, plain
 
 
 class Lost(ValueError):
@@ -53,44 +53,6 @@ def buffers_kept(model: nn.Module) -> Iterator[None]:
 
 def _buffers_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, t) for name, t in module._buffers.items() if t is not None]
-
-
-# ---- random numbers --------------------------------------------------------------------------------------------------
-
-
-def callers_generators() -> dict[str, Any]:
-    """Return the states of Python's and NumPy's generators, by name."""
-    states: dict[str, Any] = {"random": random.getstate()}
-    if numpy := sys.modules.get("numpy"):
-        states["numpy.random"] = numpy.random.get_state()
-    return states
-
-
-def generators() -> dict[str, Any]:
-    """Return the states of what a forward may draw from, by name."""
-    return {**callers_generators(), "torch": torch.default_generator.get_state()}
-
-
-def set_generators(states: dict[str, Any]) -> None:
-    """Go on from states, of all or of some."""
-    put: dict[str, Callable[[Any], Any]] = {
-        "random": random.setstate,
-        "torch": torch.default_generator.set_state,
-    }
-    if numpy := sys.modules.get("numpy"):
-        put["numpy.random"] = numpy.random.set_state
-    for name, state in states.items():
-        put[name](state)
-
-
-def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what was drawn from between two states."""
-    same: dict[str, Callable[[Any, Any], bool]] = {
-        "random": lambda a, b: bool(a == b),
-        "torch": torch.equal,
-        "numpy.random": lambda a, b: bool(a[2:] == b[2:] and (a[1] == b[1]).all()),
-    }
-    return [name for name in before if not same[name](before[name], after[name])]
 
 
 # ---- what modules know -----------------------------------------------------------------------------------------------
@@ -132,20 +94,6 @@ class Knowledge:
             if value is not UNKNOWN and before is not UNKNOWN and value != before:
                 return name
         return None
-
-
-UNKNOWN = object()
-
-
-def plain(value: Any) -> Any:
-    """Return numbers, words and collections of them as they are now, to be compared; UNKNOWN for all else."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return value
-    if isinstance(value, list | tuple | dict | set):
-        items = [*value.items()] if isinstance(value, dict) else list(value)
-        known = [plain(item) for item in items]
-        return UNKNOWN if any(item is UNKNOWN for item in known) else (type(value).__name__, known)
-    return UNKNOWN
 
 
 # ---- custom functions ------------------------------------------------------------------------------------------------

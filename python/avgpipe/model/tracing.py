@@ -12,41 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx, nn
 
 from avgpipe.errors import reason
 from avgpipe.model.compiled import is_compiled
+from avgpipe.model.context import generators, moved
 from avgpipe.model.in_place import joined
 from avgpipe.model.modes import CHOICE, Choice, Differs, has_hooks, in_mode, merged, reads_mode
 from avgpipe.model.outside import asks_for_none, sees_to_gradients
-from avgpipe.model.recording import Knowledge, Lost, applying, functions_called, generators, moved
+from avgpipe.model.parts import PartLayer, Values
+from avgpipe.model.recording import Knowledge, Lost, applying, functions_called
 
 
-class Values(NamedTuple):
-    """A piece of a model's values, by name.
-
-    The first piece takes the model's input, which has no names, and the last gives the model's output, so neither is
-    listed.
-
-    Attributes:
-        takes: In the order of its tuple.
-        gives: In the order of its tuple.
-        uses: Of what it takes, what it computes with.
-    """
-
-    takes: tuple[str, ...]
-    gives: tuple[str, ...]
-    uses: frozenset[str]
-
-
-class TracedLayer(nn.Module):
+class TracedLayer(PartLayer):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
     The first takes the model's input, see :func:`arguments`. The last returns the model's output. A value that the
     piece only passes on may be anything. ``calls`` is the name of the module that begins the piece.
     """
+
+    graph: fx.GraphModule
 
     def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
         super().__init__()

@@ -31,7 +31,6 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost
-from avgpipe.ranks.signals import GRACE_S, PREEMPTED, ending_on_signals
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -138,6 +137,8 @@ def main() -> None:
         os.dup2(2, 1)
     if ":" not in command[0]:
         os.execv(command[0], command)
+    from avgpipe.ranks.signals import GRACE_S, PREEMPTED, ending_on_signals
+
     with ending_on_signals(lambda _: None, GRACE_S, PREEMPTED):  # the launcher says why all ranks end
         code = _code_of(command[0])
         sys.stdout.flush()

@@ -29,19 +29,22 @@ from avgpipe.model.compiled import is_compiled, original
 from avgpipe.model.context import (
     CallerGenerators,
     Position,
+    callers_generators,
     key_layers,
+    moved,
     position,
     seed_generators,
+    set_generators,
     set_position,
 )
 from avgpipe.model.copies import copied
-from avgpipe.model.example import Arguments
-from avgpipe.model.model import is_chain, stage_layers, without_adapters
+from avgpipe.model.layers import is_chain, without_adapters
+from avgpipe.model.model import stage_layers
 from avgpipe.model.modes import Modes
 from avgpipe.model.outside import Outside, leaves_of
-from avgpipe.model.pieces import BlockChain
+from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
-from avgpipe.model.recording import callers_generators, moved, set_generators, sharing_copy
+from avgpipe.model.recording import sharing_copy
 from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.repeated import Repeated
 from avgpipe.runtime.stage import Inputs, folds
@@ -101,7 +104,7 @@ class Audit:
         copies: bool = False,
     ) -> None:
         self._model, self._call = whole_of(model, layers)
-        self._is_of_blocks = isinstance(layers, BlockChain)
+        self._is_of_blocks = isinstance(layers, Whole)
         self._is_recorded = not self._is_of_blocks and not is_chain(self._model)
         self._stages: list[nn.Module] = [
             nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
@@ -413,7 +416,7 @@ _Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a 
 
 def whole_of(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
     """Return the module that layers were made of, and how it, or a copy of it, is called."""
-    if isinstance(layers, BlockChain):
+    if isinstance(layers, Whole):
         return layers.model, layers.called
     module = without_adapters(original(model))
     if isinstance(module, nn.Module) and not is_chain(module):
@@ -422,6 +425,8 @@ def whole_of(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]
 
 
 def _called(model: nn.Module, inputs: Any) -> Any:
+    from avgpipe.model.example import Arguments
+
     call = Arguments.on(model, inputs)
     return model(*call.args, **call.kwargs)
 

@@ -20,7 +20,7 @@ from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gr
 from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position
-from avgpipe.model.model import extract_skips, insert_skips
+from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.runtime.branches import Branches
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
 from avgpipe.runtime.options import TrainingOptions

@@ -21,8 +21,8 @@ from avgpipe.device import generators_of
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
+from avgpipe.model.context import callers_generators, moved, set_generators
 from avgpipe.model.outside import leaves_of
-from avgpipe.model.recording import callers_generators, moved, set_generators
 from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.options import Callers
 

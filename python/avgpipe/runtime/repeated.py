@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from avgpipe.errors import StageError
-from avgpipe.model.recording import callers_generators, moved, set_generators
+from avgpipe.model.context import callers_generators, moved, set_generators
 
 
 class Repeated:

@@ -13,7 +13,7 @@ from functools import cached_property
 from math import lcm
 
 from avgpipe.links.message import Channel, Key, Message
-from avgpipe.model.model import NO_SKIPS, Skips
+from avgpipe.model.parts import NO_SKIPS, Skips
 from avgpipe.runtime.placement import Placement
 
 

@@ -16,7 +16,8 @@ from torch import nn
 from avgpipe.device import own_device
 from avgpipe.model.cut import Cut, expected_traffic
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.model import Model, layers_of, learning_tensors
+from avgpipe.model.layers import layers_of
+from avgpipe.model.model import Model, learning_tensors
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import TrainingOptions, callers
 from avgpipe.runtime.requirements import (

@@ -17,8 +17,7 @@ from avgpipe.links.message import tensors_of
 from avgpipe.model.compiled import Compiler, compiler_error, reason_of
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
 from avgpipe.model.modes import Modes
-from avgpipe.model.pieces import Piece
-from avgpipe.model.tracing import TracedLayer
+from avgpipe.model.parts import PartLayer
 from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.batch_norm import defer_batch_norms
 from avgpipe.runtime.repeated import Repeated
@@ -141,7 +140,7 @@ class Stage(nn.Module):
 
 def folds(layers: Sequence[nn.Module]) -> bool:
     """Whether views may be made anew behind a cut: values of recorded layers have names, and may skip stages."""
-    return not any(isinstance(layer, TracedLayer | Piece) for layer in layers)
+    return not any(isinstance(layer, PartLayer) for layer in layers)
 
 
 _Layers = Callable[[Any, Position], Any]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from avgpipe.device import generators_of
-from avgpipe.model.recording import callers_generators, set_generators
+from avgpipe.model.context import callers_generators, set_generators
 from avgpipe.runtime.options import OptimizerFn, with_names
 
 _log = logging.getLogger("avgpipe")

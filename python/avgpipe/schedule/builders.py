@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from importlib import import_module
 from typing import Any, NamedTuple
 
 from avgpipe.errors import check_count, nearest
-from avgpipe.schedule import one_stage, several_stages
 from avgpipe.schedule.one_stage import Asked
 from avgpipe.schedule.schedule import Schedule
 
@@ -25,7 +25,7 @@ class Published(NamedTuple):
 
     Attributes:
         name: Its name.
-        build: Its builder.
+        build: Its builder, a module here and a function.
         weights: The weight versions that it was published with, see ``Plan.weights``.
         takes: The options of :func:`build_schedule` that it takes beside stages and micro_batches.
         alias: Another name for it.
@@ -33,7 +33,7 @@ class Published(NamedTuple):
     """
 
     name: str
-    build: Callable[[Asked], Schedule]
+    build: str
     weights: str = "flush"
     takes: tuple[str, ...] = ()
     alias: str = ""
@@ -43,24 +43,24 @@ class Published(NamedTuple):
 _SCHEDULES = (
     Published(
         "all-forward-all-backward",
-        one_stage.all_forward_all_backward,
+        "one_stage:all_forward_all_backward",
         takes=("replication",),
         alias="gpipe",
     ),
-    Published("1f1b", one_stage.one_f_one_b, takes=("replication",), alias="dapple"),
-    Published("advance-forward", one_stage.advance_forward, takes=("replication", "advance")),
-    Published("pipedream", one_stage.endless, "stash", takes=("replication", "advance"), advance=0),
+    Published("1f1b", "one_stage:one_f_one_b", takes=("replication",), alias="dapple"),
+    Published("advance-forward", "one_stage:advance_forward", takes=("replication", "advance")),
+    Published("pipedream", "one_stage:endless", "stash", takes=("replication", "advance"), advance=0),
     Published(
-        "pipedream-2bw", one_stage.endless, "double-buffer", takes=("replication", "advance"), advance=0
+        "pipedream-2bw", "one_stage:endless", "double-buffer", takes=("replication", "advance"), advance=0
     ),
-    Published("interleaved-1f1b", several_stages.interleaved_1f1b, takes=("stages_per_worker",)),
-    Published("looped-bfs", several_stages.looped_bfs, takes=("stages_per_worker",)),
-    Published("zero-bubble-h1", several_stages.zero_bubble_h1),
+    Published("interleaved-1f1b", "several_stages:interleaved_1f1b", takes=("stages_per_worker",)),
+    Published("looped-bfs", "several_stages:looped_bfs", takes=("stages_per_worker",)),
+    Published("zero-bubble-h1", "several_stages:zero_bubble_h1"),
     Published(
-        "interleaved-zero-bubble", several_stages.interleaved_zero_bubble, takes=("stages_per_worker",)
+        "interleaved-zero-bubble", "several_stages:interleaved_zero_bubble", takes=("stages_per_worker",)
     ),
-    Published("zero-bubble-v", several_stages.zero_bubble_v),
-    Published("dualpipe-v", several_stages.dualpipe_v),
+    Published("zero-bubble-v", "several_stages:zero_bubble_v"),
+    Published("dualpipe-v", "several_stages:dualpipe_v"),
 )
 
 
@@ -150,7 +150,9 @@ def build_schedule(
         )
     workers = checked_replication(replication, stages)
     ahead = _advance_per_stage(advance, stages, row.advance)
-    return _built(row.build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
+    module, _, function = row.build.partition(":")
+    build = getattr(import_module(f"avgpipe.schedule.{module}"), function)
+    return _built(build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
 
 
 @lru_cache(maxsize=128)  # to check the rows of one that many plans have takes longest

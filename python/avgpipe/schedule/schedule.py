@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from avgpipe.errors import ScheduleError, check_count
-from avgpipe.schedule.checks import Flaw, dry_run, find_flaw, steps_of, token
 from avgpipe.schedule.row import Action, Row
-from avgpipe.schedule.text import read_rows, read_torch_rows, torch_text
+
+if TYPE_CHECKING:
+    from avgpipe.schedule.checks import Flaw
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,8 @@ class Schedule:
         that no other follows. In a schedule that cannot be run, the wrong cell stands in [brackets], the actions that
         the dry run does not reach follow one another, and the last line gives the reason.
         """
+        from avgpipe.schedule.checks import dry_run, steps_of, token
+
         workers = "" if self.is_plain else f", workers {self.workers}"
         flush = "" if self.flush else ", no flush"
         title = f"{self.name}: stages {self.stages}{workers}, micro-batches {self.micro_batches}{flush}"
@@ -171,6 +175,8 @@ class Schedule:
 
     def to_csv(self) -> str:
         """Write one line per worker, one cell per action, with ``ahead`` as F3+1; :meth:`from_csv` inverts it."""
+        from avgpipe.schedule.checks import token
+
         return "".join(f"{','.join(token(a, self.is_plain) for a in row)}\n" for row in self.rows)
 
     @classmethod
@@ -182,6 +188,8 @@ class Schedule:
         printed: call :meth:`validate` before running it. Raises ScheduleError naming row and cell, counted from 1 as in
         a spreadsheet.
         """
+        from avgpipe.schedule.text import read_rows
+
         return cls._of_rows(name, read_rows(text))
 
     def to_torch_csv(self) -> str:
@@ -201,6 +209,8 @@ class Schedule:
                     f"schedule {self.name!r} has stage {k} on workers {', '.join(map(str, workers))}, but torch's "
                     "format has a stage on one rank: build it without replication, or write it with to_csv"
                 )
+        from avgpipe.schedule.text import torch_text
+
         return torch_text(self.rows)
 
     @classmethod
@@ -212,6 +222,8 @@ class Schedule:
         here send and receive by themselves. Actions that overlap, as in (0F4;3B2)OVERLAP_F_B, follow one another as
         they are written. As by :meth:`from_csv`, only the syntax is checked; raises ScheduleError naming row and cell.
         """
+        from avgpipe.schedule.text import read_torch_rows
+
         return cls._of_rows(name, read_torch_rows(text))
 
     @classmethod
@@ -223,6 +235,8 @@ class Schedule:
     def _flaw(self) -> Flaw | None:
         if self._is_right:
             return None
+        from avgpipe.schedule.checks import find_flaw
+
         return find_flaw(self.rows, self.replicas, self.micro_batches, self.is_plain)
 
 

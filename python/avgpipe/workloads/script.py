@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.errors import nearest, reason
-from avgpipe.model.model import layers_of
+from avgpipe.model.layers import layers_of
 from avgpipe.workloads import BuildOptions, Workload, WorkloadFacts
 from avgpipe.workloads.loaders import Draws, training_batches
 from avgpipe.workloads.task import Task, workload_of
