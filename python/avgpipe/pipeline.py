@@ -32,7 +32,6 @@ from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
-from avgpipe.ranks.mesh import members_of
 from avgpipe.ranks.process import (
     SPARE,
     keep_freed_memory,
@@ -55,7 +54,7 @@ from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, p
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
 from avgpipe.runtime.spec import Spec
-from avgpipe.runtime.weights import LoadedKeys, find_parameters, gather_state, load_state, set_requires_grad
+from avgpipe.runtime.weights import gather_state
 
 if TYPE_CHECKING:  # what takes long to import, or most pipelines do without
     from matplotlib.figure import Figure
@@ -66,6 +65,7 @@ if TYPE_CHECKING:  # what takes long to import, or most pipelines do without
     import avgpipe.planning.costs
     import avgpipe.runtime.distances
     import avgpipe.timeline.timeline
+    from avgpipe.runtime.loading import LoadedKeys
     from avgpipe.runtime.prepared import PrepareStage
 
 _log = logging.getLogger("avgpipe")
@@ -274,7 +274,9 @@ class Pipeline:
                 f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
                 f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
             )
-        members = members_of(mesh, group)
+        members = None
+        if mesh is not None or group is not None:
+            members = named("avgpipe.ranks.mesh:members_of")(mesh, group)
         options = TrainingOptions(
             loss_fn=loss_fn,
             optimizer=optimizer,
@@ -563,7 +565,12 @@ class Pipeline:
         session.policy.come_in(session)
         is_new = session.policy.is_new
         with session.idle(ValueError):
-            found = load_state(self._spec.model, session.worker, state_dict, strict, sets=not is_new)
+            load = named("avgpipe.runtime.loading:load_state")
+            found: LoadedKeys = load(
+                self._spec.model, session.worker, state_dict, strict, sets=not is_new
+            )
+                self._spec.model, session.worker, state_dict, strict, sets=not is_new
+            )
         if not is_new:
             session.go_on()
         return found
@@ -677,10 +684,10 @@ class Pipeline:
             raise ValueError(
                 "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
             )
-        indices = find_parameters(self._spec.model, names)
+        indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
         with self._session.idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
-            set_requires_grad(self._session.worker, indices, flag)
+            named("avgpipe.runtime.loading:set_requires_grad")(self._session.worker, indices, flag)
         self._session.policy.froze(names, flag)
 
     @property

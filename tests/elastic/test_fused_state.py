@@ -8,7 +8,7 @@ import io
 import pytest
 import torch
 
-from avgpipe.elastic.replica import FusedStep
+from avgpipe.elastic.fused import FusedStep
 from tests.elastic.fused_cases import MAKE, Run, assert_close
 from tests.elastic.models import loss_of, model
 

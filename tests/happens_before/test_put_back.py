@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
-from avgpipe.device import LaneStream, ReadyOnEvent
+from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
 from avgpipe.runtime.update import RemoteUpdates
 from avgpipe.runtime.worker import Worker
+from avgpipe.streams import LaneStream
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE, DeviceAccount
 from tests.patience import limit

@@ -14,9 +14,10 @@ import torch
 
 from avgpipe import device as streams
 from avgpipe.links import cuda
+from avgpipe.links.codec import Format
 from avgpipe.links.cuda import CudaIpcLink, DeviceMemory, DeviceSlots, Driver
 from avgpipe.links.link import Endpoint, LocalLink, Mailbox
-from avgpipe.links.message import Channel, Format, Message
+from avgpipe.links.message import Channel, Message
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event

@@ -16,19 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
+from avgpipe.links.codec import Decoder, Encoder, Format, padded, view
 from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import (
-    OF_MICRO_BATCHES,
-    Channel,
-    Decoder,
-    Encoder,
-    Format,
-    Message,
-    detached,
-    on_wire,
-    padded,
-    view,
-)
+from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Message, detached, on_wire
 from avgpipe_ext import pack, unpack_
 from tests.links.device_tensor import DeviceTensor
 

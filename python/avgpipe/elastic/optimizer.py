@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from avgpipe.elastic.matching import holds, optimized, replica_tensors
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.replica import FusedStep, FusedUpdate, Unfusable
 from avgpipe.elastic.trial import TrialSteps
+
+if TYPE_CHECKING:
+    from avgpipe.elastic.fused import FusedStep, FusedUpdate
 
 EXTRA_KEY = "elastic"
 
@@ -75,7 +77,11 @@ class ElasticAveraging(torch.optim.Optimizer):
         self._trial: TrialSteps | None = None
         if reference.elasticity.coefficients.tries:
             fused, self._trial = False, self._made_trial()
-        self._fused = None if fused is False else FusedStep(inner_optimizer, self._replica, reference.z)
+        self._fused: FusedStep | None = None
+        if fused is not False:
+            from avgpipe.elastic.fused import FusedStep
+
+            self._fused = FusedStep(inner_optimizer, self._replica, reference.z)
         if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
             del reference._replicas[replica]
             raise ValueError(
@@ -288,6 +294,8 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
         """The inner optimizer's step, with its hooks, and the averaging together."""
+        from avgpipe.elastic.fused import Unfusable
+
         scale, found_inf = self._scaling
         skips = fused.skips(found_inf)
 

@@ -29,12 +29,13 @@ import avgpipe_ext
 from avgpipe.device import has_streams
 from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
-from avgpipe.elastic.replica import FusedUpdate, Replica, region_of, step_together
+from avgpipe.elastic.replica import Replica, region_of
 from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
 if TYPE_CHECKING:
     from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.elastic.fused import FusedUpdate
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
@@ -398,6 +399,8 @@ class Reference:
         if len(self._waiting) < self.replicas:
             return False
         updates = [self._waiting[i][0] for i in range(self.replicas)]
+        from avgpipe.elastic.fused import step_together
+
         counts = step_together(updates)
         if counts is None:
             return False

@@ -25,8 +25,9 @@ from avgpipe.errors import PipelineError
 from avgpipe.fault.membership import Membership, Neighbour
 from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
 from avgpipe.fault.roster import Stay
+from avgpipe.links.codec import padded
 from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key, Message, padded
+from avgpipe.links.message import Key, Message
 from avgpipe_ext.ring import Bell, Memory
 
 _TEXT_BYTES = 8192  # of a slot: its head and the text

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from avgpipe.device import LaneStream
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.handover import check_state, give_state, take_state
 from avgpipe.fault.membership import Membership
@@ -23,6 +22,7 @@ from avgpipe.runtime.route import Route
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.session import Session
 from avgpipe.runtime.worker import Worker
+from avgpipe.streams import LaneStream
 
 
 def isolated(plan: Plan) -> int:

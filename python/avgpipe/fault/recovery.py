@@ -20,10 +20,10 @@ from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.ranks.process import generation, is_replaceable
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.runtime.feed import BatchFeed
+from avgpipe.runtime.loading import find_parameters, set_requires_grad
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
 from avgpipe.runtime.spec import Spec
-from avgpipe.runtime.weights import find_parameters, set_requires_grad
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")

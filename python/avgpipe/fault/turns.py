@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from avgpipe.device import LaneStream
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Told, TurnExchange
@@ -21,6 +20,7 @@ from avgpipe.runtime.digest import digest
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.streams import LaneStream
 
 
 class Turns:

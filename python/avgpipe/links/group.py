@@ -35,8 +35,9 @@ import torch.distributed as dist
 from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.links.checksum import checksum
+from avgpipe.links.codec import padded
 from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, padded, tensors_of
+from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, tensors_of
 from avgpipe.ranks.world import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time

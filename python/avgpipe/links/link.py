@@ -14,16 +14,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
-from avgpipe.links.checksum import Verifier
-from avgpipe.links.message import Channel, Decoder, Encoder, Key, detached, on_wire, with_flipped_bit
+from avgpipe.links.message import Channel, Key, detached, on_wire, with_flipped_bit
 from avgpipe.ranks.process import cores
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell
+
+if TYPE_CHECKING:
+    from avgpipe.links.checksum import Verifier
+    from avgpipe.links.codec import Decoder, Encoder
 
 _SPIN_S = 200e-6
 
@@ -91,10 +94,14 @@ class Endpoint:
 
     def encoder(self, channel: Channel) -> Encoder:
         """Return the sending end's memory of a channel."""
+        from avgpipe.links.codec import Encoder
+
         return Encoder(on_wire(channel.kind, self.wire_dtype))
 
     def decoder(self, channel: Channel) -> Decoder:
         """Return the receiving end's memory of a channel."""
+        from avgpipe.links.codec import Decoder
+
         return Decoder(on_wire(channel.kind, self.wire_dtype), self.device, self.stream)
 
 

@@ -26,10 +26,11 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import reason
 from avgpipe.model.batch import batch_size, to_device
+from avgpipe.model.choice import Differs, merged
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import CallerGenerators, Carry
 from avgpipe.model.example import Arguments, device_of, first_samples, prove
-from avgpipe.model.modes import Differs, in_mode, merged
+from avgpipe.model.modes import in_mode
 from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
 from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
 from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of

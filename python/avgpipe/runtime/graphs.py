@@ -25,11 +25,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import captured, free_cached, generators_of
+from avgpipe.device import free_cached, generators_of
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
 from avgpipe.model.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
+from avgpipe.streams import captured
 
 _log = logging.getLogger("avgpipe")
 _WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and set themselves up

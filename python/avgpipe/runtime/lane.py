@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
-from avgpipe.device import LaneStream
 from avgpipe.elastic.flat import Arena
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
@@ -26,6 +26,9 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import SCALING, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
 from avgpipe.schedule.row import Version
+
+if TYPE_CHECKING:
+    from avgpipe.streams import LaneStream
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
 

@@ -14,7 +14,6 @@ import torch
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn
 from avgpipe.model.compiled import Compiler
 from avgpipe.model.modes import Modes
-from avgpipe.ranks.mesh import whole_mesh
 from avgpipe.runtime.loss import is_mean_by_kind
 
 if TYPE_CHECKING:
@@ -133,6 +132,7 @@ def preparing(hook: PrepareStage, mesh: DeviceMesh | None) -> Callable[[Any], An
             'prepare_stage needs a mesh with dimensions to be parallel over: pass mesh=device_mesh["pp"], the one '
             "along which the stages lie"
         )
+    from avgpipe.ranks.mesh import whole_mesh
     from avgpipe.runtime.prepared import prepare  # only now: it imports what takes long
 
     return partial(prepare, hook=hook, mesh=whole_mesh(mesh))

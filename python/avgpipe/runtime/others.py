@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from avgpipe.device import LaneStream
 from avgpipe.links.message import Key
 
 if TYPE_CHECKING:
     from avgpipe.runtime.compute import BatchState
     from avgpipe.runtime.route import Route
     from avgpipe.runtime.scheduler import Scheduler
+    from avgpipe.streams import LaneStream
 
 
 class Peers(Protocol):

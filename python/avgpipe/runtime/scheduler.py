@@ -10,12 +10,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
 from torch.profiler import record_function
 
-from avgpipe.device import DeviceClock, Row
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
@@ -27,6 +26,9 @@ from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import StepKind
 from avgpipe.schedule.event import Event, EventKind
+
+if TYPE_CHECKING:
+    from avgpipe.streams import DeviceClock, Row
 
 _KEPT_EVENTS = 20_000
 # How a step is shown in a Timeline, where not by its own kind.

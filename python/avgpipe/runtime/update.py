@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.device import LaneStream, current_stream, has_streams, used_on
+from avgpipe.device import current_stream, has_streams, used_on
 from avgpipe.elastic.reference import Reference
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message, on_wire
@@ -32,6 +32,7 @@ from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
     from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.streams import LaneStream
 
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import LaneStream, ReadyOnEvent, current_stream, streams_of
+from avgpipe.device import ReadyOnEvent, current_stream, streams_of
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from avgpipe.elastic.ema import MovingAverage
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.pace import Pace
+    from avgpipe.streams import LaneStream
 
 _PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
 

@@ -1,0 +1,383 @@
+"""A replica's optimizer step fused with its part of a round.
+
+A step of torch.optim.SGD, Adam or AdamW and the averaging rule can be one pass over memory. Weights, momenta, reference
+and update of a replica lie in flat buffers of one layout, so a parameter's place in one of them is its place in all.
+Gradients stay where autograd made them: an operator is called with lists, of the parameters' gradients and of the views
+at their places. What has no gradient now makes no step and only takes part in the averaging.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+
+import avgpipe_ext
+from avgpipe.device import current_stream, on_accelerator, used_on
+from avgpipe.elastic.flat import ALIGN_BYTES, FlatBuffers, Region
+from avgpipe.elastic.replica import CHECKED, STATE, Replica, region_of, same_strides
+
+Group: TypeAlias = dict[str, Any]
+
+
+Row: TypeAlias = tuple[torch.Tensor, ...]  # weights, reference, update; in a call also state
+
+
+class Unfusable(Exception):
+    """Why a step cannot be done in one pass with the averaging."""
+
+
+class Call:
+    """One call of an operator, for parameters of one group and device that have made equally many steps.
+
+    Attributes:
+        group: The number of their group.
+        made: Their steps, as the host knows them; SGD counts no further than to its first one.
+        params: The parameters' numbers.
+        regions: Where they lie.
+        columns: Their weights, places in reference and update, and states.
+        counters: Adam's.
+        is_exact: Whether weights and reference are both float32, or both float64.
+    """
+
+    def __init__(
+        self, group: int, made: float, members: list[tuple[int, Region, Row, dict[str, Any]]]
+    ) -> None:
+        params, regions, rows, entries = zip(*members)
+        self.group, self.made, self.params, self.regions = group, made, params, regions
+        self.columns, self._entries = _columns(rows), entries
+        dtypes = {(x.dtype, z.dtype) for x, z, *_ in rows}
+        self.is_exact = dtypes <= {(torch.float32, torch.float32), (torch.float64, torch.float64)}
+        self.counters = [entry["step"] for entry in entries if "step" in entry]
+        whole = self.counters[0]._base if self.counters else None  # the counters of a group are one tensor
+        self._added = [whole] if whole is not None and len(whole) == len(self.counters) else self.counters
+
+    def count(self, by: float | torch.Tensor) -> None:
+        """Count a step, or ``by`` -1 on the device one that was skipped after all."""
+        if self.counters:
+            torch._foreach_add_(self._added, by)
+        elif self.made == 0:
+            for entry, momentum in zip(self._entries, self.columns[-1]):
+                entry["momentum_buffer"] = momentum
+        self.made += 0.0 if isinstance(by, torch.Tensor) else by
+
+
+class FusedStep:
+    """Prepares the fused steps of one replica."""
+
+    def __init__(self, inner: torch.optim.Optimizer, replica: Replica, z: FlatBuffers) -> None:
+        self._inner, self._replica, self._z = inner, replica, z
+        self._never = _obstacle(inner, replica)
+        self._params: list[torch.Tensor] = []
+        self._places: Any = None  # what the parameters were located for
+        self._known: list[Any] = []  # what the calls were planned for
+        self._calls: list[Call] = []
+        self._state: dict[str, FlatBuffers] = {}
+        if self._never is None:  # now, as looking at gaps may wait for a device
+            with suppress(Unfusable):
+                self._locate()
+
+    def obstacle(self) -> str | None:
+        """Why the next step cannot be fused, whatever its gradients."""
+        if self._never:
+            return self._never
+        if self._inner._optimizer_step_post_hooks:
+            return "the inner optimizer's post-step hooks see the weights between step and averaging"
+        step = vars(self._inner).get("step")  # a learning-rate scheduler's wrapper only notes the call
+        wraps_own = getattr(step, "__wrapped__", None) is type(self._inner).step
+        if step is not None and not (wraps_own and hasattr(step, "_wrapped_by_lr_sched")):
+            return "the inner optimizer's step method is not its class's"
+        for group in self._inner.param_groups:
+            for option in ("amsgrad", "differentiable"):
+                if group.get(option):
+                    return f"{option} is on"
+            for name, setting in group.items():
+                for value in setting if isinstance(setting, tuple) else (setting,):
+                    if isinstance(value, torch.Tensor) and on_accelerator(value):
+                        return f"{name} is a tensor on {value.device}; reading it would synchronise"
+        return None
+
+    def skips(self, found_inf: torch.Tensor | None) -> bool | None:
+        """Whether a GradScaler skips the step; None if only the device knows, and nothing here needs to."""
+        if found_inf is None:
+            return False
+        groups = self._inner.param_groups
+        if type(self._inner) is torch.optim.SGD:  # a first step is as any on momentum 0, unless dampened
+            must_know = any(group["momentum"] and group["dampening"] for group in groups)
+        else:  # counters on the device move alike if all parameters step
+            on_device = all(group["fused"] or group["capturable"] for group in groups)
+            must_know = not on_device or any(p.grad is None for p in self._params)
+        on_host = not on_accelerator(found_inf) or not all(map(on_accelerator, self._z.flats))
+        return bool(found_inf) if must_know or on_host else None
+
+    @torch.no_grad()
+    def prepare(
+        self, scale: torch.Tensor | None, found_inf: torch.Tensor | None, skips: bool | None
+    ) -> FusedUpdate:
+        """Make ready a step with the gradients of now. Raises Unfusable, with nothing stepped, if it cannot be fused.
+
+        Args:
+            scale: A GradScaler's.
+            found_inf: A GradScaler's.
+            skips: What :meth:`skips` returned.
+        """
+        self._replica.load()
+        self._locate()
+        grads = [None if skips else p.grad for p in self._params]
+        for i, (g, p, strides) in enumerate(zip(grads, self._params, self._strides)):
+            if g is None or (g.layout is torch.strided and g.dtype is p.dtype and g.stride() == strides):
+                continue
+            if g.layout != torch.strided or g.dtype != p.dtype or not same_strides(g, p):
+                raise Unfusable(f"the gradient of parameter {i} has another layout, dtype or strides")
+        seen = self._look(grads)
+        if len(seen) != len(self._known) or not all(map(is_, seen, self._known)):
+            self._plan(grads)
+            self._known = self._look(grads)
+        kind, groups = type(self._inner), self._inner.param_groups
+        steps = [
+            (c, _options(kind, groups[c.group], c.made), [g for i in c.params if (g := grads[i]) is not None])
+            for c in self._calls
+        ]
+        scaling = {"grad_scale": scale, "found_inf": found_inf if skips is None else None}
+        return FusedUpdate(self._replica, steps, self._still, scaling)
+
+    def _look(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
+        """All that the choice of calls depends on, beside the parameters' places."""
+        groups, state = self._inner.param_groups, self._inner.state
+        flags = [bool(group.get(name)) for group in groups for name in ("momentum", "fused", "capturable")]
+        held = [value for entry in state.values() for value in entry.values()]
+        return [*(g is None for g in grads), *flags, *state.values(), *held]
+
+    def _plan(self, grads: Sequence[torch.Tensor | None]) -> None:
+        """Decide which call of an operator steps which parameters."""
+        for call in self._calls:
+            self._made |= dict(zip(call.params, zip(call.counters, [call.made] * len(call.params))))
+        calls: dict[Any, list[Any]] = {}
+        still: dict[torch.device, list[Row]] = {}
+        for row in self._gaps:
+            still.setdefault(row[0].device, []).append(row)
+        for g, (group, members) in enumerate(zip(self._inner.param_groups, self._members)):
+            for i in members:
+                p, region, row = self._params[i], self._regions[i], self._rows[i]
+                if grads[i] is None:
+                    still.setdefault(p.device, []).extend([row] if row else [])
+                elif region is not None:
+                    states, made, entry = self._adopt(group, members, i)
+                    calls.setdefault((g, p.device, made), []).append((i, region, (*row, *states), entry))
+                elif p.numel():
+                    raise Unfusable(f"parameter {i} of the optimizer is not among those that are averaged")
+        self._calls = [Call(g, made, members) for (g, _, made), members in calls.items()]
+        self._still = [rows for rows in still.values() if rows]
+
+    def _locate(self) -> None:
+        """Find the parameters' places, unless they are known."""
+        sizes = [len(group["params"]) for group in self._inner.param_groups]
+        params = [p for group in self._inner.param_groups for p in group["params"]]
+        places = sizes, list(map(id, params)), list(map(torch.Tensor.data_ptr, params))
+        if places == self._places:
+            return
+        assert self._replica.update is not None, "z follows this replica"
+        self._params, self._places, self._calls, self._known = params, None, [], []
+        x, z, update = self._replica.x.flats, self._z.flats, self._replica.update.flats
+        self._regions = [region_of(p, x) for p in params]
+        try:
+            gaps = self._find_gaps()
+        except Unfusable as reason:
+            self._never = str(reason)  # not looked for again at every step
+            raise
+        self._rows: list[Row] = [
+            (p, r.view(z), r.view(update)) if r else () for p, r in zip(params, self._regions)
+        ]
+        self._gaps: list[Row] = [(gap.view(x), gap.view(z), gap.view(update)) for gap in gaps]
+        self._members = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
+        # Adam's counters: one tensor for each group, and each parameter's with what the host knows of it
+        self._counters: dict[Any, torch.Tensor] = {}
+        self._made: dict[int, tuple[torch.Tensor, float]] = {}
+        self._strides = [p.stride() if p.layout == torch.strided else () for p in params]
+        self._places = places
+
+    def _find_gaps(self) -> list[Region]:
+        """The parts of x that are no parameter's, except zeros that alignment left."""
+        gaps = []
+        for b, flat in enumerate(self._replica.x.flats):
+            places = sorted((r.offset, r.stop, n) for n, r in enumerate(self._regions) if r and r.buffer == b)
+            for (_, stop, m), (start, _, n) in pairwise(places):
+                if start < stop:
+                    raise Unfusable(f"parameters {m} and {n} of the optimizer share {stop - start} elements")
+            edges = [0, *(edge for place in places for edge in place[:2]), flat.numel()]
+            for start, stop in zip(edges[::2], edges[1::2]):
+                gap = Region(b, start, (stop - start,), (1,))
+                is_short = (stop - start) * flat.element_size() < ALIGN_BYTES
+                if not is_short or flat[start:stop].any() or gap.view(self._z.flats).any():
+                    gaps.append(gap)
+        return gaps
+
+    def _adopt(
+        self, group: Group, members: range, i: int
+    ) -> tuple[list[torch.Tensor], float, dict[str, Any]]:
+        """Parameter i's state, brought to its place in flat memory, how many steps it has made, and its entry.
+
+        SGD counts 0 or 1: in a first step, momentum becomes the gradient.
+        """
+        p, region, x = self._params[i], self._regions[i], self._replica.x
+        is_sgd = type(self._inner) is torch.optim.SGD
+        if region is None or (is_sgd and not group["momentum"]):
+            return [], 1.0, {}
+        entry, states, made = self._inner.state[p], [], 1.0
+        for name in STATE[type(self._inner)]:
+            if name not in self._state:
+                self._state[name] = x.layout.zeros([flat.dtype for flat in x.flats])
+            mine, value = region.view(self._state[name].flats), entry.get(name)
+            if value is None:
+                mine.zero_()
+                made = 0.0
+            elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
+                raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
+            elif (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
+                mine = value  # there already
+            else:
+                mine.copy_(value)
+                if on_accelerator(value):
+                    # Loaded on the caller's stream, read on this one, and forgotten below.
+                    used_on(current_stream(value.device), [value])
+            if value is not None or not is_sgd:
+                entry[name] = mine
+            states.append(mine)
+        return states, made if is_sgd else self._steps_made(group, members, i, entry), entry
+
+    def _steps_made(self, group: Group, members: range, i: int, entry: dict[str, Any]) -> float:
+        """Adam's counter, made or moved to where torch would have it, as a number."""
+        on_device = group["fused"] or group["capturable"]
+        device = self._params[i].device if on_device else torch.device("cpu")
+        mine, made = self._made.get(i, (torch.empty(0), 0.0))
+        if mine is not entry.get("step") or mine.device != device:
+            wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
+            dtype = torch.float64 if wide else torch.float32
+            key = members.start, dtype, device
+            if key not in self._counters:
+                self._counters[key] = torch.zeros(len(members), dtype=dtype, device=device)
+            made = float(entry.get("step", 0.0))  # may wait for the device, once
+            mine = entry["step"] = self._counters[key][i - members.start].fill_(made)
+            self._made[i] = mine, made
+        return made
+
+
+@dataclass
+class FusedUpdate:
+    """One replica's step and averaging with the gradients and learning rates of when it was prepared.
+
+    Attributes:
+        replica: The replica.
+        steps: The calls, with their options and gradients.
+        still: What makes no step, by device.
+        scaling: A GradScaler's tensors.
+    """
+
+    replica: Replica
+    steps: list[tuple[Call, dict[str, Any], list[torch.Tensor]]]
+    still: list[list[Row]]
+    scaling: dict[str, torch.Tensor | None]
+
+    def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
+        """Step and average; returns the operators' counts of what is not finite."""
+        elasticity, found_inf, counts = self.replica.elasticity, self.scaling["found_inf"], []
+        for call, settings, grads in self.steps:
+            call.count(1.0)
+            x, z_, update, *states = call.columns
+            options = settings | elasticity.shares | CHECKED
+            for name, value in self.scaling.items():
+                options[name] = None if value is None else value.to(x[0].device, non_blocking=True)
+            operator: Any = avgpipe_ext.elastic_sgd_
+            if call.counters:
+                operator, options["step"] = avgpipe_ext.elastic_adamw_, call.counters[0]
+            momenta: list[Any] = states or [None]
+            counts.append(operator(x, grads, *momenta, z_, update, *elasticity.force, **options))
+            if found_inf is not None and call.counters:
+                call.count(-found_inf.to(call.counters[0]).reshape(()))
+        for rows in self.still:
+            x, z_, update = _columns(rows)
+            if elasticity.force[0] == 0:
+                torch._foreach_zero_(update)
+            else:
+                counts.append(self.replica.force(x, z_, update))
+        return counts
+
+    @property
+    def may_wait(self) -> bool:
+        """Done later, with those of the other replicas, it would give the same bits: 16 bits round less often then."""
+        exact = all(call.is_exact for call, *_ in self.steps)
+        return exact and all(value is None for value in self.scaling.values())
+
+    def is_finite(self) -> bool:
+        """Whether all weights that it steps are."""
+        return all(bool(x.isfinite().all()) for call, *_ in self.steps for x in call.columns[0])
+
+
+def step_together(updates: Sequence[FusedUpdate]) -> list[torch.Tensor] | None:
+    """Do all steps, the move of z and all pulls of a round with staleness 0 in one pass.
+
+    28 N + 8 bytes of memory traffic per parameter in float32 with Adam, where N steps, the sum and N pulls take
+    52 N + 8. Returns the operators' counts of what is not finite; None, with nothing done, unless all replicas step
+    the same places with the same settings.
+    """
+    plans = [[(c.regions, _round_options(c, options)) for c, options, _ in u.steps] for u in updates]
+    if any(plan != plans[0] for plan in plans) or any(options is None for _, options in plans[0]):
+        return None
+    alpha, counts = updates[0].replica.elasticity.alpha, []
+    for (_, options), *steps in zip(plans[0], *(update.steps for update in updates)):
+        for call, *_ in steps:
+            call.count(1.0)
+        columns = [call.columns for call, *_ in steps]
+        xs = [x for column in columns for x in column[0]]
+        states = [
+            state for kind in zip(*(column[3:] for column in columns)) for each in kind for state in each
+        ]
+        gradients = [g for _, _, grads in steps for g in grads]
+        operator: Any = avgpipe_ext.elastic_round_
+        counts.append(operator(xs, gradients, states, columns[0][1], alpha, check_finite=True, **options))
+    for update in updates:
+        for rows in update.still:
+            x, z, _ = _columns(rows)
+            avgpipe_ext.elastic_pull_(x, z, alpha)
+    return counts
+
+
+def _columns(rows: Sequence[Row]) -> list[list[torch.Tensor]]:
+    return [list(column) for column in zip(*rows)]
+
+
+def _round_options(call: Call, options: dict[str, Any]) -> dict[str, Any] | None:
+    """What `elastic_round_` takes for the call's next step; None if only the device knows it."""
+    if not call.counters:
+        return {"optimizer": "sgd", **options}
+    if on_accelerator(call.counters[0]):
+        return None
+    others = {name: value for name, value in options.items() if name != "decoupled"}
+    step = float(call.counters[0]) + 1
+    return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": step, **others}
+
+
+def _options(optimizer: type, group: Group, made: float) -> dict[str, Any]:
+    common = {name: float(group[name]) for name in ("lr", "weight_decay")} | {"maximize": group["maximize"]}
+    if optimizer is torch.optim.SGD:
+        momentum = {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
+        return common | momentum | {"nesterov": group["nesterov"], "first_step": made == 0}
+    betas = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    return common | betas | {"eps": float(group["eps"]), "decoupled": group["decoupled_weight_decay"]}
+
+
+def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:
+    """Why no step of ``inner`` can ever be fused."""
+    period = replica.elasticity.period
+    if type(inner) not in STATE:
+        return f"{type(inner).__name__} is not one of torch.optim.SGD, Adam and AdamW"
+    if replica.update is None:
+        return "one replica without elasticity has nothing to average: the reference follows it"
+    if period > 1:
+        return f"the period is {period}, and only a step that is a whole round can be fused"
+    return replica.not_flat
