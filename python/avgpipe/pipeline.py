@@ -566,11 +566,7 @@ class Pipeline:
         is_new = session.policy.is_new
         with session.idle(ValueError):
             load = named("avgpipe.runtime.loading:load_state")
-            found: LoadedKeys = load(
-                self._spec.model, session.worker, state_dict, strict, sets=not is_new
-            )
-                self._spec.model, session.worker, state_dict, strict, sets=not is_new
-            )
+            found: LoadedKeys = load(self._spec.model, session.worker, state_dict, strict, sets=not is_new)
         if not is_new:
             session.go_on()
         return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
 from avgpipe.links.nccl import NcclLink, NcclTransport, connect, edges_of, end_communicators
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import meet
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from tests.happens_before.clocks import Account, Operation, Work
@@ -42,12 +43,12 @@ def value(n: int) -> Any:
 
 def gloo_pair(store: Any, end: int, timeout_s: float) -> Any:
     """In place of a communicator of NCCL."""
-    return dist.ProcessGroupGloo(store, end, 2, World(timeout_s)._limit)
+    return dist.ProcessGroupGloo(store, end, 2, timedelta(seconds=timeout_s))
 
 
 def exchange(both_ways: bool) -> list[Any]:
     """Both ranks send in all their channels, in an order of their own, before they take anything."""
-    world = World(60)
+    world = meet(60)
     me, peer = world.rank, 1 - world.rank
     mailbox = Mailbox()
     into = [BACK, THERE][me]

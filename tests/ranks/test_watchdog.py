@@ -18,7 +18,8 @@ from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
-from avgpipe.ranks.world import Watchdog, since
+from avgpipe.ranks.met import Watchdog
+from avgpipe.ranks.world import since
 from tests.links.ends import LINKS
 from tests.patience import limit, wait_until
 from tests.runner import Ranks, touch

@@ -13,9 +13,10 @@ from torch.distributed import HashStore
 
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.fault.generation import given_up
-from avgpipe.ranks import world
+from avgpipe.ranks import met, rendezvous
+from avgpipe.ranks.met import gather
 from avgpipe.ranks.process import GENERATION
-from avgpipe.ranks.world import World, gather
+from avgpipe.ranks.world import meet
 from tests.runner import Ranks, run
 
 VALUES = [
@@ -25,7 +26,7 @@ VALUES = [
 
 
 def _gathered() -> Any:
-    ours = World(20)
+    ours = meet(20)
     rank = ours.rank
     mine = VALUES[rank:] + VALUES[:rank]  # of unequal lengths
     return [ours.gather(value) for value in mine], gather(rank), ours.gather(VALUES[: 3 * rank])
@@ -42,7 +43,7 @@ def test_values_of_unequal_length_come_back_whole() -> None:
 
 
 def test_alone_a_value_comes_back_as_json_carries_it() -> None:
-    assert World(1).gather((1, {2: "a"})) == [[1, {"2": "a"}]]
+    assert meet(1).gather((1, {2: "a"})) == [[1, {"2": "a"}]]
 
 
 @pytest.mark.parametrize(("failure", "ends"), [(ValueError("of its own"), True), (PeerLost("rank 1"), False)])
@@ -50,16 +51,16 @@ def test_who_fails_of_itself_is_not_replaced_and_nobody_waits_for_that(
     failure: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HashStore()
-    monkeypatch.setattr(world, "private_store", lambda: store)
-    ours = World(1)
+    monkeypatch.setattr(rendezvous, "private_store", lambda: store)
     monkeypatch.setenv(GENERATION, "0")
+    ours = meet(1)
     ours.report(failure)
     assert store.check([given_up(1)]) == ends
 
 
 def _too_large() -> str:
-    ours = World(20)
-    world._MOST_BYTES = 100
+    ours = meet(20)
+    met._MOST_BYTES = 100
     with pytest.raises(PipelineError) as error:
         ours.gather("x" * 1000 * ours.rank)
     return str(error.value)
@@ -73,7 +74,7 @@ def test_what_is_too_large_is_refused_on_all_ranks() -> None:
 
 def _several() -> list[Any]:
     """Every pipeline has its own reports."""
-    first, second = World(20), World(20)
+    first, second = meet(20), meet(20)
     if first.rank == 0:
         first.report(ValueError("broken"))
         second.tell("F0")
@@ -98,7 +99,7 @@ def test_pipelines_of_one_process_are_kept_apart() -> None:
 
 
 def _differing() -> str:
-    ours = World(20)
+    ours = meet(20)
     ours.require_same("shape", "the same")
     with pytest.raises(ValueError, match="differs") as error:
         ours.require_same("shape", f"that of {min(ours.rank, 1)}")
@@ -113,7 +114,7 @@ def test_what_differs_is_refused_on_all_ranks() -> None:
 
 
 def _dies() -> None:
-    ours = World(20)
+    ours = meet(20)
     ours.describe(["stage 0", "stage 1"])
     if ours.rank == 1:
         os._exit(0)
@@ -144,4 +145,4 @@ def test_nothing_of_the_package_unpickles() -> None:
         for word in words
         if word in path.read_text(encoding="utf-8")
     }
-    assert found == {("message.py", "treespec_loads(")}  # behind check_structure
+    assert found == {("codec.py", "treespec_loads(")}  # behind check_structure

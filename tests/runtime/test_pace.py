@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.ranks import world
+from avgpipe.ranks import met
 from avgpipe.runtime import pace
 from tests.isolated import Isolated
 from tests.patience import Deadline
@@ -43,7 +43,7 @@ class Spins(nn.Module):
 
 def slow(isolate: bool = False) -> list[str]:
     """Train until something is said on the first rank, with readings that are made ten times as often as usual."""
-    pace._WINDOW_S, world._TICK_S = 0.25, 0.05
+    pace._WINDOW_S, met._TICK_S = 0.25, 0.05
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

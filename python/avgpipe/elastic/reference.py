@@ -30,7 +30,6 @@ from avgpipe.device import has_streams
 from avgpipe.elastic.flat import FlatBuffers, Layout, Region
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
 from avgpipe.elastic.replica import Replica, region_of
-from avgpipe.ranks.world import gather
 from avgpipe.rules import Elasticity
 
 if TYPE_CHECKING:
@@ -591,6 +590,8 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
             f"replicas must be the size of the group, {size} (one per rank), not {elasticity.replicas}"
         )
     mine = f"{elasticity}, outer={outer}, {[str(dtype) for dtype, _ in layout.keys]}, {layout.sizes}"
+    from avgpipe.ranks.met import gather
+
     everyone = gather(mine, group)
     for other, theirs in enumerate(everyone):
         if theirs != everyone[0]:

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,6 +20,9 @@ from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
 from avgpipe.links.message import Channel, Message
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell, Memory
+
+if TYPE_CHECKING:
+    from avgpipe.ranks.met import Met
 
 LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
 
@@ -61,7 +64,7 @@ class Links:
         sources = [{channel: ranks[channel.source] for channel in channels} for channels in into]
         agreed: dict[int, list[Transport]] = {}
         if world.size > 1:
-            transports = _transports(kind, world, sources, device)
+            transports = _transports(kind, cast("Met", world), sources, device)
             agreed = self._agree(world, transports, device, kind)
             world.connect(partial(_connect, transports.values(), agreed))
         shared = [(rank, transport) for rank, common in agreed.items() for transport in common]
@@ -134,7 +137,7 @@ class Links:
 
 
 def _transports(
-    kind: str, world: World, into: Sequence[Mapping[Channel, int]], device: torch.device
+    kind: str, world: Met, into: Sequence[Mapping[Channel, int]], device: torch.device
 ) -> dict[str, Transport]:
     """Make the transports that serve, or are below, a kind of link; by name, what others are built on first."""
     asked = {row.name for row in LINKS if kind == "auto" or row.name == kind}

@@ -38,7 +38,7 @@ from avgpipe.links.checksum import checksum
 from avgpipe.links.codec import padded
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, tensors_of
-from avgpipe.ranks.world import transport_reason
+from avgpipe.ranks.met import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
 _MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted

@@ -21,12 +21,12 @@ import torch
 from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
 from avgpipe.links.message import Channel, Key, detached, on_wire, with_flipped_bit
 from avgpipe.ranks.process import cores
-from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell
 
 if TYPE_CHECKING:
     from avgpipe.links.checksum import Verifier
     from avgpipe.links.codec import Decoder, Encoder
+    from avgpipe.ranks.met import Met
 
 _SPIN_S = 200e-6
 
@@ -125,7 +125,7 @@ class Transport(ABC):
 
     def __init__(
         self,
-        world: World,
+        world: Met,
         into: Sequence[Mapping[Channel, int]],
         device: torch.device,
         below: Mapping[str, Transport],

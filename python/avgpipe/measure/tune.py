@@ -25,7 +25,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import World, meet
 from avgpipe.runtime.options import OptimizerFn
 
 ONE_DEVICE, DATA_PARALLEL, PIPELINE = "one device", "data parallel", "pipeline"
@@ -87,7 +87,7 @@ def tune(
         StageError: A layer cannot be timed.
         PipelineError: A process failed.
     """
-    world = World(_TIMEOUT_S)
+    world = meet(_TIMEOUT_S)
     if cluster is not None and (workers is not None or memory_limit_bytes is not None):
         raise ValueError(
             "a cluster says how many workers there are, and their memory: leave out the one or the other"

@@ -25,9 +25,9 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
 from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.met import gather
 from avgpipe.ranks.process import named, return_freed_memory
 from avgpipe.ranks.rendezvous import join
-from avgpipe.ranks.world import gather
 from avgpipe_ext import ring
 
 _TIMEOUT_S = 120.0

@@ -34,7 +34,7 @@ from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.launch import private_meeting, rank_environment
 from avgpipe.ranks.process import STORE_FILE, peak_memory_bytes
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import meet
 from avgpipe.report.compare import (
     DOES_NOT_FIT,
     FAILED,
@@ -302,7 +302,7 @@ def profiled(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
         model,
         batch,
         _PROFILING_S,
-        World(options["timeout_s"]),
+        meet(options["timeout_s"]),
         **{name: given[name] for name in ("loss_fn", "optimizer")},
         **{name: options[name] for name in _PROFILED if name in options},
     )

@@ -25,13 +25,13 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.links.nccl import end_communicators
-from avgpipe.ranks.world import World, transport_reason
+from avgpipe.ranks.met import Met, transport_reason
 
 _PATIENCE_S = 5.0  # for the thread to end, or for the works of a communicator
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
-def sum_group(world: World, ranks: Sequence[int], device: torch.device, backend: str) -> dist.ProcessGroup:
+def sum_group(world: Met, ranks: Sequence[int], device: torch.device, backend: str) -> dist.ProcessGroup:
     """Make a group of ``ranks`` for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
     select(device)  # for whichever thread connects
     group = world.new_group(ranks, backend)

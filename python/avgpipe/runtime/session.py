@@ -15,7 +15,7 @@ from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.model.context import CallerModes
 from avgpipe.model.modes import evaluated_in
 from avgpipe.ranks.process import named, warn_of_threads
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.placement import Placement
@@ -52,7 +52,7 @@ class Session:
 
     def open(self) -> None:
         """Meet the other ranks, and make this one's part."""
-        self.world = World(self.spec.timeout_s, self.spec.members)
+        self.world = meet(self.spec.timeout_s, self.spec.members)
         try:
             self._make_part()
         except Exception as error:  # the other ranks may have nothing to refuse

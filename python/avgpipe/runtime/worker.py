@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from avgpipe.model.outside import Outside
 from avgpipe.ranks import probe
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.process import generation
-from avgpipe.ranks.world import Watchdog, World, is_of_transport, transport_reason
+from avgpipe.ranks.world import World
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import Audit
@@ -46,6 +46,7 @@ from avgpipe.schedule import Schedule
 
 if TYPE_CHECKING:
     from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.pace import Pace
     from avgpipe.streams import LaneStream
@@ -150,11 +151,14 @@ class Worker:
         self.pace: Pace | None = None
         self._watchdog: Watchdog | None = None
         if world.size > 1:
+            from avgpipe.ranks.met import Watchdog
             from avgpipe.runtime.pace import Pace
 
             self.pace = Pace(self.scheduler, world, placement)
             doing, looks = self.scheduler.doing, (self.preemption.look, self.alike.look)
-            self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, looks)
+            self._watchdog = Watchdog(
+                cast("Met", world), self.mailbox, doing, self._links.processes, self.pace, looks
+            )
 
     @property
     def place(self) -> dict[str, Any]:
@@ -231,7 +235,7 @@ class Worker:
         backend = "nccl" if self._links.nccl_joins(ranks) else "gloo"
         from avgpipe.runtime.group_sum import sum_group
 
-        return self.world.connect(lambda: sum_group(self.world, ranks, self.device, backend))
+        return self.world.connect(lambda: sum_group(cast("Met", self.world), ranks, self.device, backend))
 
     def _build_all(self, layers: Sequence[nn.Module]) -> None:
         """Make the stages of this process. What one rank refuses, as of its optimizer, all ranks do."""
@@ -508,7 +512,11 @@ class Worker:
     def _explained(self, error: Exception) -> Exception:
         """Return what fails in words, where torch itself talks to ranks outside of this pipeline."""
         cause = error.__cause__ if isinstance(error, StageError) else error
-        if self._options.prepare is None or cause is None or not is_of_transport(cause):
+        if self._options.prepare is None or cause is None:
+            return error
+        from avgpipe.ranks.met import is_of_transport, transport_reason
+
+        if not is_of_transport(cause):
             return error
         me, why = self.world.name(self.world.rank), transport_reason(cause)
         return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")

@@ -15,7 +15,7 @@ import torch
 from avgpipe.device import own_device
 from avgpipe.interop.lightning.module import PipelineModule
 from avgpipe.interop.stepwise import StageOptimizers
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import World, meet
 
 # untyped on purpose: types would be checked against whichever release is installed
 _accelerators: Any = importlib.import_module("lightning.pytorch.accelerators")
@@ -59,7 +59,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._world = self._world or World(self._timeout_s)
+        self._world = self._world or meet(self._timeout_s)
 
     def barrier(self, *_: Any, **__: Any) -> None:
         if self._world is not None:

@@ -1,0 +1,398 @@
+"""The ranks of one pipeline that have met: what they tell each other, and collectives on the CPU side.
+
+Rendezvous and transport are torch.distributed's. Each pipeline has a gloo group of its own, so its messages can neither
+mix with the caller's nor with those of another pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, Protocol, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, named_apart, private_store
+from avgpipe.ranks.world import World
+
+T = TypeVar("T")
+
+# That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
+SPARE_S = 3.0
+_PASS_TAG = 2**30  # none of a link's
+_MOST_BYTES = 2**30  # of what a rank gives to a gathering
+_TICK_S = 0.5
+_TELL_S = 5.0
+_CLOSE_S = 5.0
+
+
+class Met(World):
+    """Several ranks that have met.
+
+    Args:
+        timeout_s: limit of every wait.
+        members: the group that has these ranks, by their numbers in it; None: the default group.
+    """
+
+    def __init__(self, timeout_s: float, members: dist.ProcessGroup | None = None) -> None:
+        super().__init__(timeout_s)
+        self._limit = timedelta(seconds=timeout_s)
+        self._connections = 0
+        self._members = members
+        self.rank, self.size = dist.get_rank(members), dist.get_world_size(members)
+        deadline = time.monotonic() + timeout_s
+        store = private_store() or dist.distributed_c10d._get_default_store()
+        store = named_apart(store)
+        if members is not None:  # other groups have pipelines of their own
+            place = "ranks-" + "-".join(map(str, dist.get_process_group_ranks(members)))
+            store = dist.PrefixStore(place, store)  # type: ignore[attr-defined]
+        board = Board.beside(store, self.rank, self.size, timeout_s)
+        number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
+        own = dist.PrefixStore(f"pipeline-{number}", board.store)  # type: ignore[attr-defined]
+        self._board = Board(own, self.rank, self.size)
+        self._board.meet("Pipeline" if number == 1 else f"Pipeline number {number}", deadline)
+        self.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
+
+    def new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
+        """Make a group of some of the ranks, whose waits end after ours. Every rank calls this, in one order."""
+        limit = timedelta(seconds=self.timeout_s + SPARE_S)
+        if self._members is None:
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+        else:  # ranks outside of the pipeline's group do not call this
+            of_all = [dist.get_global_rank(self._members, rank) for rank in ranks]
+            made = dist.new_group(of_all, timeout=limit, backend=backend, use_local_synchronization=True)
+        return cast("dist.ProcessGroup", made)
+
+    def connect(self, make: Callable[[], T]) -> T:
+        """Return what ``make`` returns, in which all ranks connect to each other; PeerLost names who does not."""
+        self._connections += 1
+        return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
+
+    def beside(self) -> World:
+        """Return these ranks with a group of their own, for another thread. Every rank calls this."""
+        threads = copy.copy(self)
+        threads.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
+        return threads
+
+    def store(self) -> Any:
+        """Return a store of this pipeline's ranks, by a connection of its own: its calls may wait for a rank."""
+        store = Board.beside(self._board.store, self.rank, self.size, self.timeout_s).store
+        store.set_timeout(self._limit)
+        return store
+
+    def pass_on(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Send a tensor on the CPU from rank ``source`` to ``target``, which has one as large; the others return."""
+        if self.group is None or self.rank not in (source, target):
+            return
+        with self._explaining():
+            work = (
+                self.group.send([tensor], target, _PASS_TAG)
+                if self.rank == source
+                else self.group.recv([tensor], source, _PASS_TAG)
+            )
+            work.wait(self._limit)
+
+    # ---- failures ------------------------------------------------------------------------------------------------
+
+    def report(self, failure: BaseException) -> None:
+        """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
+        with suppress(RuntimeError):  # the store went down with its holder; peers see the closed connection
+            self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
+            if self._spares is not None and not isinstance(failure, PeerLost | PipelineTimeout):
+                self._spares.give_up()
+
+    def reported(self) -> PeerLost | None:
+        """Return the error that names the first failure reported by another rank; None if there is none."""
+        with suppress(RuntimeError):
+            first = self._board.get("failure")
+            if first is not None and not first.startswith(f"rank {self.rank}:"):
+                return PeerLost(f"rank {self.rank} stops because of {first}")
+        return None
+
+    def is_first(self, what: str) -> bool:
+        """Return whether no other rank has asked this of ``what``."""
+        try:
+            return self._board.put_first(what, str(self.rank)) == str(self.rank)
+        except RuntimeError:
+            return True
+
+    def first(self, name: str, text: str) -> str:
+        """Return what the first rank has put of this name: this ``text``, unless another one came before.
+
+        RuntimeError where the store does not answer.
+        """
+        return self._board.put_first(name, text)
+
+    def tell(self, doing: str) -> None:
+        """Let the other ranks know what this one is doing."""
+        with suppress(RuntimeError):  # as in report
+            self._board.put(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
+
+    def tell_pace(self, pace: str) -> None:
+        """Let the first rank know how quick this one is."""
+        with suppress(RuntimeError):  # as in report
+            self._board.put(f"pace/{self.rank}", pace)
+
+    def paces(self) -> list[str | None]:
+        """Return what each rank has told of its pace; nothing where nobody can be asked."""
+        with suppress(RuntimeError):
+            return [self._board.get(f"pace/{rank}") for rank in range(self.size)]
+        return []
+
+    def last_seen(self, rank: int) -> str:
+        """Return what ``rank`` was last seen doing."""
+        try:
+            text = self._board.get(f"doing/{rank}")
+        except RuntimeError as error:
+            return f"rank {rank} cannot be asked: {reason(error)}"
+        if text is None:
+            return f"rank {rank} has not reported yet"
+        at, _, doing = text.partition(" ")
+        return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
+
+    def note(self, name: str, text: str) -> None:
+        """Put a text where all ranks find it; RuntimeError where the store does not answer."""
+        self._board.put(name, text)
+
+    def noted(self, name: str) -> str | None:
+        return self._board.get(name)
+
+    def lost(self, peer: int, doing: str) -> PeerLost:
+        """Return the error for a broken connection to ``peer``, which names the rank that failed first."""
+        return self.reported() or PeerLost(
+            f"{self.name(peer)} died or closed its connection; seen by rank {self.rank} when {doing}"
+        )
+
+    # ---- collectives on CPU memory -------------------------------------------------------------------------------
+
+    def barrier(self) -> None:
+        with self._explaining():
+            dist.barrier(self.group, async_op=True).wait(self._limit)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
+        """Return the tensor of rank ``source`` on every rank, on the device of this rank's own."""
+        buffer = tensor.detach().cpu().contiguous()
+        with self._explaining():
+            dist.broadcast(buffer, group_src=source, group=self.group, async_op=True).wait(self._limit)
+        return buffer.to(tensor.device)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a value of every rank, in rank order, as JSON carries it."""
+        with self._explaining():
+            return gather(value, self.group, self._limit)
+
+    def require_same(self, what: str, text: str) -> None:
+        """Refuse, on every rank, a ``text`` that differs between ranks."""
+        digests = self.gather(hashlib.sha256(text.encode()).hexdigest())
+        different = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+        if different:
+            texts = self.gather(text)
+            theirs = texts[different[0]]
+            shown = " and ".join(
+                f"rank {rank} has {_around(texts[rank], _first_difference(texts[0], theirs))}"
+                for rank in (0, different[0])
+            )
+            raise ValueError(
+                f"the {what} differs between ranks: ranks {different} disagree with rank 0: {shown}; every rank must "
+                "build the same"
+            )
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Around a collective: where it fails, name the first report, or the ranks that no longer answer."""
+        start = time.monotonic()
+        try:
+            yield
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            raise self._cause(error, time.monotonic() - start) from error
+
+    def _cause(self, error: RuntimeError, waited_s: float) -> PipelineError:
+        what = transport_reason(error)
+        if (loss := self.reported()) is not None:
+            return loss
+        spares = self._spares if waited_s >= self.timeout_s else None
+        if spares is not None:
+            spares.note_wait()
+
+        def is_replaced() -> bool:
+            return spares is not None and spares.are_coming()
+
+        try:
+            missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S, is_replaced)
+        except RuntimeError as silence:
+            return PeerLost(
+                f"rank {self.rank} is cut off from the others, or rank 0 or the launcher died, whoever holds the "
+                f"store: {reason(silence)}; {what}"
+            )
+        if (loss := self.reported()) is not None:
+            return loss
+        if is_replaced():
+            return PipelineTimeout(
+                f"rank {self.rank} waited {self.timeout_s:g} s for one that is to be replaced: {what}"
+            )
+        if not missing:
+            others = ", ".join(self.name(rank) for rank in range(self.size) if rank != self.rank)
+            return PipelineError(
+                f"rank {self.rank} has no good line to {others}, though all are there and answer on another one: {what}"
+            )
+        names = ", ".join(map(self.name, sorted(missing)))
+        if waited_s < self.timeout_s:
+            return PeerLost(f"{names} died or closed its connection; seen by rank {self.rank}: {what}")
+        seen = "; ".join(self.last_seen(rank) for rank in sorted(missing))
+        return PipelineTimeout(
+            f"rank {self.rank} waited {self.timeout_s:g} s for {names}, which does not answer; {seen}"
+        )
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None, limit: timedelta | None = None) -> list[Any]:
+    """Return a small value of every rank of ``group`` (None: the default one), in rank order, as JSON carries it.
+
+    It travels as bytes in tensors: nothing that comes is unpickled. Every wait ends after ``limit``, or after the
+    group's own.
+    """
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+    def all_gather(tensor: torch.Tensor) -> list[torch.Tensor]:
+        own = tensor.to(device)
+        parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        work = dist.all_gather(parts, own, group=group, async_op=True)
+        work.wait() if limit is None else work.wait(limit)
+        return parts
+
+    own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [int(size) for size in all_gather(torch.tensor([len(own)]))]
+    if not 0 < min(sizes) <= max(sizes) <= _MOST_BYTES:
+        raise PipelineError(f"ranks would gather {sizes} bytes: each gives 1 to {_MOST_BYTES}")
+    padded = torch.zeros(max(sizes), dtype=torch.uint8)
+    padded[: len(own)] = own
+    return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(all_gather(padded), sizes)]
+
+
+def is_of_transport(error: BaseException) -> bool:
+    """Whether a collective of torch.distributed has failed."""
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    return not isinstance(error, PipelineError) and (isinstance(error, dist.DistError) or is_gloo)
+
+
+def transport_reason(error: BaseException) -> str:
+    """What gloo says in an error, without its source position and advice."""
+    text = str(error).split("This is typically")[0].split("\n")[0]
+    return text.rpartition(".cc:")[2].partition("] ")[2].strip() or text.strip()
+
+
+# ---- watching ----------------------------------------------------------------------------------------------------
+
+
+class Waits(Protocol):
+    """Where the main thread waits for other ranks."""
+
+    def fail(self, failure: BaseException, source: int | None = None) -> None:
+        """End every wait with ``failure``, or those for the rank ``source``."""
+
+
+class PaceOfRank(Protocol):
+    """How quick this rank is. ``told``: for the first one, which compares what all have told."""
+
+    told: str
+
+    def compare(self, told: Sequence[str | None]) -> None:
+        """Warn of ranks that are slow."""
+
+
+class Watchdog:
+    """A thread that tells the other ranks what this one is doing, and this one when another has failed or died.
+
+    It works while the main thread computes, waits, or hangs in somebody's layer. A process of this host is watched by
+    its descriptor, which becomes readable when it ends, however it ends.
+
+    Args:
+        doing: Says what the main thread is at.
+        processes: Those of ranks on this host, by rank.
+        pace: What it tells besides, to be compared on the first rank.
+        looks: Are called now and then.
+    """
+
+    def __init__(
+        self,
+        world: Met,
+        waits: Waits,
+        doing: Callable[[], str],
+        processes: Mapping[int, int],
+        pace: PaceOfRank | None = None,
+        looks: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        self._world, self._waits, self._doing = world, waits, doing
+        self._pace, self._looks = pace, looks
+        self._poll = select.poll()
+        self._ranks: dict[int, int] = {}  # by descriptor
+        for rank, process in processes.items():
+            try:
+                self._ranks[os.pidfd_open(process)] = rank
+            except ProcessLookupError:
+                self._lost(rank)
+        self._wake_read, self._wake_write = os.pipe()
+        for descriptor in (*self._ranks, self._wake_read):
+            self._poll.register(descriptor, select.POLLIN)
+        self._thread = threading.Thread(target=self._run, name="avgpipe-watchdog", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        told = seen = pace = ""
+        told_at = float("-inf")
+        while True:
+            for descriptor, _ in self._poll.poll(1000 * _TICK_S):
+                if descriptor == self._wake_read:
+                    return
+                self._poll.unregister(descriptor)
+                self._lost(self._ranks[descriptor])
+            doing = self._doing()
+            # What does not last is told seldom: a store may keep all that it was ever told.
+            if doing != told and (doing == seen or time.monotonic() > told_at + _TELL_S):
+                self._world.tell(doing)
+                told, told_at = doing, time.monotonic()
+            seen = doing
+            if self._pace is not None and pace != self._pace.told:
+                pace = self._pace.told
+                self._world.tell_pace(pace)
+                if self._world.rank == 0:
+                    self._pace.compare(self._world.paces())
+            for look in self._looks:
+                look()
+            if (loss := self._world.reported()) is not None:
+                self._waits.fail(loss)
+
+    def _lost(self, rank: int) -> None:
+        """Only who still waits for something from that rank hears of it."""
+        self._waits.fail(self._world.lost(rank, "watching its process"), rank)
+
+    def close(self) -> None:
+        os.write(self._wake_write, b"x")
+        self._thread.join(_CLOSE_S)
+        for descriptor in (*self._ranks, self._wake_read, self._wake_write):
+            os.close(descriptor)
+
+
+_SHOWN = 60  # characters on each side of a difference
+
+
+def _first_difference(a: str, b: str) -> int:
+    return next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _around(text: str, place: int) -> str:
+    """Return what stands around a place in a text, on one line."""
+    first, end = max(0, place - _SHOWN), place + _SHOWN
+    shown = " ".join(text[first:end].split())
+    return f"{'...' if first else ''}{shown}{'...' if end < len(text) else ''}"
