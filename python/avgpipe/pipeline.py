@@ -27,7 +27,6 @@ from avgpipe.errors import PipelineError
 from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, split
 from avgpipe.model.compiled import Compiler, compile_options
 from avgpipe.model.context import CallerModes
-from avgpipe.model.cut import Cut, sent
 from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
@@ -65,6 +64,7 @@ if TYPE_CHECKING:  # what takes long to import, or most pipelines do without
     import avgpipe.planning.costs
     import avgpipe.runtime.distances
     import avgpipe.timeline.timeline
+    from avgpipe.model.cut import Cut
     from avgpipe.runtime.loading import LoadedKeys
     from avgpipe.runtime.prepared import PrepareStage
 
@@ -879,12 +879,15 @@ class Pipeline:
 
     def _seen_cut(self) -> Cut:
         """Return the cut with what the stages of this process have been seen to send."""
-        found = dict(self._spec.cut.traffic)
+        from avgpipe.model.cut import Cut, sent
+
+        spec = self._spec
+        found = dict(spec.traffic)
         for trained in self._session.worker.trained.values():
             k, output = trained.stage.index, trained.stage.inputs.output
             if output is not None and k < self.plan.stages - 1:
-                found |= sent(k, output, self._spec.model.skips[k])
-        return replace(self._spec.cut, traffic=found)
+                found |= sent(k, output, spec.model.skips[k])
+        return replace(Cut.of(spec.named, spec.layers, spec.model.bounds, spec.estimate), traffic=found)
 
     def _which(self, weights: str | int) -> str | int:
         if weights == "ema" and self._spec.options.ema_decay is None:

@@ -11,7 +11,6 @@ from typing import Any
 
 from avgpipe import systems
 from avgpipe.errors import check_count, nearest
-from avgpipe.files import dataclass_of, json_object, write_atomically
 from avgpipe.rules import CORRECTIONS, RULES, Elasticity, suited_rule, suited_warmup
 from avgpipe.schedule import (
     RECOMPUTE,
@@ -321,12 +320,16 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        from avgpipe.files import dataclass_of, json_object
+
         values = json_object("a plan", text)
         values.setdefault("batch", "per-pipeline")  # plans from before there was a choice mean that
         plan: Plan = dataclass_of("plan", cls, values)
         return plan
 
     def save(self, path: str | Path) -> None:
+        from avgpipe.files import write_atomically
+
         write_atomically(Path(path), self.to_json())
 
     @classmethod

@@ -269,3 +269,10 @@ def reason_of(error: BaseException) -> str:
     # Before what it got stands what was called, at length.
     why = explanation.removeprefix("Explanation: ").rpartition("): got ")[2]
     return f"torch.compile: {first}" + (f": {why}" if why else "")
+
+
+def sharing_copy(model: nn.Module) -> nn.Module:
+    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have."""
+    memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
+    memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
+    return copied(model, memo)

@@ -11,7 +11,7 @@ from torch import nn
 
 from avgpipe.errors import reason
 from avgpipe.model.batch import plain
-from avgpipe.model.compiled import is_compiled, original, unwrapped
+from avgpipe.model.compiled import is_compiled, original, sharing_copy, unwrapped
 from avgpipe.model.context import generators, set_generators
 from avgpipe.model.modes import has_hooks
 from avgpipe.model.outside import Outside, recorded_modules
@@ -65,7 +65,7 @@ def _refuse_hooks(model: nn.Module) -> None:
 
 
 def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
-    from avgpipe.model.recording import buffers_kept, sharing_copy
+    from avgpipe.model.recording import buffers_kept
 
     example_inputs = plain(example_inputs)
     model = sharing_copy(model)  # the caller's stays as it is

@@ -19,20 +19,11 @@ from torch import nn
 from torch._functorch import utils as functorch
 from torch.utils import _pytree as pytree
 
-from avgpipe.model.compiled import is_compiled
-from avgpipe.model.copies import copied
 from avgpipe.model.outside import UNKNOWN, plain
 
 
 class Lost(ValueError):
     """A forward does what a graph of it would not; the message says what, and where."""
-
-
-def sharing_copy(model: nn.Module) -> nn.Module:
-    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have."""
-    memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
-    memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
-    return copied(model, memo)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, split, to_device
-from avgpipe.model.compiled import is_compiled, original
+from avgpipe.model.compiled import is_compiled, original, sharing_copy
 from avgpipe.model.context import (
     CallerGenerators,
     Position,
@@ -44,9 +44,7 @@ from avgpipe.model.modes import Modes
 from avgpipe.model.outside import Outside, leaves_of
 from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
-from avgpipe.model.recording import sharing_copy
 from avgpipe.runtime.aliases import folded, unfolded
-from avgpipe.runtime.repeated import Repeated
 from avgpipe.runtime.stage import Inputs, folds
 
 _log = logging.getLogger("avgpipe")
@@ -451,6 +449,8 @@ def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bo
         return run(value)
 
     # Torch would keep the states of the kinds of devices alone that it knows.
+    from avgpipe.runtime.repeated import Repeated
+
     twice = Repeated(stage).forward(run_as_before)
     return checkpoint(twice, value, use_reentrant=False, preserve_rng_state=False)
 

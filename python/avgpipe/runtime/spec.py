@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.device import own_device
-from avgpipe.model.cut import Cut, expected_traffic
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model, learning_tensors
@@ -44,7 +43,9 @@ class Spec:
         given: the model as the caller gave it.
         layers: of it.
         model: what is known of the layers and their cut.
-        cut: what is shown of the cut.
+        named: gives parameters and buffers their names: the model, or that of ``names_of``.
+        estimate: of what layers cost.
+        traffic: where an example says it, bytes of a micro-batch that go from stage to stage.
         plan: of the loader's batches.
         options: all else that was asked for.
         device: of this rank.
@@ -57,7 +58,9 @@ class Spec:
     given: Any
     layers: Sequence[nn.Module]
     model: Model
-    cut: Cut
+    named: nn.Module | Sequence[nn.Module]
+    estimate: Estimate
+    traffic: Mapping[tuple[int, int], int]
     plan: Plan
     options: TrainingOptions
     device: torch.device
@@ -93,9 +96,11 @@ class Spec:
         named = given if names_of is None else names_of
         estimate = Estimate.of(layers, example_inputs, plan.micro_batches, counts=plan.stages > 1)
         model = Model.cut(named, layers, plan.stages, plan.partition, estimate)
-        cut = Cut.of(named, layers, model.bounds, estimate)
+        traffic: Mapping[tuple[int, int], int] = {}
         if example_inputs is not None:
-            cut = replace(cut, traffic=expected_traffic(model, layers, example_inputs, plan.micro_batches))
+            from avgpipe.model.cut import expected_traffic
+
+            traffic = expected_traffic(model, layers, example_inputs, plan.micro_batches)
         in_layers = set(chain.from_iterable(model.trainable))
         learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
         warn_of_hooks(plan, learning)
@@ -114,7 +119,10 @@ class Spec:
         check_carries(options, layers)
         check_dtypes(options, layers)
         check_device(options, plan.weights, on, layers)
-        return cls(given, layers, model, cut, plan, options, on, seed, timeout_s, members, initial)
+        return cls(
+            *(given, layers, model, named, estimate, traffic, plan, options, on),
+            *(seed, timeout_s, members, initial),
+        )
 
     @cached_property
     def running(self) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,7 +20,9 @@ from avgpipe.model.modes import Modes
 from avgpipe.model.parts import PartLayer
 from avgpipe.runtime.aliases import folded, unfolded
 from avgpipe.runtime.batch_norm import defer_batch_norms
-from avgpipe.runtime.repeated import Repeated
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.repeated import Repeated
 
 
 class Stage(nn.Module):
@@ -59,7 +61,7 @@ class Stage(nn.Module):
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._see: Callable[[int, Any], None] | None = None
         self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
-        self._repeated = Repeated(self.layers)
+        self._repeated: Repeated | None = None  # until a forward runs twice
 
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
@@ -121,6 +123,10 @@ class Stage(nn.Module):
     def recomputed(self, value: Any, place: Position) -> Any:
         """Run the layers, keep only ``value``, and run them again in the backward."""
         # Torch's generators are keyed, so the second forward draws what the first one drew without saving their state.
+        if self._repeated is None:
+            from avgpipe.runtime.repeated import Repeated
+
+            self._repeated = Repeated(self.layers)
         twice = self._repeated.forward(self)
         return checkpoint(twice, value, place, True, use_reentrant=False, preserve_rng_state=False)
 
