@@ -23,7 +23,7 @@ from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
 from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
-from avgpipe.runtime.update import RemoteUpdates
+from avgpipe.runtime.remote import RemoteUpdates
 from avgpipe.runtime.worker import Worker
 from avgpipe.streams import LaneStream
 from tests.happens_before.on_cpu import on_streams

@@ -209,6 +209,7 @@ def test_one_value_per_channel_is_refused_as_ever() -> None:
 def moved(stage: Stage, parts: list[torch.Tensor]) -> nn.BatchNorm2d:
     for m, x in enumerate(parts):
         stage(x, Position(0, 0, m))
+    assert stage.statistics is not None
     stage.statistics.commit(0)
     (norm,) = stage.layers
     return norm
@@ -232,6 +233,7 @@ def test_autocast_keeps_statistics_in_32_bits() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         expected = plain(x)
         assert torch.equal(stage(x, Position(0, 0, 0)), expected)
+    assert stage.statistics is not None
     stage.statistics.commit(0)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(stage.layers.state_dict()["0." + name], value, rtol=1e-6, atol=1e-7)

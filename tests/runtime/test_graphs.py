@@ -156,6 +156,7 @@ def test_capturing_leaves_buffers_and_gradients_as_they_were(captures):
     output = graphs(x, Position(0, 0, 0))
     torch.testing.assert_close(output, expected)
     assert int(stage.layers[1].num_batches_tracked) == 0
+    assert stage.statistics is not None
     stage.statistics.commit(0)
     assert int(stage.layers[1].num_batches_tracked) == 1
     assert all(p.grad is None for p in stage.parameters())

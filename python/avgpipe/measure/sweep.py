@@ -184,12 +184,14 @@ class Sweep:
         """Inside, the layers are in a micro-batch of a batch of their own, whose traces are dropped at the end."""
         stage, batch = self.stage, next(self._batches)
         before = set_position(Position(0, batch, example.number))
-        stage.statistics.begin_forward()
+        if stage.statistics is not None:
+            stage.statistics.begin_forward()
         try:
             yield
         finally:
             set_position(before)
-            stage.statistics.drop(batch)
+            if stage.statistics is not None:
+                stage.statistics.drop(batch)
             for carry in stage.carries:
                 carry.forget(batch)
 

@@ -152,13 +152,15 @@ class _Layers(nn.Module):
         leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
         value = pytree.tree_unflatten(leaves, self._structure)
         value = self.stage.inputs.run(self._run, value, position(), self.stage.training, True)
-        self.stage.statistics.end_forward()
+        if self.stage.statistics is not None:
+            self.stage.statistics.end_forward()
         results, self._result = pytree.tree_flatten(value)
         self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
         return tuple(x for x in results if isinstance(x, torch.Tensor))
 
     def _run(self, value: Any, place: Position) -> Any:
-        self.stage.statistics.begin_forward()
+        if self.stage.statistics is not None:
+            self.stage.statistics.begin_forward()
         for number, layer in enumerate(self.layers, self.stage.first):
             value = self.stage._call(number, layer, value)
         return value
@@ -207,7 +209,7 @@ class _Captured:
             for buffer, kept in buffers:
                 buffer.copy_(kept)
         # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
-        self._noted = stage.statistics.of(position())
+        self._noted = [] if stage.statistics is None else stage.statistics.of(position())
 
     def _warm_up(self) -> None:
         if draws_random_numbers(self._layers, self._inputs):
@@ -257,7 +259,8 @@ class _Captured:
         self._used = list(made)
 
     def __call__(self, tensors: list[torch.Tensor], place: Position) -> Any:
-        self._stage.statistics.put(place, self._noted)
+        if self._stage.statistics is not None:
+            self._stage.statistics.put(place, self._noted)
         return self._layers.result(_Launched.apply(self, self._anchor, *tensors))  # type: ignore[no-untyped-call]
 
     def forward(self, ctx: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -19,9 +20,9 @@ from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, se
 from avgpipe.model.modes import Modes
 from avgpipe.model.parts import PartLayer
 from avgpipe.runtime.aliases import folded, unfolded
-from avgpipe.runtime.batch_norm import defer_batch_norms
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.batch_norm import BatchStatistics
     from avgpipe.runtime.repeated import Repeated
 
 
@@ -52,7 +53,11 @@ class Stage(nn.Module):
         if materialise is not None:
             materialise(self.layers)
         self.layers.to(device)
-        self.statistics = defer_batch_norms(self.layers)
+        self.statistics: BatchStatistics | None = None
+        if any(isinstance(m, _BatchNorm) and m.track_running_stats for m in self.layers.modules()):
+            from avgpipe.runtime.batch_norm import defer_batch_norms
+
+            self.statistics = defer_batch_norms(self.layers)
         self.first, self.index, self.seed, self.device = first, index, seed, device
         self._folds = folds(layers)
         self._sends = sends and self._folds
@@ -74,12 +79,12 @@ class Stage(nn.Module):
         try:
             return self.inputs.run(self._run, value, place, self.training, again)
         finally:
-            if self.statistics.layers:
+            if self.statistics is not None:
                 self.statistics.end_forward()
             set_position(before)
 
     def _run(self, value: Any, place: Position) -> Any:
-        if self.statistics.layers:
+        if self.statistics is not None:
             self.statistics.begin_forward()
         training = self.training
         key = mix(self.seed, *place) if training else 0
@@ -114,7 +119,8 @@ class Stage(nn.Module):
                     carried.enter_context(carry.unchanged())
                 yield
         finally:
-            self.statistics.drop(place.batch)
+            if self.statistics is not None:
+                self.statistics.drop(place.batch)
             with torch.no_grad():
                 for (module, name, t), value in zip(held, before):
                     t.copy_(value)

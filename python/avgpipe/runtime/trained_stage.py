@@ -203,10 +203,8 @@ class TrainedStage:
         if skips:
             arena.drop_grads()
         forgets = skips and forgets
-        if forgets:
-            self.stage.statistics.drop(batch)
-        else:
-            self.stage.statistics.commit(batch)
+        if (statistics := self.stage.statistics) is not None:
+            (statistics.drop if forgets else statistics.commit)(batch)
         for carry in self.stage.carries:
             carry.forget(batch)
             if forgets:

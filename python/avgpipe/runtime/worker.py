@@ -41,7 +41,7 @@ from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.update import RemoteUpdates, Update
+from avgpipe.runtime.update import Update
 from avgpipe.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -385,6 +385,8 @@ class Worker:
         if self.others is not None:
             isolated = self.others.peers(route, stream)
         elif reference is not None and route.remote:
+            from avgpipe.runtime.remote import RemoteUpdates
+
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
         shared, placement = self.model.shared[route.stage], self.placement
         first = placement.pipelines[0]
