@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
 from torch.profiler import record_function
 
-from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.errors import PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.ranks import probe
-from avgpipe.ranks.process import is_replaceable
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
@@ -28,6 +27,7 @@ from avgpipe.runtime.route import StepKind
 from avgpipe.schedule.event import Event, EventKind
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.waiting import Waiting
     from avgpipe.streams import DeviceClock, Row
 
 _KEPT_EVENTS = 20_000
@@ -39,7 +39,6 @@ _SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), EventKind.HOST.value
 _SEND = EventKind.SEND.value
 # As faults name them.
 _ACTIONS = {kind: kind.name.lower().replace("_", " ") for kind in StepKind}
-_DESCRIBED_RANKS = 4  # whose last action an error adds
 _POLL_S = 50e-6  # between two looks at what a device does
 _SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
 
@@ -62,6 +61,7 @@ class Scheduler:
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
         self._running: tuple[Lane, Step] | None = None
+        self._waiting: Waiting | None = None  # until something is waited for
         # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
         self.background: Callable[[], bool] = lambda: False  # as ``idle``, of every run
@@ -259,39 +259,13 @@ class Scheduler:
 
         ``awaited()``: all messages that are (default: those of ``keys`` that are not there).
         """
-        if awaited is None:
-            awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
-        if arrived is None:
-            arrived = lambda: not awaited()  # noqa: E731
+        if self._waiting is None:
+            from avgpipe.runtime.waiting import Waiting
+
+            self._waiting = Waiting(self._mailbox, self._world, self._placement)
         self._running = None
-        self._rest(f"waiting for {self._awaited(keys)}")
-        try:
-            while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
-                if not self.complains():
-                    raise PipelineTimeout(self._describe(keys))
-            return
-        except PeerLost as loss:
-            raise self._final_loss(loss) from None
-
-    def _final_loss(self, loss: PeerLost) -> PeerLost:
-        """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""
-        deadline = time.monotonic() + (0.0 if is_replaceable() else 1.0)  # nobody is blamed who is replaced
-        while (first := self._world.reported()) is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return first or loss
-
-    def _describe(self, keys: Sequence[Key]) -> str:
-        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self._awaited(keys)}"
-        if not keys:
-            return head
-        rank = self._placement.rank_of(keys[0].source)
-        seen = [self._world.last_seen(rank)]
-        # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
-        others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
-        seen += [text for text in map(self._world.last_seen, others) if "waiting for" not in text][
-            :_DESCRIBED_RANKS
-        ]
-        return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"
+        self._rest(f"waiting for {self._waiting.named(keys)}")
+        self._waiting.wait(keys, arrived, awaited, self.complains)
 
     def _rest(self, doing: str) -> None:
         self._doing = doing, time.monotonic()
@@ -309,9 +283,3 @@ class Scheduler:
         micro_batch = "" if step.micro_batch < 0 else step.micro_batch
         action, stage = f"{step.kind.value}{micro_batch}", self._placement.name(lane.route.replica)
         return f"avgpipe: {action} {stage} pipeline {lane.pipeline} batch {step.batch}"
-
-    def _awaited(self, keys: Sequence[Key]) -> str:
-        if not keys:
-            return "the other pipelines of this worker to finish their round of averaging"
-        key, name = keys[0], self._placement.name
-        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.target)})"
