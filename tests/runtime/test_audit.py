@@ -521,6 +521,17 @@ def test_a_part_of_a_model_in_float64_may_round_as_float32_does(caplog: pytest.L
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_mixture_of_samples_that_is_far_below_float32s_rounding_is_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = Plan(stages=2, micro_batches=2, partition=[2])
+    model = chain(F(lambda x: x + 1e-7 * x.mean(0))).double()
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train([(x.double(), y.double()) for x, y in batches()]))
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the model computes something else of" in said.message
+
+
 def test_the_rounding_of_an_autocast_around_training_is_none_of_it(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     with torch.autocast("cpu", torch.bfloat16):
