@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
@@ -611,6 +612,26 @@ def test_with_one_pipeline_it_trains_as_on_one_device(K: int, caplog: pytest.Log
         1e-6,
     )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Follows(nn.Module):
+    """Moves a frozen copy of a layer after the layer in each forward; both are equal before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.slow = copy.deepcopy(self.own).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.own.parameters()):
+                slow.lerp_(own, 0.5)
+        return self.own(x) + 0.1 * self.slow(x)
+
+
+def test_a_parameter_that_follows_another_one_is_seen_while_both_are_equal() -> None:
+    with pytest.raises(ValueError, match=r"the forward writes to the parameter '1.slow.bias', once for each"):
+        train(chain(Follows()))
 
 
 class Rescales(nn.Module):

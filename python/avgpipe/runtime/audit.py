@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import reduce
 from itertools import pairwise
@@ -163,6 +163,8 @@ class Audit:
     def _compare(self, batch: int, inputs: Any) -> None:
         try:
             training, expected = True, self._run_model(inputs)
+            if same := self._touched - self._written:
+                self._written |= self._written_of_others(inputs, same)
             if leaves := self._foreign:  # what a forward makes is another one in the next
                 self._run_model(inputs)
                 self._foreign = [t for t in leaves if any(t is other for other in self._foreign)]
@@ -309,6 +311,7 @@ class Audit:
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
         self._drawn, self._written, self._foreign = callers_generators(), set(), []
+        self._touched: set[str] = set()  # names of parameters that a forward has written to, whatever
         modules = (self._model, *self._stages)
         self._originals = {id(p): p for m in modules for p in m.parameters()}
         self._parameters = {of: _leaf(p, self._device) for of, p in self._originals.items()}
@@ -352,12 +355,14 @@ class Audit:
         model = self._copy(self._model, training)
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
         states, given = self._begin(), _cloned(inputs)
+        versions = {name: p._version for name, p in model.named_parameters()}
         begun = [t._version for t in tensors_of(given) if not t.is_inference()]
         with self._running(learns):
             output = tensors_of(self._call(model, given))
         if training and learns:
             kept = dict(self._model.named_parameters())
             self._written |= {n for n, p in model.named_parameters() if not _is_as(p, kept.get(n, p))}
+            self._touched = {n for n, p in model.named_parameters() if p._version != versions[n]}
             if begun != [t._version for t in tensors_of(given) if not t.is_inference()]:
                 self._written.add("")
             into = tensors_of(given)
@@ -369,6 +374,24 @@ class Audit:
         found = _gradients(output, list(learning.values()), None)
         gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
+
+    def _written_of_others(self, inputs: Any, names: Collection[str]) -> set[str]:
+        """Return which parameters of ``names`` a forward changes that leaves them as they are by their values now.
+
+        A weight that follows another one has the same values at first, so it runs with other weights. What is
+        multiplied by 1 stays as it is with any.
+        """
+        model = self._copy(self._model, training=True)
+        self._begin()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for n, p in enumerate(parameters.values(), 1):
+                if p.is_floating_point() or p.is_complex():
+                    p.mul_(1 + 0.1 * n / len(parameters)).add_(0.01 * n / len(parameters))
+        before = {name: parameters[name].detach().clone() for name in names}
+        with self._running(learns=True):
+            self._call(model, _cloned(inputs))
+        return {name for name in names if not _is_as(parameters[name], before[name])}
 
     @property
     def _rounding(self) -> Rounding:
