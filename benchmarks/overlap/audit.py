@@ -152,9 +152,7 @@ def afterwards(rounds: int, batches: int) -> list[dict[str, Any]]:
     for row in ranks[0]:
         what, _, check = row["name"].partition("|")
         found.setdefault(what, {})[check] = row["seconds"]
-    calls = {
-        f"host, N = {n}": {check: calls_of(check, n) for check in CHECKS} for n in (1, 2)
-    }
+    calls = {f"host, N = {n}": {check: calls_of(check, n) for check in CHECKS} for n in (1, 2)}
     return [
         {
             "what": what,
