@@ -634,6 +634,23 @@ def test_a_parameter_that_follows_another_one_is_seen_while_both_are_equal() -> 
         train(chain(Follows()))
 
 
+class FollowsWithin(Follows):
+    """Can do with the weights that it has alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.equal(self.slow.weight, self.own.weight):
+            raise ArithmeticError("not with these weights")
+        self.slow.weight.mul_(1)
+        return self.own(x)
+
+
+def test_a_forward_that_cannot_run_with_other_weights_is_compared_nevertheless(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    audit_of(chain(FollowsWithin())).look(0, torch.randn(8, 4))
+    assert not [record for record in caplog.records if "not compared" in record.message]
+
+
 class Rescales(nn.Module):
     """Has smaller weights in evaluation, as RWKV has; by ``factor``."""
 
