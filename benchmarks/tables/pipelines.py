@@ -124,13 +124,9 @@ def audit_later(record: Record) -> str:
     for row in record["later"]:
         low, _, high = statistics.quantiles(row["ratios"], n=4)
         ratio = against(row["ratio"], most=1.01, digits=3)
-        calls = (
-            ()
-            if row["calls"] is None
-            else (f"{row['calls'][check]:,.0f}" for check in ("off", "first-batch"))
-        )
-        off, on = calls or ("", "")
-        rows.append((row["what"], f"{row['off_ms']:.3f}", ratio, f"{low:.3f} to {high:.3f}", off, on))
+        calls = row["calls"] or {}
+        counted = (f"{calls[check]:,.0f}" if calls else "" for check in ("off", "first-batch"))
+        rows.append((row["what"], f"{row['off_ms']:.3f}", ratio, f"{low:.3f} to {high:.3f}", *counted))
     return table(
         "batch of | without, ms: | with, over without: | quartiles: | calls of functions without: | with:",
         rows,

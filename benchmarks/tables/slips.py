@@ -44,6 +44,8 @@ def slips_silent(record: Record) -> str:
         plans = [plan for plan in record["plans"] if any(trial["plan"] == plan for trial in trials)]
         where = f"`{worst['where']}` of {worst['model']}, {worst['plan']}"
         rows.append((slip, ", ".join(models), _plans(plans, record), f"{worst['apart']:.1g}", where))
+    if not rows:
+        return "None."
     return table("slip | models | plans | largest relative difference: | of", rows)
 
 

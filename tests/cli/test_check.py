@@ -15,6 +15,13 @@ def make():
 
 def summed():
     return task(loss_fn=lambda y, t: nn.functional.cross_entropy(y, t, reduction="sum"))
+
+class Noisy(nn.Module):
+    def forward(self, x):
+        return x + 0.1 * torch.randn_like(x)
+
+def noisy():
+    return task(model=nn.Sequential(*model(), Noisy(), nn.Linear(2, 2)))
 """
 
 
@@ -46,6 +53,16 @@ def test_a_loss_that_is_weighed_wrongly_ends_with_1(write_script: WriteScript) -
     assert not found["equal"]
     assert found["plan"]["stages"] == 2
     assert found["compared"][0]["apart"] > 0.1
+
+
+@pytest.mark.promise
+def test_layers_that_draw_are_compared_with_one_stage_on_the_workers_too(write_script: WriteScript) -> None:
+    result = invoke("check", f"{write_script(MAKE)}:noisy", "--batches", "3", "--json", "--pipelines", "1")
+    assert result.exit_code == 0, result.stderr
+    found = strict(result.stdout)
+    assert list(found) == ["in one process", "on 2 workers"]
+    assert all(of["equal"] for of in found.values())
+    assert any("layers draw random numbers" in note for of in found.values() for note in of["notes"])
 
 
 @pytest.mark.parametrize(

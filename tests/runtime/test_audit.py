@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import random
@@ -521,6 +522,17 @@ def test_a_part_of_a_model_in_float64_may_round_as_float32_does(caplog: pytest.L
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_a_mixture_of_samples_that_is_far_below_float32s_rounding_is_seen(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    plan = Plan(stages=2, micro_batches=2, partition=[2])
+    model = chain(F(lambda x: x + 1e-7 * x.mean(0))).double()
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum) as p:
+        list(p.train([(x.double(), y.double()) for x, y in batches()]))
+    (said,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert "the model computes something else of" in said.message
+
+
 def test_the_rounding_of_an_autocast_around_training_is_none_of_it(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 2))
     with torch.autocast("cpu", torch.bfloat16):
@@ -600,6 +612,43 @@ def test_with_one_pipeline_it_trains_as_on_one_device(K: int, caplog: pytest.Log
         1e-6,
     )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+class Follows(nn.Module):
+    """Moves a frozen copy of a layer after the layer in each forward; both are equal before the first one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(8, 8)
+        self.slow = copy.deepcopy(self.own).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            for slow, own in zip(self.slow.parameters(), self.own.parameters()):
+                slow.lerp_(own, 0.5)
+        return self.own(x) + 0.1 * self.slow(x)
+
+
+def test_a_parameter_that_follows_another_one_is_seen_while_both_are_equal() -> None:
+    with pytest.raises(ValueError, match=r"the forward writes to the parameter '1.slow.bias', once for each"):
+        train(chain(Follows()))
+
+
+class FollowsWithin(Follows):
+    """Can do with the weights that it has alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.equal(self.slow.weight, self.own.weight):
+            raise ArithmeticError("not with these weights")
+        self.slow.weight.mul_(1)
+        return self.own(x)
+
+
+def test_a_forward_that_cannot_run_with_other_weights_is_compared_nevertheless(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    audit_of(chain(FollowsWithin())).look(0, torch.randn(8, 4))
+    assert not [record for record in caplog.records if "not compared" in record.message]
 
 
 class Rescales(nn.Module):

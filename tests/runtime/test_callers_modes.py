@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
@@ -15,9 +15,18 @@ from tests.runtime.cases import assert_same_training, momentum
 
 LOSS = nn.MSELoss()
 Mode = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def inference_with_gradients() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
 MODES: dict[str, Mode] = {
     "no_grad": torch.no_grad,
     "inference_mode": torch.inference_mode,
+    "inference_mode, enable_grad inside": inference_with_gradients,
     "grad disabled": lambda: torch.set_grad_enabled(False),
 }
 PLANS = {

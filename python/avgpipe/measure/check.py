@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -323,7 +324,15 @@ class _Both:
 
     def expected(self, plan: Plan, draws: bool) -> Training:
         """Train as a plan must that changes nothing. ``draws``: layers do, for micro-batches, as one stage has them."""
-        return self.by(Plan(micro_batches=plan.micro_batches)) if draws else self.plainly()
+        return self._alone().by(Plan(micro_batches=plan.micro_batches)) if draws else self.plainly()
+
+    def _alone(self) -> _Both:
+        """Return the same for pipelines of this process alone, whatever ranks there are."""
+        if not dist.is_initialized():
+            return self
+        own = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        options = {name: v for name, v in self.options.items() if name not in ("mesh", "prepare_stage")}
+        return replace(self, options={**options, "group": own})
 
     def plainly(self) -> Training:
         """Train as one does without a pipeline."""

@@ -207,7 +207,8 @@ class CallerModes(_PutAside):
 
     def __enter__(self) -> CallerModes:
         self._ours = None
-        if not torch.is_grad_enabled():  # nor is it in inference mode
+        # Each may be on without the other: enable_grad() inside of inference_mode() leaves that on.
+        if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             self._ours = ExitStack()
             self._ours.enter_context(torch.inference_mode(False))
             self._ours.enter_context(torch.enable_grad())

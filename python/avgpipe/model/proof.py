@@ -19,7 +19,7 @@ Rounding = tuple[float, float]  # of the largest number in a tensor, and in all 
 _TOLERANCES = {torch.float64: (1e-8, 1e-11), torch.complex128: (1e-8, 1e-11)}
 _TOLERANCE = 1e-4, 1e-6
 TO_16_BITS = 5e-2, 1e-2
-# Where samples are added up in another order. In float64, too: parts of a model may compute in float32.
+# Where samples are added up in another order, and anything is computed in less than float64.
 OTHER_SUMS = 1e-3, 1e-5
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import reduce
 from itertools import pairwise
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe.device import free_bytes, generators_of
@@ -162,6 +163,8 @@ class Audit:
     def _compare(self, batch: int, inputs: Any) -> None:
         try:
             training, expected = True, self._run_model(inputs)
+            if same := self._touched - self._written:
+                self._written |= self._written_of_others(inputs, same)
             if leaves := self._foreign:  # what a forward makes is another one in the next
                 self._run_model(inputs)
                 self._foreign = [t for t in leaves if any(t is other for other in self._foreign)]
@@ -246,7 +249,12 @@ class Audit:
         try:
             expected, draws = self._run_pieces([inputs], [samples], training)
             got, _ = self._run_pieces(pieces, sizes, training)
-            found = None if draws else compared(expected, got, max(self._rounding, OTHER_SUMS))
+            found = None if draws else compared(expected, got, self._rounding)
+            if found and compared(expected, got, max(self._rounding, OTHER_SUMS)) is None:
+                narrow = _Narrow()
+                with suppress(Exception), narrow:  # what cannot run so may compute in any dtype
+                    self._run_pieces([inputs], [samples], training)
+                found = None if narrow.seen else found
         except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
             found = f"it does not run on {sizes[-1]} of them ({reason(error)})"
         if coins:
@@ -304,6 +312,7 @@ class Audit:
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
         self._drawn, self._written, self._foreign = callers_generators(), set(), []
+        self._touched: set[str] = set()  # names of parameters that a forward has written to, whatever
         modules = (self._model, *self._stages)
         self._originals = {id(p): p for m in modules for p in m.parameters()}
         self._parameters = {of: _leaf(p, self._device) for of, p in self._originals.items()}
@@ -347,12 +356,14 @@ class Audit:
         model = self._copy(self._model, training)
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
         states, given = self._begin(), _cloned(inputs)
+        versions = {name: p._version for name, p in model.named_parameters()}
         begun = [t._version for t in tensors_of(given) if not t.is_inference()]
         with self._running(learns):
             output = tensors_of(self._call(model, given))
         if training and learns:
             kept = dict(self._model.named_parameters())
             self._written |= {n for n, p in model.named_parameters() if not _is_as(p, kept.get(n, p))}
+            self._touched = {n for n, p in model.named_parameters() if p._version != versions[n]}
             if begun != [t._version for t in tensors_of(given) if not t.is_inference()]:
                 self._written.add("")
             into = tensors_of(given)
@@ -364,6 +375,27 @@ class Audit:
         found = _gradients(output, list(learning.values()), None)
         gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
+
+    def _written_of_others(self, inputs: Any, names: Collection[str]) -> set[str]:
+        """Return which parameters of ``names`` a forward changes that leaves them as they are by their values now.
+
+        A weight that follows another one has the same values at first, so it runs with other weights. What is
+        multiplied by 1 stays as it is with any.
+        """
+        model = self._copy(self._model, training=True)
+        self._begin()
+        parameters = dict(model.named_parameters())
+        with torch.no_grad():
+            for n, p in enumerate(parameters.values(), 1):
+                if p.is_floating_point() or p.is_complex():
+                    p.mul_(1 + 0.1 * n / len(parameters)).add_(0.01 * n / len(parameters))
+        before = {name: parameters[name].detach().clone() for name in names}
+        with (
+            suppress(Exception),
+            self._running(learns=True),
+        ):  # other weights may be none that it can run with
+            self._call(model, _cloned(inputs))
+        return {name for name in names if not _is_as(parameters[name], before[name])}
 
     @property
     def _rounding(self) -> Rounding:
@@ -407,6 +439,26 @@ class Audit:
             here = dict(stage.named_buffers())
             found |= {names[id(t)]: here[local] for local, t in given.named_buffers() if id(t) in names}
         return found
+
+
+class _Narrow(TorchDispatchMode):
+    """Notes whether something is computed in less than float64, as parts of a model may in any case.
+
+    Attributes:
+        seen: whether there was such a thing.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # which torch leaves untyped
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        dtypes = {t.dtype for t in tensors_of(made)}
+        self.seen |= any(
+            (d.is_floating_point and d.itemsize < 8) or (d.is_complex and d.itemsize < 16) for d in dtypes
+        )
+        return made
 
 
 _Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a batch
@@ -509,8 +561,8 @@ def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Ten
     """Return a gradient of an output that begins with sample ``first``: other numbers for each sample and element."""
     shape = list(output.shape)
     shape[dim] = samples
-    whole = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device).reshape(shape)
-    return whole.narrow(dim, first, output.shape[dim]).to(output.dtype)
+    numbers = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device, dtype=output.dtype)
+    return numbers.reshape(shape).narrow(dim, first, output.shape[dim])
 
 
 def _cloned(inputs: Any) -> Any:

@@ -55,7 +55,9 @@ _PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is
 
 
 class Running(AbstractContextManager[CallerModes]):
-    """What :meth:`Worker.running` returns."""  # no generator, which would take longer: a batch enters several
+    """What :meth:`Worker.running` returns."""
+
+    # No generator, which takes longer: a batch enters several of these.
 
     def __init__(self, worker: Worker, harmless: type[Exception] | tuple[()]) -> None:
         self._worker, self._harmless, self._modes = worker, harmless, CallerModes()
