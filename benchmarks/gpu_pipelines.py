@@ -34,7 +34,7 @@ import torch
 from torch import nn
 
 import avgpipe
-from avgpipe.streams import LaneStream
+from avgpipe.runtime.streams import LaneStream
 from avgpipe.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
 from benchmarks.overlap import models
 

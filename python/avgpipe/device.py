@@ -17,14 +17,11 @@ from collections import defaultdict
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch.utils import _pytree as pytree
-
-if TYPE_CHECKING:
-    from avgpipe.streams import Streams
 
 
 class _Torch:
@@ -214,12 +211,3 @@ class ReadyOnEvent:
 def ready_on_event(value: Any, device: torch.device) -> ReadyOnEvent:
     """Return ``value``, which the current stream makes, for another stream."""
     return ReadyOnEvent(value, current_stream(device).record_event(), device)
-
-
-def streams_of(device: torch.device) -> Streams | None:
-    """Return a worker's streams; None on the CPU, which has none."""
-    if not has_streams(device):
-        return None
-    from avgpipe.streams import Streams
-
-    return Streams(device)

@@ -24,8 +24,8 @@ from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
 from avgpipe.runtime.remote import RemoteUpdates
+from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.worker import Worker
-from avgpipe.streams import LaneStream
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE, DeviceAccount
 from tests.patience import limit

@@ -11,7 +11,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
-from avgpipe.streams import LaneStream
+from avgpipe.runtime.streams import LaneStream
 from avgpipe.timeline import Event
 from tests.runner import run
 from tests.runtime.cases import (

@@ -15,7 +15,7 @@ from avgpipe.model.context import Carry, Position
 from avgpipe.runtime.compute import SavedBytes
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
-from avgpipe.streams import captured
+from avgpipe.runtime.streams import captured
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE
 from tests.runtime.capture_rules import CaptureError, GraphsAndStreams, RecordedGraph, capture_rules

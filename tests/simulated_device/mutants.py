@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe import device
 from avgpipe.device import ReadyOnEvent
-from avgpipe.streams import Copies, LaneStream
+from avgpipe.runtime.streams import Copies, LaneStream
 
 
 def _step(batches_wait: bool, updates_wait: bool, updates_record: bool) -> Any:

@@ -21,8 +21,8 @@ from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.session import Session
+from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.worker import Worker
-from avgpipe.streams import LaneStream
 
 
 def isolated(plan: Plan) -> int:

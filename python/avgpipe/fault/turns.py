@@ -19,8 +19,8 @@ from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.digest import digest
 from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import Route
+from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.streams import LaneStream
 
 
 class Turns:

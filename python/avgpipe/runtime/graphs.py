@@ -30,7 +30,7 @@ from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
 from avgpipe.model.context import Position, position, set_position
 from avgpipe.runtime.stage import Stage
-from avgpipe.streams import captured
+from avgpipe.runtime.streams import captured
 
 _log = logging.getLogger("avgpipe")
 _WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and set themselves up

@@ -28,7 +28,7 @@ from avgpipe.schedule import Action, Kind, Row, RowCursor
 from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
-    from avgpipe.streams import LaneStream
+    from avgpipe.runtime.streams import LaneStream
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from avgpipe.runtime.compute import BatchState
     from avgpipe.runtime.route import Route
     from avgpipe.runtime.scheduler import Scheduler
-    from avgpipe.streams import LaneStream
+    from avgpipe.runtime.streams import LaneStream
 
 
 class Peers(Protocol):

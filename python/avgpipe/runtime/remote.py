@@ -12,7 +12,7 @@ from avgpipe.links.message import Key, Message
 from avgpipe.runtime.route import Route
 
 if TYPE_CHECKING:
-    from avgpipe.streams import LaneStream
+    from avgpipe.runtime.streams import LaneStream
 
 
 class RemoteUpdates:

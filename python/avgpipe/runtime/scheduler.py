@@ -27,8 +27,8 @@ from avgpipe.runtime.route import StepKind
 from avgpipe.schedule.event import Event, EventKind
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.streams import DeviceClock, Row
     from avgpipe.runtime.waiting import Waiting
-    from avgpipe.streams import DeviceClock, Row
 
 _KEPT_EVENTS = 20_000
 # How a step is shown in a Timeline, where not by its own kind.

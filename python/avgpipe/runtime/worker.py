@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import ReadyOnEvent, current_stream, streams_of
+from avgpipe.device import ReadyOnEvent, current_stream, has_streams
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
@@ -23,7 +23,7 @@ from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.ranks import probe
 from avgpipe.ranks.preemption import Preemption
-from avgpipe.ranks.process import generation
+from avgpipe.ranks.process import generation, named
 from avgpipe.ranks.world import World
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.pace import Pace
-    from avgpipe.streams import LaneStream
+    from avgpipe.runtime.streams import LaneStream, Streams
 
 _PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
 
@@ -116,7 +116,9 @@ class Worker:
         self.audit: Audit | None = None
         self.outside: Outside | None = None
         self.alike = Alike(world, self.mailbox.fail, options.check != "off", generation())
-        self.streams = streams_of(device)
+        self.streams: Streams | None = (
+            named("avgpipe.runtime.streams:Streams")(device) if has_streams(device) else None
+        )
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}
         self.references: dict[int, Reference | None] = {}

@@ -69,7 +69,7 @@ def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
 
 
 class Streams:
-    """The streams of a worker on an accelerator; see ``streams_of``."""
+    """The streams of a worker on an accelerator; the CPU has none."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._of_lanes = device, list[Any]()
