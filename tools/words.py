@@ -1,0 +1,115 @@
+"""Finds words that the glossary of docs/design/style.md replaces, and subjects of commits that break its rule.
+
+    python -m tools.words [PATH ...]       words in docstrings, comments, messages and pages
+    python -m tools.words --commits RANGE  subjects of the commits in a range of git, such as origin/main..HEAD
+
+Each finding is printed with its file and line; the exit code is 1 where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import tokenize
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = (
+    "python",
+    "avgpipe_ext",
+    "tools",
+    "examples",
+    "docs",
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+)
+_VERBS = "asks|comes|does|gives|goes|has|is|makes|may|reads|stands|takes|uses|waits|wants"
+WORDS = re.compile(
+    rf"\b(who ({_VERBS})|whom|somebody|nobody|so many|amid|anew|at what|sees? to|told|untold|tells?|hears?"
+    r"|stands? (for|in|still)|ha(s|ve) come|shall|but for|what is for all|as of :meth)\b",
+    re.IGNORECASE,
+)
+_LONGEST = 72  # letters of a subject
+_NOT_IMPERATIVE = re.compile(r"^(A|An|The|This|What|Whoever|It|No|\w+ed|\w+ing|\w+[^s]s)\b")
+_IMPERATIVE = (
+    "Bring",
+    "Embed",
+    "Feed",
+    "Need",
+    "Shed",
+    "Speed",
+    "Spring",
+    "String",
+    "Swing",
+    "Alias",
+    "Bias",
+    "Focus",
+)
+
+
+def findings(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the word of each finding in a Python or Markdown file."""
+    text = path.read_text()
+    spoken = enumerate(text.splitlines(), 1) if path.suffix == ".md" else _spoken(text)
+    for line, sentence in spoken:
+        for found in WORDS.finditer(sentence):
+            yield line + sentence.count("\n", 0, found.start()), found.group()
+
+
+def _spoken(source: str) -> Iterator[tuple[int, str]]:
+    """Yield what a Python file says to people: strings of several words, and comments."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            yield node.lineno, node.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def files(places: Sequence[str]) -> Iterator[Path]:
+    for place in map(ROOT.joinpath, places):
+        found = [place] if place.is_file() else sorted([*place.rglob("*.py"), *place.rglob("*.md")])
+        yield from (path for path in found if path != Path(__file__) and path.name != "style.md")
+
+
+def wrong_subject(subject: str) -> str | None:
+    """Return what is wrong with the subject of a commit, None where nothing is."""
+    first = subject.split(" ")[0]
+    if subject.startswith("Merge "):
+        return None
+    if len(subject) > _LONGEST:
+        return f"has {len(subject)} letters, {_LONGEST} at most"
+    if not first[:1].isupper() or (_NOT_IMPERATIVE.match(subject) and first not in _IMPERATIVE):
+        return "begins with no imperative, such as 'Add' or 'Refuse'"
+    return None
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", default=PLACES)
+    parser.add_argument("--commits", metavar="RANGE")
+    asked = parser.parse_args(given)
+    wrong = []
+    if asked.commits:
+        log = ["git", "-C", str(ROOT), "log", "--format=%h %s", asked.commits]
+        for line in subprocess.run(log, capture_output=True, text=True, check=True).stdout.splitlines():
+            commit, _, subject = line.partition(" ")
+            if (why := wrong_subject(subject)) is not None:
+                wrong.append(f"{commit}: {subject!r} {why}")
+    else:
+        for path in files(asked.paths):
+            wrong += [f"{path.relative_to(ROOT)}:{line}: {word!r}" for line, word in findings(path)]
+    for line in wrong:
+        print(line)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
