@@ -81,7 +81,7 @@ def test_a_pipeline_selects_its_device_before_anything_is_on_it(
     context is for a host with several of them to show.
     """
     monkeypatch.setenv("LOCAL_RANK", "2")
-    monkeypatch.setattr(session, "World", stop)
+    monkeypatch.setattr(session, "meet", stop)
     with pytest.raises(Stop):
         Pipeline(language_model(), Plan(), loss_fn=nn.functional.cross_entropy, optimizer=adamw, device=asked)
     assert host.selected == [("MainThread", torch.device("cuda", index))]

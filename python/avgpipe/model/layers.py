@@ -45,7 +45,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
 def outside_of(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> Outside:
     """Return what the layers of a model take for constants, as its forward was recorded; nothing where it was not."""
     parts = [layer for layer in layers if isinstance(layer, PartLayer)]
-    graphs = [part.graph for part in parts if part.graph is not None]
+    graphs = [part.recorded for part in parts if part.recorded is not None]
     whole = without_adapters(original(model))
     return Outside(recorded_modules(whole, graphs) if graphs and isinstance(whole, nn.Module) else ())
 

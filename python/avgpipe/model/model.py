@@ -66,7 +66,7 @@ def stage_bounds(
 
 def _more_layers(layers: Sequence[nn.Module]) -> str:
     """Say what to do where a model has too few layers, and how it was taken apart."""
-    if not all(isinstance(layer, PartLayer) and layer.graph is not None for layer in layers):
+    if not all(isinstance(layer, PartLayer) and layer.recorded is not None for layer in layers):
         return "use fewer stages, or a list of what larger layers are made of, with names_of=model"
     return (
         "torch.fx begins a layer where the forward enters one of torch's modules, or one of your modules that hold "

@@ -42,12 +42,15 @@ class PartLayer(nn.Module):
     Attributes:
         values: what it takes and gives, by name.
         calls: the name of its first module.
-        graph: what it runs, where that was recorded; else None.
     """
 
     values: Values
     calls: str
-    graph: fx.GraphModule | None = None
+
+    @property
+    def recorded(self) -> fx.GraphModule | None:
+        """The recorded graph that it runs; None where it runs the model's own forwards."""
+        return None
 
 
 class Whole(Sequence[nn.Module]):

@@ -34,13 +34,15 @@ class TracedLayer(PartLayer):
     piece only passes on may be anything. ``calls`` is the name of the module that begins the piece.
     """
 
-    graph: fx.GraphModule
-
     def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
         super().__init__()
         self.graph, self.calls, self.values, self._is_first = graph, calls, values, is_first
         self._arguments = [str(node.target) for node in graph.graph.nodes if node.op == "placeholder"]
         self._absent: frozenset[str] = frozenset()
+
+    @property
+    def recorded(self) -> fx.GraphModule:
+        return self.graph
 
     def forward(self, value: Any) -> Any:
         if self._is_first:
