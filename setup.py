@@ -139,6 +139,7 @@ setup(
     package_dir={"": "python", "avgpipe_ext": "avgpipe_ext"},
     package_data={
         "avgpipe": ["py.typed"],
+        "avgpipe_lab": ["py.typed"],
         "avgpipe.timeline": ["static/*"],
         "avgpipe_ext": ["py.typed", "_native.pyi"],
     },

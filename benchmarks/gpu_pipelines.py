@@ -35,7 +35,7 @@ from torch import nn
 
 import avgpipe
 from avgpipe.runtime.streams import LaneStream
-from avgpipe.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
+from avgpipe_lab.workloads.awd_lstm import AWDLSTMConfig, AWDLSTMLoss, awd_lstm_layers
 from benchmarks.overlap import models
 
 STAGES, MICRO_BATCHES = 4, 4

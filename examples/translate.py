@@ -11,7 +11,8 @@ from torch import nn
 
 import avgpipe
 from avgpipe.cli.config import TrainConfig
-from avgpipe.workloads import build_workload, gnmt
+from avgpipe.tasks import build_workload
+from avgpipe_lab.workloads import gnmt
 
 folder, sentences = Path(sys.argv[1]), sys.argv[2:]
 config = TrainConfig.from_json((folder / "run.json").read_text())

@@ -41,7 +41,7 @@ _COMPOSES = [
     "runtime/test_vision.py",
     "runtime/test_what_composes.py",
 ]
-_GUIDES = ("docs/", "examples/", "report/test_browser.py")
+_GUIDES = ("docs/", "examples/", "lab/pages/test_browser.py")
 _STREAMS = ("simulated_device/",)
 _HERE = Path(__file__).parent
 _QUICK = 24  # cells of a grid, unless it says another number

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.workloads import script as scripts
+from avgpipe.tasks import script as scripts
 
 HEAD = """\
 import torch

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.bench.schedules import precise_sleeps
 from avgpipe.errors import PipelineError
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
@@ -24,6 +23,7 @@ from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.schedule.event import ACTIONS, EventKind
 from avgpipe.timeline.timeline import Timeline, occupations
+from avgpipe_lab.bench.schedules import precise_sleeps
 from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.rows import Unavailable, measure_rows
 from benchmarks.common.schedules import PlanCase, ScheduleSettings, build, our_cases, timed

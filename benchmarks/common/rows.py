@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 
-from avgpipe.cli.bench.schedules import SEVERAL, TORCH, torch_stages
 from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.timeline.timeline import Timeline
+from avgpipe_lab.bench.schedules import SEVERAL, TORCH, torch_stages
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.bench.schedules import (
+from avgpipe.plan import Plan
+from avgpipe.planning import Costs, steady_batch_s
+from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.process import progress
+from avgpipe.ranks.rendezvous import join
+from avgpipe.schedule import Schedule, build_schedule
+from avgpipe_lab.bench.schedules import (
     ALL,
     DEFAULT,
     ROWS,
@@ -23,12 +29,6 @@ from avgpipe.cli.bench.schedules import (
     mean_loss,
     precise_sleeps,
 )
-from avgpipe.plan import Plan
-from avgpipe.planning import Costs, steady_batch_s
-from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.process import progress
-from avgpipe.ranks.rendezvous import join
-from avgpipe.schedule import Schedule, build_schedule
 from benchmarks.common.rows import OurRow, PassingRow, Task, TrainingRow, Unavailable, measure_rows, torch_row
 
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch

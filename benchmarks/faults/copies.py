@@ -44,7 +44,7 @@ def emulated(
     pipelines: int, every_s: list[float], rounds: int, seconds: float, state_mib: int
 ) -> dict[str, Any]:
     """Measure the emulated cluster's ways."""
-    from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss, precise_sleeps
+    from avgpipe_lab.bench.schedules import EmulatedStage, mean_loss, precise_sleeps
     from benchmarks.common.rows import Task, our_plan
 
     precise_sleeps()

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.cli.bench.chaos.job import Journal
 from avgpipe.ranks.process import generation
+from avgpipe_lab.bench.chaos.job import Journal
 from benchmarks.overlap.models import Attention, Perceptron, loss
 
 VARIABLE = "AVGPIPE_LOST"  # names that with what a process needs to know, as JSON

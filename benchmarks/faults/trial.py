@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from avgpipe.cli.bench.chaos.episode import read
 from avgpipe.errors import PipelineError
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import Isolation, Supervisor
 from avgpipe.ranks.launch import Job, tied
+from avgpipe_lab.bench.chaos.episode import read
 from benchmarks.faults.job import VARIABLE
 
 _LOOK_S = 0.02

@@ -12,7 +12,7 @@ import json
 import sys
 from pathlib import Path
 
-from avgpipe.cli.bench import plot
+from avgpipe_lab.bench import plot
 
 SHOWN = (
     "adamw, one tensor",

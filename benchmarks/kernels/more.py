@@ -17,10 +17,10 @@ import typer
 from torch import Tensor
 
 import avgpipe_ext as ext
-from avgpipe.cli.bench import measuring, report
-from avgpipe.cli.bench.kernels import Run, check, make_operands, measure, model_shapes
-from avgpipe.cli.config import KernelsConfig
 from avgpipe.cli.options import command
+from avgpipe_lab.bench import measuring, report
+from avgpipe_lab.bench.kernels import Run, check, make_operands, measure, model_shapes
+from avgpipe_lab.commands import KernelsConfig
 
 _TENSORS = 400  # of the question "lists"
 _ALPHA = 0.25

@@ -47,7 +47,7 @@ WAIT_S = 0.002  # of an emulated forward; a backward takes twice that
 def first_batches(model: str, data: str, check: str) -> dict[str, Any]:
     """Train some batches; return the seconds of each and the peak memory in MiB, of this process."""
     import avgpipe
-    from avgpipe.workloads import build_workload
+    from avgpipe.tasks import build_workload
 
     torch.set_num_threads(1)
     workload = build_workload(model, preset="small", data=data)
@@ -87,9 +87,9 @@ def row_of(model: str, runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 def worker(rounds: int, batches: int) -> list[dict[str, Any]]:
     """Time both checks in turns."""
-    from avgpipe.cli.bench.schedules import EmulatedStage
     from avgpipe.ranks.process import progress
     from avgpipe.ranks.rendezvous import join
+    from avgpipe_lab.bench.schedules import EmulatedStage
     from benchmarks.common.rows import OurRow, Task, measure_rows, our_plan
     from benchmarks.overlap.overhead import SAMPLES, WIDTH, Adds, loss
 

@@ -32,8 +32,8 @@ TORCH_ROWS = ("1f1b", "gpipe", "zero-bubble")
 
 def worker(kind: str, link: str, pipelines: int, batches: int) -> dict[str, Any]:
     """A rank of one row. kind: "avgpipe", or the name of one of torch's schedules."""
-    from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss
     from avgpipe.ranks.rendezvous import join
+    from avgpipe_lab.bench.schedules import EmulatedStage, mean_loss
     from benchmarks.common.rows import OurRow, Task, TrainingRow, Unavailable, our_plan, torch_row
 
     def built(activation_bytes: int) -> TrainingRow:

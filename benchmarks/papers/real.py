@@ -41,7 +41,7 @@ from avgpipe.planning.cuts import CutSearch
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.workloads import BuildOptions
+from avgpipe.tasks import BuildOptions
 from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe.cli.bench.schedules import occupied, takes
 from avgpipe.plan import Plan
 from avgpipe.rules import RULES
+from avgpipe_lab.bench.schedules import occupied, takes
 from benchmarks.papers.forecast import StageWork
 from benchmarks.papers.models import FLOAT_BYTES
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from avgpipe.workloads import BuildOptions, Workload
-from avgpipe.workloads.batches import TensorRows, shuffled
-from avgpipe.workloads.data import read_bytes
-from avgpipe.workloads.gpt import Pieces, segments
-from avgpipe.workloads.tokens import TokenLoss, perplexity
-from avgpipe.workloads.training import Recipe, Samples, make_workload
+from avgpipe.tasks import BuildOptions, Workload
+from avgpipe_lab.workloads.batches import TensorRows, shuffled
+from avgpipe_lab.workloads.data import read_bytes
+from avgpipe_lab.workloads.gpt import Pieces, segments
+from avgpipe_lab.workloads.recipe import Recipe, Samples, make_workload
+from avgpipe_lab.workloads.tokens import TokenLoss, perplexity
 
 LENGTH, WIDTH, HEADS, LAYERS = 64, 128, 4, 2
 RECIPE = Recipe(batch_size=16, epochs=1, optimizer="adamw", lr=0.0015, weight_decay=0.01, decay="none")

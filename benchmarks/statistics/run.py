@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_map_only
 
 import avgpipe
 from avgpipe.model.layers import layers_of
-from avgpipe.workloads import BuildOptions, Workload, build_workload
-from avgpipe.workloads.training import Recipe
+from avgpipe.tasks import BuildOptions, Workload, build_workload
+from avgpipe_lab.workloads.recipe import Recipe
 from benchmarks.common.record import say
 from benchmarks.statistics import characters
 from benchmarks.statistics.samples import TIMES
@@ -163,7 +163,7 @@ def built(name: str, seed: int, parts: int) -> tuple[Workload, Recipe]:
         recipe = characters.RECIPE
         size = recipe.batch_size // parts
         return characters.built(data, seed, size), replace(recipe, batch_size=size)
-    module: Any = importlib.import_module(f"avgpipe.workloads.{case.module}")
+    module: Any = importlib.import_module(f"avgpipe.tasks.{case.module}")
     recipe = module.PRESETS[name]["small"].training
     size = recipe.batch_size // parts
     workload = build_workload(name, preset="small", data=data, seed=seed, batch_size=size)

@@ -25,7 +25,7 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-from avgpipe.workloads.data import read_text
+from avgpipe_lab.workloads.data import read_text
 from benchmarks.common.record import say
 
 PIPELINES, BATCHES, BATCH_SIZE, LENGTH, WIDTH = 4, 800, 16, 64, 128

@@ -124,9 +124,9 @@ def worker(workers: int, rounds: int) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from avgpipe.cli.bench.schedules import precise_sleeps
     from avgpipe.measure.tune import seconds_per_batch
     from avgpipe.ranks.rendezvous import join
+    from avgpipe_lab.bench.schedules import precise_sleeps
     from benchmarks.common.emulated import action_costs, plain_bytes_per_s
     from benchmarks.common.rows import PassingRow, measure_rows
 
@@ -162,7 +162,7 @@ def _row(name: str, workers: int, micro_batches: int, **plan: Any) -> Any:
 
 
 def _stages(workers: int) -> list[Any]:
-    from avgpipe.cli.bench.schedules import EmulatedStage
+    from avgpipe_lab.bench.schedules import EmulatedStage
 
     return [EmulatedStage(s, 2 * s) for s in FORWARD_S[:workers]]
 
@@ -170,7 +170,7 @@ def _stages(workers: int) -> list[Any]:
 def _task(micro_batches: int) -> Any:
     import torch
 
-    from avgpipe.cli.bench.schedules import mean_loss
+    from avgpipe_lab.bench.schedules import mean_loss
     from benchmarks.common.rows import Task
 
     return Task(

@@ -23,11 +23,9 @@ _HOME = {
     "Partition": "planning",
     "partition": "planning",
     "tune": "measure.tune",
-    "Task": "workloads.task",
-    "compare": "report.own_model",
+    "Task": "tasks.task",
     "check": "measure.check",
     "Checked": "measure.check",
-    "Comparison": "report.compare",
     "Timeline": "timeline",
     "Plan": "plan",
     "Pipeline": "pipeline",
@@ -43,13 +41,18 @@ _HOME = {
     "CheckpointError": "errors",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+_ADDED = ("Comparison", "compare")  # by avgpipe_lab, see avgpipe.plugins
+
+__all__ = ["__version__", *sorted((*_HOME, *_ADDED))]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name in _ADDED:
+        value = importlib.import_module("avgpipe.plugins").function(name)
+    elif name in _HOME:
+        value = getattr(importlib.import_module(f"avgpipe.{_HOME[name]}"), name)
+    else:
         raise AttributeError(f"module 'avgpipe' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"avgpipe.{_HOME[name]}"), name)
     globals()[name] = value
     return value
 

@@ -6,10 +6,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from avgpipe.workloads.awd_lstm import AWDLSTMConfig, awd_lstm_layers
-from avgpipe.workloads.captioning import S2VTConfig, s2vt_layers
-from avgpipe.workloads.gnmt import GNMTConfig, gnmt_layers
-from avgpipe.workloads.images import VGG
+from avgpipe_lab.workloads.awd_lstm import AWDLSTMConfig, awd_lstm_layers
+from avgpipe_lab.workloads.captioning import S2VTConfig, s2vt_layers
+from avgpipe_lab.workloads.gnmt import GNMTConfig, gnmt_layers
+from avgpipe_lab.workloads.images import VGG
 from benchmarks.papers.models import MODELS, SharedWeights, awd_lstm, bert, gnmt, gpt, s2vt, vgg16
 
 PUBLISHED = [

@@ -7,12 +7,12 @@ from functools import partial
 import pytest
 import torch
 
-from avgpipe.cli.bench import schedules
-from avgpipe.cli.bench.schedules import mean_loss
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.schedule.event import Event
 from avgpipe.timeline.timeline import Timeline
+from avgpipe_lab.bench import schedules
+from avgpipe_lab.bench.schedules import mean_loss
 from benchmarks.papers import stages
 from benchmarks.papers.cluster import profile_of
 from benchmarks.papers.forecast import Contest, Outcome, StageWork

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from avgpipe.cli.bench.schedules import EmulatedStage, mean_loss
 from avgpipe.plan import Plan
+from avgpipe_lab.bench.schedules import EmulatedStage, mean_loss
 from benchmarks.common.rows import OurRow, PassingRow, Task, batches_in_flight, our_plan
 
 

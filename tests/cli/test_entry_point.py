@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tests.cli.command import environment, strict
+from tests.lab.pages.folders import write_run
 from tests.patience import limit
-from tests.report.folders import write_run
 from tests.scripts import WriteScript
 
 pytestmark = pytest.mark.promise

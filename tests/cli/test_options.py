@@ -11,9 +11,10 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from avgpipe.cli.config import CompareConfig, SimulateConfig, TrainConfig
-from avgpipe.cli.options import Options, Value, command, flag, internal, parse_count, words
+from avgpipe.cli.config import SimulateConfig, TrainConfig
+from avgpipe.cli.options import Command, Options, Value, callback, flag, internal, parse_count, words
 from avgpipe.plan import Plan
+from avgpipe_lab.commands import CompareConfig
 
 
 def parse_pair(name, text):
@@ -67,7 +68,7 @@ def bake(monkeypatch):
     asked = []
     monkeypatch.setitem(sys.modules, "tests.cli.oven", SimpleNamespace(run=asked.append))
     app = typer.Typer()
-    app.command()(command(BakeConfig, "tests.cli.oven"))
+    app.command()(callback(Command(BakeConfig, "tests.cli.oven")))
 
     def run(*arguments):
         result = CliRunner(env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"}).invoke(app, arguments)
@@ -181,7 +182,7 @@ def test_an_option_without_help_is_noticed():
 
     globals()["Undocumented"] = Undocumented
     with pytest.raises(KeyError, match="loaves"):
-        command(Undocumented, "nowhere")
+        callback(Command(Undocumented, "nowhere"))
 
 
 def test_the_options_of_a_plan_are_its_fields():
@@ -190,7 +191,7 @@ def test_the_options_of_a_plan_are_its_fields():
 
 def test_required_options_are_named(bake):
     app = typer.Typer()
-    app.command()(command(SimulateConfig, "nowhere"))
+    app.command()(callback(Command(SimulateConfig, "nowhere")))
     result = CliRunner().invoke(app, ["--forward-ms", "2"])
     assert result.exit_code == 2
     assert "--backward-ms" in result.stderr
@@ -204,7 +205,7 @@ def test_systems_are_names_or_all(monkeypatch, text, names):
     asked = []
     monkeypatch.setitem(sys.modules, "tests.cli.oven", SimpleNamespace(run=asked.append))
     app = typer.Typer()
-    app.command()(command(CompareConfig, "tests.cli.oven"))
+    app.command()(callback(Command(CompareConfig, "tests.cli.oven")))
     CliRunner().invoke(app, ["awd-lstm", "--systems", text])
     assert len(asked[0].systems) == 11 if names is None else asked[0].systems == names
 
@@ -224,6 +225,6 @@ def test_values_of_several_kinds(monkeypatch, options, expected):
     asked = []
     monkeypatch.setitem(sys.modules, "tests.cli.oven", SimpleNamespace(run=asked.append))
     app = typer.Typer()
-    app.command()(command(TrainConfig, "tests.cli.oven"))
+    app.command()(callback(Command(TrainConfig, "tests.cli.oven")))
     CliRunner().invoke(app, ["awd-lstm", *options])
     assert asked[0].explicit == {"workload": "awd-lstm", **expected}

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from avgpipe.cli import measuring
 from avgpipe.planning.profile import LinkProfile, Profile
-from avgpipe.workloads import awd_lstm
+from avgpipe_lab.workloads import awd_lstm
 from tests.cli.command import invoke, strict
 
 LINK = ("--bandwidth", "1Gbit", "--latency", "250us")
@@ -97,7 +97,7 @@ def test_an_unknown_workload_is_refused():
 
 
 def test_a_layer_that_cannot_be_timed_fails_the_command(quick, tmp_path, monkeypatch):
-    from avgpipe.workloads.awd_lstm import AWDLSTMLoss
+    from avgpipe_lab.workloads.awd_lstm import AWDLSTMLoss
 
     def refuse(self, output, target):
         raise RuntimeError("no loss today")

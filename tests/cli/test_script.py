@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from torch import nn
 
-from avgpipe.cli.compare import check, words_of
-from avgpipe.cli.compare import repetitions as runs_of
-from avgpipe.cli.config import CompareConfig
-from avgpipe.workloads import build_workload
+from avgpipe.tasks import build_workload
+from avgpipe_lab.commands import CompareConfig
+from avgpipe_lab.compare.command import check, words_of
+from avgpipe_lab.compare.command import repetitions as runs_of
 from tests.cli.command import avgpipe, invoke, rows, strict
 from tests.patience import limit
 from tests.scripts import WriteScript

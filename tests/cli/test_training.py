@@ -13,7 +13,7 @@ from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import TrainingRun
 from avgpipe.pipeline import Pipeline
 from avgpipe.report.runs import read_metrics
-from avgpipe.workloads import awd_lstm
+from avgpipe_lab.workloads import awd_lstm
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])

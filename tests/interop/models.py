@@ -11,7 +11,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import stage_layers
-from tests.workloads.equality import sgd
+from tests.lab.workloads.equality import sgd
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when the library is imported
 transformers = pytest.importorskip("transformers")

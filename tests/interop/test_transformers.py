@@ -29,7 +29,7 @@ from tests.interop.models import (
     tokens,
     transformers,
 )
-from tests.workloads.equality import assert_equal_to_one_device
+from tests.lab.workloads.equality import assert_equal_to_one_device
 
 # ---- one device ----------------------------------------------------------------------------------------------------
 

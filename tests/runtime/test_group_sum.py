@@ -18,7 +18,7 @@ from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.links.nccl import nccl_joins
 from avgpipe.ranks.world import World
-from avgpipe.runtime import group_sum, worker
+from avgpipe.runtime import group_sum
 from avgpipe.runtime.group_sum import GroupSum, sum_group
 from tests.happens_before.clocks import Account, HostWork, Work
 from tests.patience import limit, wait_until
@@ -180,7 +180,7 @@ def backends(devices: Sequence[str | None]) -> list[str]:
         return sum_group(world, ranks, device, "gloo")
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(worker, "sum_group", made)
+        monkeypatch.setattr(group_sum, "sum_group", made)
         monkeypatch.setattr(
             Links, "_nccl_devices", property(lambda _: devices, lambda *_: None), raising=False
         )

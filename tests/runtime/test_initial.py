@@ -13,9 +13,9 @@ from torch import nn
 
 from avgpipe import Plan
 from tests.interop.models import batches, build, loss_of, transformers
+from tests.lab.workloads.equality import sgd
 from tests.runner import run
 from tests.runtime.cases import assert_same_training, train_pipeline
-from tests.workloads.equality import sgd
 
 
 def layers():

@@ -11,7 +11,7 @@ from avgpipe.planning import Costs, simulate
 from avgpipe.schedule import build_schedule
 from avgpipe.timeline import Event, Timeline
 from avgpipe.timeline.html import time_bars, timeline_data
-from tests.report.folders import timeline
+from tests.lab.pages.folders import timeline
 
 EMPTY = Timeline(2, ())
 

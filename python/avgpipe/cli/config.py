@@ -2,115 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from avgpipe.cli.options import Options, Value, internal, parse_count, parse_positive
-from avgpipe.errors import nearest
+from avgpipe.cli.options import Options, Value, internal
+from avgpipe.cli.values import (
+    Advance,
+    Amounts,
+    Count,
+    CountOrNone,
+    Counts,
+    File,
+    Folder,
+    Methods,
+    Picture,
+    Positive,
+    Schedule,
+    ScheduleOrFile,
+    Size,
+    Workload,
+    numbers,
+    parse_seed,
+    parse_staleness,
+    parse_target_option,
+)
 from avgpipe.links import NAMES as LINKS
 from avgpipe.plan import BATCHES, Plan
-from avgpipe.report.course import VALIDATIONS, parse_target
+from avgpipe.report.course import VALIDATIONS
 from avgpipe.report.loggers import LOGGERS
 from avgpipe.rules import CORRECTIONS, RULES
-from avgpipe.schedule import RECOMPUTE, WEIGHTS, schedule_names
+from avgpipe.schedule import RECOMPUTE, WEIGHTS
 from avgpipe.systems import SYSTEMS
-from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
-from avgpipe.workloads import LR_SCALINGS, OPTIMIZERS, BuildOptions, is_script, workload_names
+from avgpipe.tasks import LR_SCALINGS, OPTIMIZERS, BuildOptions
+from avgpipe.units import parse_rate, parse_seconds
 
-MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
-Parse = Callable[[str, str], Any]
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
-
-
-def _parse_advance(name: str, text: str) -> int | tuple[int, ...] | str:
-    if text == "auto":
-        return text
-    numbers = parse_numbers(name, text, int, "2, as 3,2,1,0 for each stage, or auto")
-    return numbers if len(numbers) > 1 else numbers[0]
-
-
-def _parse_staleness(name: str, text: str) -> int | str:
-    return int(text) if text.isdigit() else text
-
-
-def _numbers(kind: type[int] | type[float], example: str, least: float | None = None) -> Parse:
-    """Make the parser of numbers with commas between them."""
-    return lambda name, text: parse_numbers(name, text, kind, example, least=least)
-
-
-def _parse_counts(name: str, text: str) -> tuple[int, ...]:
-    return tuple(sorted(set(parse_numbers(name, text, int, "1,2,4", least=1))))
-
-
-def _parse_count_or_none(name: str, text: str) -> int:
-    return 0 if text.strip() == "0" else parse_count(name, text)
-
-
-def _parse_seed(name: str, text: str) -> int:
-    if text.strip() == "none":
-        return -1
-    if not (text.strip().isdigit() and int(text) < 2**32):
-        raise ValueError(f"{name} {text}: must be a whole number from 0 to {2**32 - 1}, or none")
-    return int(text)
-
-
-def _parse_systems(name: str, text: str) -> tuple[str, ...]:
-    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
-    for number, system in enumerate(names):
-        if system not in SYSTEMS:
-            raise ValueError(f"{name}: unknown system {system!r}: {nearest(system, tuple(SYSTEMS))}")
-        if system in names[:number]:
-            raise ValueError(f"{name} {text}: {system} comes twice, name it once")
-    return names
-
-
-def _parse_elements(name: str, text: str) -> tuple[int, ...]:
-    sizes = parse_numbers(name, text, float, "25e6,100e6", least=MIN_ELEMENTS)
-    if any(size != int(size) for size in sizes):
-        raise ValueError(f"{name} {text}: must be whole numbers")
-    return tuple(map(int, sizes))
-
-
-def _parse_sizes(name: str, text: str) -> tuple[int, ...]:
-    return tuple(parse_bytes(name, size.strip()) for size in text.split(","))
-
-
-def _parse_target(name: str, text: str) -> float | str:
-    try:
-        value, of_loss = parse_target(text)
-    except ValueError as error:
-        raise ValueError(f"{name} {text}: {str(error).partition(': ')[2]}") from None
-    return text if of_loss else value
-
-
-def _parse_picture(name: str, text: str) -> str:
-    from avgpipe.timeline.plot import check_picture  # loads numpy, which help pages do without
-
-    check_picture(text)
-    return text
-
-
-Folder = Annotated[str, Value("DIR")]
-File = Annotated[str, Value("FILE")]
-Picture = Annotated[str, Value("FILE", _parse_picture)]
-Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_names(text))]
-Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
-Count = Annotated[int, Value("NUMBER", parse_count)]
-Counts = Annotated[tuple[int, ...], Value("NUMBER,...", _parse_counts)]
-CountOrNone = Annotated[int, Value("NUMBER", _parse_count_or_none)]
-Positive = Annotated[float, Value("NUMBER", parse_positive)]
-Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", _numbers(float, "10 or 10,12,9", 0))]
-Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
-Milliseconds = Annotated[float, Value("NUMBER", lambda name, text: _numbers(float, "10", 0)(name, text)[0])]
-Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
-ScheduleOrFile = Annotated[
-    str, Value("NAME|FILE.csv", choices=tuple(schedule_names()), besides=lambda text: text.endswith(".csv"))
-]
-Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", _parse_advance)]
-Workload = Annotated[str, Value("WORKLOAD", choices=workload_names(), besides=is_script, positional=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +106,7 @@ class LearningOptions(WorkloadOptions):
     max_batches: Count | None = None
     validations: Count = VALIDATIONS
     valid_batches: Count | None = None
-    target: Annotated[float | str | None, Value("NUMBER|loss=NUMBER", _parse_target)] = None
+    target: Annotated[float | str | None, Value("NUMBER|loss=NUMBER", parse_target_option)] = None
     link: Annotated[str, Value("|".join(LINKS), choices=LINKS)] = "auto"
     wire_dtype: Literal["none", "bfloat16", "float16"] = "none"
     skip_nonfinite: bool = False
@@ -225,14 +153,14 @@ class PlanOptions(Options):
     schedule: Schedule | None = None
     stages_per_worker: int | None = None
     replication: Annotated[
-        tuple[int, ...] | None, Value("NUMBER,...", _numbers(int, "2,1,1 for each stage"))
+        tuple[int, ...] | None, Value("NUMBER,...", numbers(int, "2,1,1 for each stage"))
     ] = None
     spread: bool = False
     isolate: bool = False
     weights: Annotated[str | None, Value("|".join(WEIGHTS), choices=WEIGHTS)] = None
     advance: Advance = None
     rule: Annotated[str | None, Value("|".join(RULES), choices=RULES)] = None
-    staleness: Annotated[int | str | None, Value("0|1|asynchronous", _parse_staleness)] = None
+    staleness: Annotated[int | str | None, Value("0|1|asynchronous", parse_staleness)] = None
     alpha: float | None = None
     period: Count | None = None
     warmup_rounds: CountOrNone | None = None
@@ -337,43 +265,6 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     @property
     def checkpoints(self) -> Path:
         return Path(self.out) / "checkpoints"
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareConfig(LearningOptions):
-    """Train WORKLOAD with each system in turn, on the same data, seeds and number of workers, and compare.
-
-    Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.
-
-    Writes compare.md, compare.json, bars.png, curves.png, timelines.png, and each system's runs and logs, to a folder.
-
-    Attributes:
-        systems: Names of systems separated by commas, or all; `avgpipe train --help` lists them.
-        stages: Workers of each system: its stages, or its replicas where it has no stages.
-        pipelines: Number of pipelines of avgpipe; the other systems have their own. Default: 2.
-        micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.
-        seeds: Runs of each system, with seeds that follow --seed; the table has medians, the least and the most.
-        memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak was above it (on the
-            CPU, of the whole process) does not fit and is not ranked.
-        plans: tuned: profile first and choose for each system what is not given (micro-batches, pipelines, advance,
-            recomputation, cut), so that batches take least and fit into the memory. Default: tuned with
-            --memory-limit, else given.
-        out: New folder for the results and the runs. Default: runs/compare-WORKLOAD-DATE-TIME.
-    """
-
-    systems: Annotated[tuple[str, ...], Value("NAMES", _parse_systems)]
-    stages: Count = DEFAULT_STAGES
-    pipelines: Count | None = None
-    micro_batches: Count | None = None
-    seeds: Count = 1
-    memory_limit_bytes: Size | None = None
-    plans: Literal["given", "tuned"] | None = None
-    out: Folder = ""
-
-    @property
-    def tunes(self) -> bool:
-        """Whether the tuner chooses plans."""
-        return (self.plans or ("given" if self.memory_limit_bytes is None else "tuned")) == "tuned"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -534,39 +425,6 @@ class DoctorConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportConfig(Options):
-    """Write one HTML page of a run, of several, or of a comparison: curves, timeline, where the time went, advice.
-
-    The page is one file, which needs no network.
-
-    Attributes:
-        runs: Folders that avgpipe train or avgpipe compare has written.
-        out: Where to write the page. Default: report.html, of one folder in it.
-    """
-
-    runs: Annotated[tuple[str, ...], Value("RUN...", positional=True, rest=True)]
-    out: File = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class WatchConfig(Options):
-    """Show how a run in a folder goes, until it ends: progress, loss, speed, what is left, memory, replicas, warnings.
-
-    On a terminal it is a page that stays up to date, elsewhere a line now and then.
-
-    Attributes:
-        run: Folder that avgpipe train writes.
-        once: Show it as it is, and end.
-        every_s: Seconds between two lines, where there is no terminal.
-        json: Print one JSON object of the run as it is, and end.
-    """
-
-    run: Annotated[str, Value("RUN", positional=True)]
-    once: bool = False
-    every_s: Positive = 10.0
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunConfig(IsolationOptions):
     """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
 
@@ -594,7 +452,7 @@ class RunConfig(IsolationOptions):
     isolate: bool = False
     pipelines: Count = 2
     spares: CountOrNone | None = None
-    seed: Annotated[int, Value("NUMBER|none", _parse_seed)] = 0
+    seed: Annotated[int, Value("NUMBER|none", parse_seed)] = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -612,118 +470,3 @@ class JoinConfig(Options):
 
     run: Annotated[str, Value("RUN", positional=True)]
     restarts: CountOrNone = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class KernelsConfig(Options):
-    """Time the operators beside torch's own functions and the limit of this memory.
-
-    Fractions are of the limit's bandwidth, ratios say how many times longer a baseline took.
-
-    Attributes:
-        elements: Elements of an operand; everything is timed at each of these sizes.
-        threads: Threads of torch, on the CPU.
-        device: Where to compute: cpu, or an accelerator that torch sees.
-        dtype: Of all operands.
-        rounds: Samples of each row, taken in turn.
-        only: Some of the questions, as adamw,pull. Default: all.
-        no_compile: Leave torch.compile out.
-        plot: Draw a picture.
-    """
-
-    elements: Annotated[tuple[int, ...], Value("NUMBER,...", _parse_elements)] = (25_000_000,)
-    threads: Count = 2
-    device: Annotated[str, Value("cpu|cuda|xpu")] = "cpu"
-    dtype: Literal["float32", "float64", "bfloat16", "float16"] = "float32"
-    rounds: Count = 15
-    only: Names = ()
-    no_compile: bool = False
-    plot: Picture | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class TransfersConfig(Options):
-    """Time messages between two processes by each link, beside gloo alone and one memcpy.
-
-    Latency at 1 KiB with a receiver that spins and one that sleeps; bandwidth of messages that are handed over,
-    and of those that the receiver adds up.
-
-    Attributes:
-        links: Links to measure: shm and gloo between two processes, local within one.
-        sizes: Sizes of the messages whose bandwidth is measured.
-        rounds: Samples of each row, taken in turn.
-        timeout_s: Seconds that any wait for the other process may take.
-        plot: Draw a picture.
-    """
-
-    links: Names = ("shm", "gloo", "local")
-    sizes: Annotated[tuple[int, ...], Value("SIZE,...", _parse_sizes)] = tuple(4**n * 2**18 for n in range(5))
-    rounds: Count = 9
-    timeout_s: Positive = 30.0
-    plot: Picture | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulesConfig(Options):
-    """Time schedules beside torch's own and the bounds, with stages that take time without computing.
-
-    Each worker is a process of this machine; runtime, tensors and links are real. Beside each of our rows stands what
-    the simulation says.
-
-    Attributes:
-        stages: Number of workers.
-        micro_batches: Micro-batches per batch, which several pipelines share.
-        forward_ms: Forward time of a micro-batch on a worker, in milliseconds.
-        backward_ms: Backward time of a micro-batch on a worker, in milliseconds.
-        activation_bytes: Size of a micro-batch's activations, as 1MiB.
-        pipelines: Numbers of pipelines of the schedule advance-forward, each a row.
-        link: Link of our rows.
-        batches: Batches of a row in a round, at least.
-        rounds: Samples of each row.
-        rows: Names of schedules and systems, torch's as torch-1f1b, or all. Default: schedules of both.
-        timeout_s: Seconds that any wait for another worker may take.
-    """
-
-    stages: Count = 6
-    micro_batches: Count = 12
-    forward_ms: Milliseconds = 10.0
-    backward_ms: Milliseconds = 20.0
-    activation_bytes: Annotated[int, Value("SIZE", parse_bytes)] = 2**20
-    pipelines: Annotated[tuple[int, ...], Value("NUMBER,...", _numbers(int, "1,2,3", 1))] = (1, 2, 3)
-    link: Literal["auto", "shm", "gloo"] = "auto"
-    batches: Count = 6
-    rounds: Count = 3
-    rows: Names = ()
-    timeout_s: Positive = 60.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class FaultsConfig(Options):
-    """Let faults happen in small runs, at places drawn from a seed, and look at what becomes of the runs.
-
-    Runs of a tiny language model follow each other until the time is up, started in each way in turn; each is compared
-    with an undisturbed one. Prints the seed first. The exit code is 1 if anything happened that must not.
-
-    Attributes:
-        seed: What is drawn follows from it. Default: a new one.
-        seconds: About how long to go on.
-        mean_seconds: Time between two kills from outside, on average, beside the fault that each run has.
-        kinds: Kinds of faults, as in avgpipe.testing. Default: all.
-        ways: How runs are started: isolate, spares, plain.
-        stages: Workers of a pipeline.
-        pipelines: Number of pipelines.
-        links: Links between workers, in turn.
-        only: Names of single runs to repeat, as isolate-7. Default: as many as there is time for.
-        timeout_s: Seconds that a worker waits for another.
-    """
-
-    seed: Annotated[int | None, Value("NUMBER", _parse_count_or_none)] = None
-    seconds: Positive = 120.0
-    mean_seconds: Positive = 20.0
-    kinds: Names = ()
-    ways: Names = ("isolate", "spares", "plain")
-    stages: Count = DEFAULT_STAGES
-    pipelines: Count = DEFAULT_PIPELINES
-    links: Names = ("auto", "gloo")
-    only: Names = ()
-    timeout_s: Positive = 10.0

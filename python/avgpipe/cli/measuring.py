@@ -27,7 +27,7 @@ from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
-from avgpipe.workloads import Workload, build_workload
+from avgpipe.tasks import Workload, build_workload
 
 _BATCHES = 16  # among which a typical one is looked for
 _ONCE_S = 1e-3  # a budget for as little measuring as there can be

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, replace
 from importlib import import_module
 from types import UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -104,6 +104,20 @@ class Options:
         return as_tuples({name: value for name, value in values.items() if name in names})
 
 
+class Command(NamedTuple):
+    """A command: its options, and the module whose function ``run`` gets them."""
+
+    options: type[Options]
+    module: str
+
+
+class CommandGroup(NamedTuple):
+    """Commands under one name, as ``avgpipe bench kernels``."""
+
+    help: str
+    commands: Mapping[str, Command]
+
+
 def flag(name: str) -> str:
     """The option that fills the field ``name``; it says its unit in its help instead."""
     return "--" + re.sub("_(s|bytes)$", "", name).replace("_", "-")
@@ -131,11 +145,12 @@ def words(options: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def command(config: type[Options], module: str) -> Callable[..., None]:
-    """Make the function of a typer command: it passes a ``config`` to the function ``run`` of ``module``.
+def callback(command: Command) -> Callable[..., None]:
+    """Make the function of a typer command: it passes the command's options to the function ``run`` of its module.
 
     The module is imported when its command runs, so that help pages and refusals are quick.
     """
+    config, module = command
     shown, hints, helps = _options(config), get_type_hints(config, include_extras=True), _helps(config)
     values = {f.name: _value(hints[f.name]) for f in shown}
 

@@ -17,8 +17,8 @@ from avgpipe.planning import Profile, partition, partition_methods
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.partition import method_options, simulated_batch_s
 from avgpipe.systems import SYSTEMS
+from avgpipe.tasks import check_workload, is_script, workload_names
 from avgpipe.units import format_bytes, format_seconds
-from avgpipe.workloads import check_workload, is_script, workload_names
 
 
 def run(config: PartitionConfig) -> None:

@@ -13,8 +13,8 @@ from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
 from avgpipe.report.pictures import plot_layers
+from avgpipe.tasks import check_workload
 from avgpipe.units import format_bytes
-from avgpipe.workloads import check_workload
 
 _MIB = 2**20
 

@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from avgpipe.links.choose import LINK_MESSAGE
+from avgpipe.tasks import BatchLoader
 from avgpipe.units import duration
-from avgpipe.workloads import BatchLoader
 
 _LINE_EVERY_S = 10.0
 _SMOOTHING = 0.95  # of the loss shown, per batch

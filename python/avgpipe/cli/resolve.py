@@ -30,12 +30,12 @@ from avgpipe.plan import Plan
 from avgpipe.report.course import parse_target
 from avgpipe.report.loggers import check_loggers
 from avgpipe.systems import SYSTEMS
-from avgpipe.workloads import find_workload
+from avgpipe.tasks import find_workload
 
 if TYPE_CHECKING:
     import torch
 
-    from avgpipe.workloads import Workload
+    from avgpipe.tasks import Workload
 
 RUN_FILE = "run.json"
 _PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "timeline.json", "checkpoints")
@@ -249,7 +249,7 @@ def check_run(config: TrainConfig) -> None:
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
     """The workload, and the plan with the stages' layers: as configured, else balanced by what layers cost."""
     from avgpipe.model.model import stage_bounds
-    from avgpipe.workloads import build_workload
+    from avgpipe.tasks import build_workload
 
     plan = config.to_plan()
     workload = build_workload(config.workload, config.build_options(plan))

@@ -36,8 +36,8 @@ from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.runs import unbroken
 from avgpipe.runtime.evaluate import EvaluationResult
 from avgpipe.saving import Checkpoints
+from avgpipe.tasks import AveragingOptimizer
 from avgpipe.timeline.timeline import Timeline
-from avgpipe.workloads.training import NTASGD
 
 _ENDLESS = 1 << 62  # batches
 # To the pipeline, as they are.
@@ -359,9 +359,9 @@ class TrainingRun:
             optimizer.observe(self.done.loss)
 
     @property
-    def _averaging(self) -> list[NTASGD]:
+    def _averaging(self) -> list[AveragingOptimizer]:
         inner = [getattr(optimizer, "inner", optimizer) for optimizer in self.pipeline.optimizers]
-        return [optimizer for optimizer in inner if isinstance(optimizer, NTASGD)]
+        return [optimizer for optimizer in inner if isinstance(optimizer, AveragingOptimizer)]
 
     def _of_ranks(self) -> tuple[int, list[int]]:
         """Return how many updates were skipped since the run began or was resumed, and the ranks' peaks of memory."""

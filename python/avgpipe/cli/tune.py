@@ -18,7 +18,7 @@ from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, stu
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.process import cores
-from avgpipe.workloads import check_workload
+from avgpipe.tasks import check_workload
 
 _MIB = 2**20
 _MOST_NAMED = 6  # numbers of a list that are all written

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -10,6 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
 
+from avgpipe import plugins
 from avgpipe.errors import check_count, nearest
 from avgpipe.model.balance import check_stages, least_bottleneck
 from avgpipe.plan import Plan
@@ -168,22 +168,20 @@ def _machines(counts: Sequence[int]) -> str:
 # ---- by name -------------------------------------------------------------------------------------------------------
 
 
-_METHODS = {
-    "simulated": ("partition", "simulated"),
-    "balance": ("partition", "balanced"),
-    "pipedream": ("pipedream", "pipedream"),
-    "dapple": ("dapple", "dapple"),
-    "2bw": ("pipedream", "pipedream_2bw"),
-}
+_OWN = ("simulated", "balance")
 
 
 def partition_methods() -> list[str]:
-    """The names that :func:`partition` knows."""
-    return list(_METHODS)
+    """Return the names that :func:`partition` knows: its own, and those that installed packages add.
+
+    A package adds a function of a profile, a number of stages (or None) and options by name, which returns a
+    ``Partition``; see ``avgpipe.plugins``. ``avgpipe_lab`` has those of papers.
+    """
+    return [*_OWN, *plugins.names(plugins.PARTITIONERS)]
 
 
 def partition(
-    profile: Profile, stages: int | None = None, *, method: str = "pipedream", **options: Any
+    profile: Profile, stages: int | None = None, *, method: str = "simulated", **options: Any
 ) -> Partition:
     """Cut the layers of ``profile`` into stages.
 
@@ -215,8 +213,8 @@ def partition(
             much, and what would fit.
         TypeError: For an option that the method does not know.
     """
-    if method not in _METHODS:
-        raise ValueError(f"unknown method {method!r}: {nearest(str(method), list(_METHODS))}")
+    if method not in partition_methods():
+        raise ValueError(f"unknown method {method!r}: {nearest(str(method), partition_methods())}")
     if not isinstance(profile, Profile):
         raise TypeError(
             f"profile={profile!r}: must be a Profile, make one with avgpipe.profile or Profile.load"
@@ -233,12 +231,13 @@ def partition(
 
 def method_options(method: str) -> list[str]:
     """The options of a method, beside ``profile`` and ``stages``."""
-    return [p for p in inspect.signature(_function(method)).parameters if p not in ("profile", "stages")]
+    return list(inspect.signature(_function(method)).parameters)[2:]
 
 
 def _function(method: str) -> Callable[..., Partition]:
-    module, name = _METHODS[method]
-    function: Callable[..., Partition] = getattr(importlib.import_module(f"avgpipe.planning.{module}"), name)
+    if method in _OWN:
+        return simulated if method == "simulated" else balanced
+    function: Callable[..., Partition] = plugins.load(plugins.PARTITIONERS, method)
     return function
 
 

@@ -1,0 +1,179 @@
+"""``avgpipe bench faults``: faults at places that are drawn from a seed, and what becomes of the runs."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import Any
+
+import typer
+from rich.text import Text
+
+from avgpipe.cli.options import words
+from avgpipe.cli.output import FAILED, answer, arguments, grid, tell
+from avgpipe.errors import nearest
+from avgpipe.faults.fault import KINDS
+from avgpipe.units import format_seconds
+from avgpipe_lab.bench import measuring
+from avgpipe_lab.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
+from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun, play
+from avgpipe_lab.bench.chaos.judge import Verdict, judge
+from avgpipe_lab.commands import FaultsConfig
+
+_WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
+_NOTES = """\
+kind: of the fault that was drawn; faults: that happened, kills from outside among them. pause: the longest time
+without a result of the others, from the fault on. went on: runs that came to their end. What else is not 0 must not be:
+hangs: longer than --timeout and 5 s; ended: that should have gone on; wrong blame: of who cannot be at fault; left
+over: processes, files, memory; samples: lost, or trained on twice; losses: other than the undisturbed run's."""
+
+
+def run(config: FaultsConfig) -> None:
+    with arguments():
+        check(config)
+    seed = secrets.randbelow(10**6) if config.seed is None else config.seed
+    given = {name: value for name, value in config.complete.items() if name in config.given}
+    command = shlex.join(["avgpipe", "bench", "faults", *words({**given, "seed": seed})])
+    print(f"seed {seed}: {command}", file=sys.stderr, flush=True)
+    verdicts: list[Verdict] = []
+    undisturbed: dict[str, dict[str, Any]] = {}
+    began = time.monotonic()
+    with measuring():
+        for name, link, scenario in _scenarios(config, seed, began):
+            shape = RunShape(config.stages, config.pipelines, link, config.timeout_s)
+            if scenario.way not in undisturbed:
+                undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
+            tell(f"{name}: {scenario.faults}")
+            seen = play(scenario, shape)
+            verdict = judge(seen, shape, undisturbed[scenario.way]["losses"])
+            verdicts.append(verdict)
+            _say(verdict, scenario, seen)
+    seconds = time.monotonic() - began
+    found = {"command": command, "seed": seed, "seconds": seconds, **_facts(verdicts, seconds, undisturbed)}
+    violations = [
+        f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts
+    ]
+    found |= {"violations": violations, "runs": [vars(verdict) for verdict in verdicts]}
+    lines = [
+        f"{len(violations)} violations of what must be" if violations else "nothing happened that must not"
+    ]
+    answer(
+        config.json,
+        found,
+        Text(command, style="bold"),
+        grid(_rows(verdicts), texts=2),
+        Text("\n".join([_NOTES, *_loss_lines(found), *lines, *violations])),
+    )
+    if violations:
+        raise typer.Exit(FAILED)
+
+
+def check(config: FaultsConfig) -> None:
+    """ValueError for unknown names."""
+    for option, names, known in (
+        ("--kinds", config.kinds, tuple(KINDS)),
+        ("--ways", config.ways, WAYS),
+        ("--links", config.links, ("auto", "shm", "gloo")),
+    ):
+        for name in names:
+            if name not in known:
+                raise ValueError(f"{option} {name}: {nearest(name, known)}")
+    if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
+        raise ValueError(
+            f"--kinds {','.join(config.kinds)}: of what stages send each other, and --stages is 1"
+        )
+
+
+def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[str, str, Scenario]]:
+    """Yield runs with their names and links: each way in turn, until the time is up."""
+    names = set(config.only)
+    for number in count():
+        for way in config.ways:
+            if names.isdisjoint({f"{way}-{number}"}) and config.only:
+                continue
+            if time.monotonic() > began + config.seconds and not config.only:
+                return
+            kinds = config.kinds or tuple(KINDS)
+            scenario = draw(seed, way, number, kinds, config.stages, config.pipelines, config.mean_seconds)
+            yield scenario.name, config.links[number % len(config.links)], scenario
+            names.discard(scenario.name)
+        if config.only and not names:
+            return
+
+
+def _undisturbed(way: str, shape: RunShape) -> dict[str, Any]:
+    """Return the losses by batch of a run to which nothing happens, and of its evaluations."""
+    seen = play(Scenario(f"{way} undisturbed", way), shape)
+    if seen.failure is not None:  # then there is nothing to compare with
+        raise seen.failure
+    losses, curve = ({e["batch"]: e["loss"] for e in seen.of(event)} for event in ("result", "evaluation"))
+    return {"losses": losses, "curve": curve}
+
+
+def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
+    """Tell at once what is wrong, on standard error."""
+    for column, texts in verdict.wrong.items():
+        for text in texts:
+            print(f"{verdict.name}: {column}: {text}", file=sys.stderr, flush=True)
+    if verdict.wrong:
+        print(f"    {list(scenario.faults)}", file=sys.stderr)
+        for event in (e for e in seen.events if e["event"] in ("fault", "error")):
+            who = f"pipeline {event['pipeline']}, rank {event['rank']}, life {event['life']}"
+            print(f"    {event['at_s']:.2f} {event['event']} {who}: {event['text'][:300]}", file=sys.stderr)
+        for at_s, line in seen.said:
+            print(f"    {at_s:.2f} {line}", file=sys.stderr)
+        print(f"    {seen.ended_at_s:.2f} end: {seen.failure}", file=sys.stderr, flush=True)
+
+
+def _rows(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
+    """A row for each way and kind."""
+    of: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
+    for verdict in verdicts:
+        of[verdict.way, verdict.kind].append(verdict)
+    rows = []
+    for (way, kind), some in sorted(of.items()):
+        faults = [fault for verdict in some for fault in verdict.faults]
+        pauses = [fault["pause_s"] for fault in faults if fault["pause_s"] is not None]
+        row = {"way": way, "kind": kind, "runs": str(len(some)), "faults": str(len(faults))}
+        row["went on"] = str(sum(not verdict.ended for verdict in some))
+        if pauses:
+            row |= {
+                "median pause": format_seconds(statistics.median(pauses)),
+                "worst": format_seconds(max(pauses)),
+            }
+        row["trained again"] = str(sum(verdict.repeated for verdict in some))
+        rows.append(row | {column: str(sum(bool(v.wrong.get(column)) for v in some)) for column in _WRONG})
+    return rows
+
+
+def _facts(
+    verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    faults = sum(len(verdict.faults) for verdict in verdicts)
+    curves = {
+        way: {
+            "undisturbed": one["curve"],
+            "disturbed": [verdict.curve for verdict in verdicts if verdict.way == way and verdict.faults],
+        }
+        for way, one in undisturbed.items()
+    }
+    return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "curves": curves}
+
+
+def _loss_lines(found: dict[str, Any]) -> list[str]:
+    lines = [f"{found['faults']} faults in {len(found['runs'])} runs and {found['seconds']:.0f} s"]
+    for way, curves in found["curves"].items():
+        lines.append(
+            f"{way}: loss after so many batches: undisturbed; in runs with faults median, least, most"
+        )
+        for batch, loss in curves["undisturbed"].items():
+            some = [curve[batch] for curve in curves["disturbed"] if batch in curve]
+            others = f"{statistics.median(some):.4f}, {min(some):.4f}, {max(some):.4f}" if some else "-"
+            lines.append(f"  {batch:4d}: {loss:.4f}; {others}")
+    return lines

@@ -1,0 +1,181 @@
+"""``avgpipe bench transfers``: messages between two processes by each link, beside gloo alone and one memcpy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle, product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from avgpipe.cli.output import arguments, tell
+from avgpipe.links.link import LocalLink, Mailbox
+from avgpipe.measure.workers import Peers, Read, leave, payload
+from avgpipe.ranks.launch import run_on_ranks
+from avgpipe.ranks.process import progress
+from avgpipe.ranks.rendezvous import join
+from avgpipe.units import format_bytes
+from avgpipe_ext import ring
+from avgpipe_lab.bench import Way, check_memory, measuring, report, summarise
+from avgpipe_lab.commands import TransfersConfig
+
+LINKS = TransfersConfig.links
+_ASKS = {
+    "latency": "How long does a small message take, from sending to having the tensor?",
+    "handed over": "A message as a tensor of the other process, unread: how many bytes a second?",
+    "read once": "The message handed over, and added up by the receiver: how many bytes a second?",
+}
+_NOTES = """\
+A message at a time to and fro, half of a round trip. The two threads that send and wait have a processor each, where
+there are two; threads of gloo run anywhere. plain gloo: dist.send, and dist.irecv that is posted before. memcpy: one,
+of the same bytes within a process, between as many buffers as the others touch. shm, gloo: our links, with the mailbox
+that workers wait on; where it is not said, it spins briefly and then sleeps. local: within a process, nothing is
+copied."""
+_LATENCY_BYTES, _WORD_BYTES = 1024, 8
+_COPIES = 16  # of the largest message, held by both processes at most
+_LATENCY_TRIPS = 1000  # there and back, of a sample
+_SAMPLE_BYTES, _FEWEST, _MOST = 2**26, 3, 400  # of a sample in each direction, and its trips
+
+Exchange = Callable[[int], float]  # called by both ranks with a number of messages; seconds of each
+
+
+def run(config: TransfersConfig) -> None:
+    with arguments():
+        check(config)
+    with measuring():
+        asked = {"config": config.to_json()}  # which says how long anything may be waited for
+        sections, *_ = run_on_ranks(f"{__name__}:worker", 2, asked, say=tell)
+    report("transfers", config, sections, _NOTES)
+
+
+def check(config: TransfersConfig) -> None:
+    """ValueError for what is out of range, and for what this machine cannot do."""
+    if not config.links:
+        raise ValueError(f"--links: name some of {','.join(LINKS)}")
+    for name in config.links:
+        if name not in LINKS:
+            raise ValueError(f"--links {name}: no such link, use some of {','.join(LINKS)}")
+    for size in config.sizes:
+        if size < _WORD_BYTES or size % _WORD_BYTES:
+            raise ValueError(f"--sizes {size}: must be multiples of {_WORD_BYTES} bytes, and at least one")
+    if config.links == ("shm",) and not ring.supported():
+        raise ValueError("--links shm: needs Linux, with /proc; use gloo")
+    check_memory("--sizes", max(config.sizes), _COPIES)
+
+
+def worker(config: str) -> list[dict[str, Any]]:
+    """Measure as a rank; what rank 0 found counts."""
+    asked = TransfersConfig.from_json(config)
+    torch.set_num_threads(1)
+    join(asked.timeout_s, "gloo")
+    peers = Peers(asked.timeout_s)
+    makers = {"shm": peers.shared_memory, "gloo": peers.gloo}
+    left_out = {} if ring.supported() or "shm" not in asked.links else {"shm": "needs Linux, with /proc"}
+    names = [name for name in makers if name in asked.links and name not in left_out]
+    # A worker that has a processor of its own spins before it sleeps, others sleep at once.
+    through = {
+        (name, how): makers[name](how == "spinning") for name in names for how in ("spinning", "sleeping")
+    }
+    found = []
+    for size, question in [(_LATENCY_BYTES, "latency"), *product(asked.sizes, ("handed over", "read once"))]:
+        progress(f"{question}, {format_bytes(size)}")
+        latency, source = question == "latency", payload(size, peers.rank)
+        read: Read = torch.Tensor.sum if question == "read once" else leave
+        ways = [] if latency else [Way("memcpy", "limit", 1.0, _memcpy(peers, size, read))]
+        for (name, how), link in through.items():
+            if latency or how == "spinning":
+                exchange = partial(link.exchange, source=source, read=read)
+                ways.append(Way(f"{name}, {how}" if latency else name, "ours", 1.0, exchange))
+        if "local" in asked.links:
+            ways.append(Way("local", "ours", 1.0, _local(peers, source, read)))
+        ways.append(Way("plain gloo", "baseline", 1.0, _plain_gloo(peers, source, read)))
+        trips = _LATENCY_TRIPS if latency else min(_MOST, max(_FEWEST, _SAMPLE_BYTES // size))
+        head = {"question": question, "case": format_bytes(size), "asks": _ASKS[question], "elements": size}
+        found.append(summarise(head, ways, _samples(ways, trips, asked.rounds), left_out))
+    for link in through.values():
+        link.link.close(10)
+    return found
+
+
+def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
+    """Both ranks measure all ways in turn, round after round.
+
+    Each thread has a processor of its own meanwhile, as workers that compute do: of two processes that only take turns
+    the system makes neighbours on one, and waking a process there is no measure of waking one elsewhere.
+    """
+    allowed = sorted(os.sched_getaffinity(0))
+    samples: list[list[float]] = [[] for _ in ways]
+    for number in range(rounds + 1):  # the first makes slots and threads, and learns sizes
+        for way, seconds in zip(ways, samples):
+            dist.barrier()
+            way.run(1)
+            seconds.append(way.run(trips))
+        if len(allowed) > 1 and number == 0:
+            os.sched_setaffinity(0, {allowed[dist.get_rank()]})
+    os.sched_setaffinity(0, allowed)
+    return [seconds[1:] for seconds in samples]
+
+
+# ---- ways to exchange messages, besides our links between processes --------------------------------------------------
+
+
+def _local(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
+    """A link within a process."""
+    mailbox, key = Mailbox(), peers.key(1, 0)
+    link = LocalLink(mailbox, torch.device("cpu"))
+
+    def once() -> None:
+        link.send(key, source)
+        mailbox.wait_until(lambda: key in mailbox, 0)
+        read(mailbox.take(key))
+
+    return partial(_alone, peers, once)
+
+
+def _memcpy(peers: Peers, size: int, read: Read) -> Exchange:
+    """One memcpy of the same bytes between two buffers of one process.
+
+    It alternates between two pairs of buffers, so that caches serve it as they serve the ways above: those touch a
+    source and a slot in either direction.
+    """
+    pairs = cycle([(payload(size, 0), payload(size, 1)) for _ in range(2)])
+
+    def once() -> None:
+        source, target = next(pairs)
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), target.nbytes)
+        read(target)
+
+    return partial(_alone, peers, once)
+
+
+def _alone(peers: Peers, once: Callable[[], None], count: int) -> float:
+    """Seconds of what the first rank does; the second one waits meanwhile."""
+    begin = time.perf_counter()
+    for _ in range(count if peers.rank == 0 else 0):
+        once()
+    return (time.perf_counter() - begin) / count
+
+
+def _plain_gloo(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
+    """dist.send and dist.irecv; the receive is posted before the message that is answered is sent."""
+    target = torch.empty_like(source)
+
+    def exchange(count: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            coming = dist.irecv(target, peers.other)
+            assert coming is not None
+            if peers.rank == 0:
+                dist.send(source, peers.other)
+            coming.wait()
+            read(target)
+            if peers.rank == 1:
+                dist.send(source, peers.other)
+        return (time.perf_counter() - begin) / (2 * count)
+
+    return exchange

@@ -1,0 +1,298 @@
+"""Systems side by side on the same work: the figures of each run, one sentence of advice, and the text of both."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from avgpipe.report.course import parse_target
+from avgpipe.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+# What became of a system. Only OK ones are ranked.
+OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
+KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
+_DERIVED = ("epoch_seconds", "samples_per_second", "epochs_to_target")
+# What may differ between seeds.
+_OF_RUNS = (
+    *("epochs", "batches", "samples", "train_seconds", "samples_to_target", "seconds_to_target"),
+    *("peak_memory_bytes", "busy_fraction", "metric", "best_metric", *_DERIVED),
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a run came to; fields that a run's summary has, too, bear its names.
+
+    Attributes:
+        replicas: Those that share a stage's micro-batches, at most, or pipelines with workers of their own.
+        epochs: May end in a part of one.
+        train_seconds: Of training alone.
+        peak_memory_bytes: Of the worker that had most.
+        busy_fraction: Mean of the workers, 0..1.
+        metric: Of the last validation; None where it was not finite.
+        best_metric: Of the best validation.
+    """
+
+    stages: int
+    pipelines: int
+    micro_batches: int
+    replicas: int
+    schedule: str
+    batch_size: int
+    seed: int
+    epochs: float
+    batches: int
+    samples: int
+    train_seconds: float
+    samples_to_target: int | None
+    seconds_to_target: float | None
+    peak_memory_bytes: int
+    busy_fraction: float
+    metric: float | None
+    best_metric: float | None
+
+    @classmethod
+    def of(cls, summary: Mapping[str, Any], replicas: int = 1) -> Figures:
+        """From the content of a run's summary.json. KeyError names what is missing."""
+        busy, peak = fmean(summary["worker_busy_fraction"]), max(summary["peak_memory_bytes"])
+        found = {**summary, "replicas": replicas, "busy_fraction": busy, "peak_memory_bytes": peak}
+        return cls(**{field.name: found[field.name] for field in fields(cls)})
+
+    @property
+    def epoch_seconds(self) -> float | None:
+        return self.train_seconds / self.epochs if self.epochs > 0 else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self.samples / self.train_seconds if self.train_seconds > 0 and self.samples else None
+
+    @property
+    def epochs_to_target(self) -> float | None:
+        """A run ends when it reaches its target."""
+        return None if self.seconds_to_target is None else self.epochs
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
+
+
+@dataclass(frozen=True)
+class SystemResult:
+    """What became of a system.
+
+    Attributes:
+        figures: There for OK and DOES_NOT_FIT; with several seeds those of the first run that has some.
+        reason: A few words, unless ``status`` is OK.
+        warnings: Those of its runs, and what became of seeds whose runs did not end.
+        others: Figures of the other seeds' runs.
+        rows: What each run came to, batch by batch and validation by validation, as in a run's metrics.jsonl; () where
+            that is in files.
+    """
+
+    system: str
+    status: str
+    figures: Figures | None = None
+    reason: str = ""
+    warnings: tuple[str, ...] = ()
+    others: tuple[Figures, ...] = ()
+    rows: tuple[Sequence[Mapping[str, Any]], ...] = ()
+
+    @classmethod
+    def joined(cls, runs: Mapping[int, SystemResult]) -> SystemResult:
+        """Make one result from those of a system's runs by seed; OK if one of them is."""
+        first, *_ = runs.values()
+        if len(runs) == 1:
+            return first
+        status = OK if any(run.status == OK for run in runs.values()) else first.status
+        like = {seed: run for seed, run in runs.items() if run.status == status}
+        warnings = [warning for run in like.values() for warning in run.warnings]
+        for seed, run in runs.items():
+            if seed not in like:
+                what = ": ".join(filter(None, (run.status, run.reason))).rstrip(".")
+                warnings.append(f"seed {seed}: {what}")
+        first, *others = like.values()
+        figures = tuple(run.figures for run in others if run.figures is not None)
+        rows = tuple(of for run in like.values() for of in run.rows)
+        return replace(first, warnings=tuple(dict.fromkeys(warnings)), others=figures, rows=rows)
+
+    @property
+    def runs(self) -> tuple[Figures, ...]:
+        """The figures of all seeds."""
+        return () if self.figures is None else (self.figures, *self.others)
+
+    def value(self, key: str) -> float | None:
+        """Return a figure, with several seeds the median; None where that run has none.
+
+        A run that did not reach the target counts as one that would after all others.
+        """
+        values = self._values(key)
+        middle = median(values) if values else math.inf
+        return middle if math.isfinite(middle) else None
+
+    def spread(self, key: str) -> tuple[float | None, float | None] | None:
+        """The least and the most of a figure over several seeds, None for a run that has none; None for one seed."""
+        values = self._values(key)
+        if len(values) < 2:
+            return None
+        least, most = (value if math.isfinite(value) else None for value in (min(values), max(values)))
+        return least, most
+
+    def _values(self, key: str) -> list[float]:
+        found = [getattr(run, key) for run in self.runs]
+        return [math.inf if value is None else value for value in found]
+
+    def to_json(self) -> dict[str, Any]:
+        row: dict[str, Any] = {name: getattr(self, name) for name in ("system", "status", "reason")}
+        row["warnings"] = list(self.warnings)
+        if self.figures is None:
+            return row
+        row |= self.figures.to_json()
+        if self.others:
+            row |= {name: self.value(name) for name in _OF_RUNS}
+            row["spread"] = {name: self.spread(name) for name in _OF_RUNS}
+            row["runs"] = [run.to_json() for run in self.runs]
+        return row
+
+
+class Column(NamedTuple):
+    """A column of the table.
+
+    Attributes:
+        key: The name of the figure.
+        heading: Over the column.
+        format: Makes a value's text.
+        highest: Whether high values are good.
+        spreads: Whether the least and the most of several seeds are told, too.
+    """
+
+    key: str
+    heading: str
+    format: Callable[[float], str]
+    highest: bool = False
+    spreads: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The outcomes of all systems, in the order in which they were asked for.
+
+    Attributes:
+        what: The workload in words.
+        trivial: The metric of the best answer that looks at no input, or None.
+        target: Of the metric, or of the loss, see ``avgpipe.report.course.parse_target``.
+        memory_limit_bytes: Of a worker.
+    """
+
+    what: str
+    workers: int
+    outcomes: tuple[SystemResult, ...]
+    metric_name: str = "metric"
+    lower_is_better: bool = True
+    trivial: float | None = None
+    target: float | str | None = None
+    memory_limit_bytes: int | None = None
+
+    def better(self, metric: float, other: float) -> bool:
+        return metric < other if self.lower_is_better else metric > other
+
+    @property
+    def beaten_trivial(self) -> bool:
+        """Whether some system learned more than the trivial answer; true where there is none."""
+        return self.trivial is None or any(
+            self.better(metric, self.trivial) for metric in self.known("best_metric").values()
+        )
+
+    @property
+    def ranked(self) -> list[tuple[str, Figures]]:
+        """The systems that ended and fit, with their figures."""
+        return [(o.system, o.figures) for o in self.outcomes if o.status == OK and o.figures is not None]
+
+    def known(self, key: str) -> dict[str, float]:
+        """One figure of the systems that are ranked and have it; of several seeds the median."""
+        ranked = [o for o in self.outcomes if o.status == OK]
+        return {o.system: value for o in ranked if (value := o.value(key)) is not None}
+
+    @property
+    def seeds(self) -> int:
+        """Runs of a system, at most."""
+        return max((len(o.runs) for o in self.outcomes), default=1)
+
+    def columns(self) -> list[Column]:
+        """Figures in the order of the table; those of the target only if there is one."""
+        high = not self.lower_is_better
+        columns = [
+            Column("epoch_seconds", "s/epoch", format_figure),
+            Column("samples_per_second", "samples/s", format_figure, True),
+            Column("samples_to_target", "samples to target", "{:.0f}".format, False, True),
+            Column("seconds_to_target", "s to target", format_figure, False, True),
+            Column("peak_memory_bytes", "peak memory", format_bytes),
+            Column("busy_fraction", "busy", lambda share: f"{100 * share:.0f} %", True),
+            Column("best_metric", f"best {self.metric_name}", format_figure, high, True),
+            Column("metric", f"last {self.metric_name}", format_figure, high),
+        ]
+        return columns if self.target is not None else columns[:2] + columns[4:]
+
+    def best_systems(self, column: Column) -> list[str]:
+        """Who has the best value of a column among those ranked; nobody where there are fewer than two values."""
+        values = self.known(column.key)
+        best = (max if column.highest else min)(values.values(), default=None)
+        return [name for name, value in values.items() if value == best and len(values) > 1]
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw what it took to reach the target, else speed and best metric, as bars; written to ``path`` if given."""
+        from avgpipe_lab.compare.pictures import plot_bars
+
+        keys = ("samples_per_second", "best_metric")
+        if self.target is not None:
+            keys = ("samples_to_target", "seconds_to_target")
+        columns = {column.key: column.heading for column in self.columns()}
+        bars = {columns[key]: {o.system: _bar(o, key) for o in self.outcomes} for key in keys}
+        heading = ". ".join(filter(None, (f"{self.what}, {self.workers} workers", self.goal)))
+        return plot_bars(bars, heading, path)
+
+    @property
+    def goal(self) -> str:
+        """The target in words; "" without one."""
+        if self.target is None:
+            return ""
+        value, of_loss = parse_target(self.target)
+        return f"Target: {'loss' if of_loss else self.metric_name} {format_figure(value)}"
+
+    def plot_curves(self, path: str | os.PathLike[str] | None = None) -> Figure:
+        """Draw loss, metric and distances of replicas over time and samples, as far as results have ``rows``."""
+        from avgpipe.report.pictures import Curve, plot_curves  # loads matplotlib
+
+        curves = {o.system: list(map(Curve.of, o.rows)) for o in self.outcomes if o.rows}
+        heading = f"{self.what}, {self.workers} workers"
+        return plot_curves(curves, heading, self.metric_name, self.trivial, self.target, path)
+
+    def __str__(self) -> str:
+        """The table, notes and advice."""
+        from avgpipe_lab.compare.text import plain
+
+        return plain(self)
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """A row per system: status and reason, and where there are figures all of them, those of the table too."""
+        return [o.to_json() for o in self.outcomes]
+
+
+def _bar(outcome: SystemResult, key: str) -> tuple[float | None, float | None, float | None]:
+    """A figure with its least and most, None for what is not known, or of what is not ranked."""
+    if outcome.status != OK:
+        return None, None, None
+    return outcome.value(key), *(outcome.spread(key) or (None, None))
+
+
+def format_figure(value: float) -> str:
+    """Three digits, or all before the point: 0.0123, 1.23, 12.3, 1234."""
+    size = abs(value)
+    if value == 0 or size >= 99.95:
+        return f"{value:.0f}"
+    return f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3g}"

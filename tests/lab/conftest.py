@@ -1,0 +1,1 @@
+from tests.cli.conftest import text as text

@@ -1,0 +1,1 @@
+from tests.lab.workloads.conftest import _one_thread as _one_thread
