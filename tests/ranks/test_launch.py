@@ -29,7 +29,7 @@ HERE = "tests.ranks.targets"
 TWO = """
 import os, pathlib, signal, sys, time
 from avgpipe import PeerLost
-from avgpipe.ranks.process import tell_of_lost_peers
+from avgpipe.ranks.process import report_lost_peers
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 (folder / f"new-{rank}").write_text(str(os.getpid()))
 (folder / f"new-{rank}").rename(folder / f"{rank}")
@@ -42,7 +42,7 @@ def wait_until_other_is(state):
 MISSES = f"""
 {TWO}
 if rank == 0:
-    tell_of_lost_peers()
+    report_lost_peers()
     raise PeerLost("rank 1 has closed its connection")
 wait_until_other_is("Z")
 sys.exit(1)
@@ -132,7 +132,7 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
 
 @pytest.mark.promise
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_STILL_S", 0.2)
+    monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
     with pytest.raises(RanksFailed, match="worker 1 of 2 stands still") as failure:
         run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
     assert failure.value.exit_codes == (0, -signal.SIGKILL)

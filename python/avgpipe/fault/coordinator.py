@@ -29,7 +29,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from avgpipe.fault.roster import Roster, Stay
+from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.trunk import let_in
 from avgpipe.ranks.process import peer_of
 from avgpipe_ext.ring import Bell, Memory
@@ -90,7 +90,7 @@ class Process:
     begun: int | None = None
     wants: str = ""
     late: tuple[int, float] | None = None
-    complained: int = -1
+    reported_late: int = -1
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Group:
     pipeline: int
     number: int
     size: int
-    told: Memory
+    published: Memory
     places: int
     period: int
     found: Mapping[str, Any]
@@ -133,9 +133,9 @@ class Group:
     def all_want(self, what: str) -> bool:
         return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
 
-    def turns_told(self) -> int:
+    def turns_published(self) -> int:
         """Return how many turns all of it have told."""
-        return min(Bell(self.told, n * Bell.BYTES).count() for n in range(self.places))
+        return min(Bell(self.published, n * Bell.BYTES).count() for n in range(self.places))
 
 
 class Coordinator:
@@ -173,7 +173,7 @@ class Coordinator:
         self._listening.bind(address)
         self._listening.listen(64)
         self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
-        self.roster, self.history = Roster(), dict[int, Stay]()
+        self.roster, self.history = Roster(), dict[int, Term]()
         self.groups: dict[int, Group] = {}
         self.members: dict[int, int] = {}
         self._let_join = let_join
@@ -197,7 +197,7 @@ class Coordinator:
     @property
     def has_begun(self) -> bool:
         """Whether pipelines train, or have."""
-        return self._begun > 0 or bool(self.roster.stays)
+        return self._begun > 0 or bool(self.roster.terms)
 
     def overdue(self, started: Mapping[int, float]) -> list[int]:
         """Return for which groups another has waited for too long to begin the run; ``started``: when each was."""
@@ -233,7 +233,7 @@ class Coordinator:
             if one is self._listening:
                 self._accept()
             elif isinstance(one, Connection) and not one.closed:
-                self._hear(one)
+                self._receive(one)
         self._find_silent()
         self._choose_doers()
         self._find_late()
@@ -245,7 +245,7 @@ class Coordinator:
         ):  # gone again, stands still, or does not know the token
             self._unknown.add(let_in(self._listening.accept()[0], self._token, _GREET_S))
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         known = self._by_connection.get(connection)
         try:
             message = received(connection)
@@ -308,19 +308,21 @@ class Coordinator:
             raise ValueError(f"what was started together with {about['name']} has ended")
         if number not in self.groups:
             pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
-            told = Memory.create(places * Bell.BYTES)
+            published = Memory.create(places * Bell.BYTES)
             is_far = bool(about.get("is_far"))
-            found = self._standing()
-            self.groups[number] = Group(pipeline, number, size, told, places, period, found, is_far=is_far)
+            found = self._progress()
+            self.groups[number] = Group(
+                pipeline, number, size, published, places, period, found, is_far=is_far
+            )
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
         group.processes[rank] = Process(connection, str(about["name"]), peer_of(connection), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
-        self._send(connection, "welcome", {**group.found, "told": place_of(group.told)})
+        self._send(connection, "welcome", {**group.found, "published": place_of(group.published)})
 
-    def _standing(self) -> dict[str, Any]:
+    def _progress(self) -> dict[str, Any]:
         """Return what a pipeline that comes finds.
 
         Who is ahead may be gone before it enters, and what that had is begun by the others only then.
@@ -332,7 +334,7 @@ class Coordinator:
         process = group.processes[rank]
         if kind == "alive":
             process.doing, process.batches = str(values[0]), int(values[1])
-            if group.given and group.turns_told():
+            if group.given and group.turns_published():
                 group.given.clear()
             self._send(process.connection, "heard")
         elif kind == "begun":
@@ -382,7 +384,7 @@ class Coordinator:
     def _trains_here(self) -> bool:
         """Whether a pipeline on this host trains, and has not only just come."""
         near = (group for group in self._living() if not group.is_far)
-        return any(self._stay_of(group).donor is None or group.turns_told() > 0 for group in near)
+        return any(self._term_of(group).donor is None or group.turns_published() > 0 for group in near)
 
     def _may_ask_here(self, turn: int) -> bool:
         """Whether a pipeline on this host may still ask for something that is done before a turn.
@@ -392,9 +394,9 @@ class Coordinator:
         if not self.has_begun:
             return True  # the run begins here
         for group in self._living():
-            stay = self._stay_of(group)
-            was_there = stay.first < turn or stay.donor is None
-            if not group.is_far and was_there and stay.first + group.turns_told() <= turn:
+            term = self._term_of(group)
+            was_there = term.first < turn or term.donor is None
+            if not group.is_far and was_there and term.first + group.turns_published() <= turn:
                 return True
         return False
 
@@ -439,10 +441,10 @@ class Coordinator:
         else:
             self._reply(process, request, {"place": place_of(memory)})
 
-    def _hand_over(self, giver: Group, number: int, name: str, value: Any) -> None:
+    def _hand_over(self, donor: Group, number: int, name: str, value: Any) -> None:
         """Pass on what a pipeline begins with, once: who stands in for a giver that is lost gives all of it again."""
-        memory, receiver = giver.memory.pop(name, None), self.groups.get(number)
-        if receiver is None or name in receiver.given or receiver.turns_told():
+        memory, receiver = donor.memory.pop(name, None), self.groups.get(number)
+        if receiver is None or name in receiver.given or receiver.turns_published():
             return
         receiver.given[name] = memory
         for process in receiver.processes.values():
@@ -468,19 +470,19 @@ class Coordinator:
         if group.pipeline not in counting:
             return
         late = {
-            pipeline: self.groups[stay.number]
-            for pipeline, stay in counting.items()
-            if stay.number in self.members and stay.first + self.groups[stay.number].turns_told() <= turn
+            pipeline: self.groups[term.number]
+            for pipeline, term in counting.items()
+            if term.number in self.members and term.first + self.groups[term.number].turns_published() <= turn
         }
         waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
         for pipeline, other in late.items():
             doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
             self._lost(other.number, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
-        if not late and process.complained == turn:
+        if not late and process.reported_late == turn:
             why = f"{waited} step {turn}, which all have told; {process.name} was at {process.doing}"
             self._lost(group.number, None, why)
         elif not late:
-            process.complained = turn  # the last of it may just be on its way
+            process.reported_late = turn  # the last of it may just be on its way
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -501,10 +503,10 @@ class Coordinator:
 
     def _remove(self, group: Group) -> None:
         if self.members.pop(group.number, None) is not None:
-            self._leaving.append((group, self._stay_of(group).first + group.turns_told()))
+            self._leaving.append((group, self._term_of(group).first + group.turns_published()))
 
-    def _stay_of(self, group: Group) -> Stay:
-        return next(stay for stay in self.roster.present if stay.number == group.number)
+    def _term_of(self, group: Group) -> Term:
+        return next(term for term in self.roster.present if term.number == group.number)
 
     def _living(self) -> list[Group]:
         return [self.groups[number] for number in self.members]
@@ -515,17 +517,17 @@ class Coordinator:
             if group.all_want("leave"):
                 group.is_done = True
                 self._remove(group)
-        coming = [
+        joining = [
             g
             for g in self.groups.values()
             if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
         if self._stop is not None:
-            coming = []  # who comes now has nothing to train on
+            joining = []  # who comes now has nothing to train on
         stops = self._is_to_stop and self._stop is None
-        is_due = bool(self._leaving or ((coming or stops) and self.members))
+        is_due = bool(self._leaving or ((joining or stops) and self.members))
         if not self.has_begun:
-            is_due = len(coming) >= self.wanted
+            is_due = len(joining) >= self.wanted
         if not is_due:
             return
         asked = [p for group in self._living() for p in group.processes.values() if p.wants != "leave"]
@@ -536,62 +538,62 @@ class Coordinator:
                 self._send(process.connection, "freeze")
         if all(process.begun is not None for process in asked):
             self._is_frozen = False
-            told = (turns for _, turns in self._leaving)  # none that all have told is begun by nobody
-            self._begun = max([self._begun, *told, *(process.begun or 0 for process in asked)])
-            self._apply(self._begun, coming)
+            published = (turns for _, turns in self._leaving)  # none that all have told is begun by nobody
+            self._begun = max([self._begun, *published, *(process.begun or 0 for process in asked)])
+            self._apply(self._begun, joining)
 
-    def _apply(self, begun: int, coming: Sequence[Group]) -> None:
+    def _apply(self, begun: int, joining: Sequence[Group]) -> None:
         """Change the roster from the next turn on; nobody has begun turn ``begun``."""
         begins = not self.has_begun
-        for group, told in self._leaving:
-            self._apply_leave(group, told, begun)
+        for group, published in self._leaving:
+            self._apply_leave(group, published, begun)
         self._leaving = []
         if self._is_to_stop and self._stop is None:
             self._stop = begun
-        donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
-        for group in sorted(coming, key=lambda group: group.pipeline):
+        donors = [term.pipeline for term in self.roster.present if term.first < begun]
+        for group in sorted(joining, key=lambda group: group.pipeline):
             if not begins and (self._stop is not None or not donors):  # it may just have been settled
                 break  # nobody is left whose state it could have, or soon
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
-            stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
-            self.history[group.number] = stay
-            self.roster.enter(stay)
+            term = Term(group.pipeline, group.number, first, None if begins else donors[0])
+            self.history[group.number] = term
+            self.roster.enter(term)
             self.members[group.number] = group.pipeline
             if not begins:
                 state = f"with the optimizer's state of pipeline {donors[0]}"
                 self._say(f"pipeline {group.pipeline} trains with the others from step {first} on, {state}")
         self._forget(begun)
-        self._tell()
+        self._send_roster()
 
-    def _apply_leave(self, group: Group, told: int, begun: int) -> None:
-        stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
-        lost = stay.end - stay.told
+    def _apply_leave(self, group: Group, published: int, begun: int) -> None:
+        term = self.history[group.number] = self.roster.leave(group.pipeline, published, begun)
+        lost = term.end - term.published
         self._clean = max(self._clean, begun) + lost
         if lost and self.members:
             steps = "step" if lost == 1 else f"{lost} steps"
             self._say(f"pipeline {group.pipeline}: the others train on what it had of its last {steps}")
         for other in self.roster.present:
             has_state = len(self.groups[other.number].given) == self.groups[other.number].places
-            has_begun = self.groups[other.number].turns_told() > 0
+            has_begun = self.groups[other.number].turns_published() > 0
             if other.donor == group.pipeline and not (has_state or has_begun):
                 why = f"pipeline {group.pipeline}, whose state it was to have, is gone"
                 self._lost(other.number, None, OVER if group.is_done else why)
-            elif lost and stay.told < other.first < self._clean:
+            elif lost and term.published < other.first < self._clean:
                 why = f"it came too late to know what pipeline {group.pipeline} had, which is gone"
                 self._lost(other.number, None, why)
 
     def _forget(self, begun: int) -> None:
         """Give up what nobody can ask for any more: all have gone on from a turn once all have told the next one."""
-        told = [stay.first + self.groups[stay.number].turns_told() for stay in self.roster.present]
-        self.roster.forget(min(begun, *told, begun) - 2)
-        needed = {stay.number for stay in self.roster.stays}
+        published = [term.first + self.groups[term.number].turns_published() for term in self.roster.present]
+        self.roster.forget(min(begun, *published, begun) - 2)
+        needed = {term.number for term in self.roster.terms}
         self.groups = {n: group for n, group in self.groups.items() if n in needed or not group.has_ended}
 
-    def _tell(self) -> None:
-        about = {stay.number: self.groups[stay.number] for stay in self.roster.stays}
+    def _send_roster(self) -> None:
+        about = {term.number: self.groups[term.number] for term in self.roster.terms}
         facts = {
             number: {
-                "told": place_of(group.told),
+                "published": place_of(group.published),
                 "places": group.places,
                 "memory": {name: place_of(memory) for name, memory in group.memory.items()},
                 "bells": [bell for _, bell in sorted(group.bells.items())],

@@ -23,8 +23,8 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.fault.membership import Membership, Neighbour
-from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, published_by, read_head, write_head
+from avgpipe.fault.roster import Term
 from avgpipe.links.codec import padded
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
@@ -78,7 +78,7 @@ class TurnSlot:
 
 
 @dataclass(frozen=True)
-class Told:
+class Published:
     """What counts in a turn, at one stage replica.
 
     Attributes:
@@ -104,16 +104,16 @@ class Other:
     """What another pipeline, or this one, tells while it stays: mapped when it is first asked for."""
 
     def __init__(self, about: Neighbour, like: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        told = Memory.open(*about.told)
-        self._counts = [Bell(told, place * Bell.BYTES) for place in range(about.places)]
+        published = Memory.open(*about.published)
+        self._counts = [Bell(published, place * Bell.BYTES) for place in range(about.places)]
         self._slots = {
             place: [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
             for place, tensors in like.items()
-            for memory in [Memory.open(*about.memory[told_by(place)])]
+            for memory in [Memory.open(*about.memory[published_by(place)])]
         }
         self._bells = bells_at(about.bells)
 
-    def turns_told(self) -> int:
+    def turns_published(self) -> int:
         """Return how many turns all of its stages have told since it has entered."""
         return min(count.count() for count in self._counts)
 
@@ -145,17 +145,17 @@ class TurnExchange:
     ) -> None:
         self.membership, self._mailbox, self._give = membership, mailbox, give
         self._like = {place: list(tensors) for place, tensors in like.items()}
-        self._counts = {place: Bell(membership.told, place * Bell.BYTES) for place in like}
+        self._counts = {place: Bell(membership.published, place * Bell.BYTES) for place in like}
         self._own: dict[int, list[TurnSlot]] = {}
         for place, tensors in self._like.items():
-            memory = membership.memory(told_by(place), SLOTS * TurnSlot.bytes_of(tensors))
+            memory = membership.memory(published_by(place), SLOTS * TurnSlot.bytes_of(tensors))
             self._own[place] = [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
         self._others: dict[int, Other] = {}  # by the number of a stay
         self._next = 0  # the first turn of which is not known who counts in it
         self._asked = Counter[str]()  # how often something was asked for once, between two turns
         self._asked_before = 0  # the second of them
         self._asked_again = Counter[tuple[str, int]]()  # that the others have found, before so many batches
-        self._last: list[Stay] = []  # those that counted in the turn before
+        self._last: list[Term] = []  # those that counted in the turn before
         self.turns: dict[int, Turn] = {}
         self._given: set[tuple[int, int]] = set()  # stays that have got the state of a stage replica
         mailbox.sources.append(self._collect)
@@ -174,20 +174,20 @@ class TurnExchange:
 
     # ---- telling -----------------------------------------------------------------------------------------------------
 
-    def tell(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def publish(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Tell of a stage replica's step; of each turn once, and in their order.
 
         ``tensors``: all of those told, or only the last of them.
         """
         self._own[place][turn % SLOTS].write(values, tensors)
         self._counts[place].ring()
-        for stay in self.membership.known.roster.present:
-            self._of(stay).ring()
+        for term in self.membership.known.roster.present:
+            self._of(term).ring()
 
-    def _of(self, stay: Stay) -> Other:
-        if stay.number not in self._others:
-            self._others[stay.number] = Other(self.membership.known.neighbours[stay.number], self._like)
-        return self._others[stay.number]
+    def _of(self, term: Term) -> Other:
+        if term.number not in self._others:
+            self._others[term.number] = Other(self.membership.known.neighbours[term.number], self._like)
+        return self._others[term.number]
 
     # ---- learning ----------------------------------------------------------------------------------------------------
 
@@ -200,30 +200,30 @@ class TurnExchange:
         """Find which turns have ended."""
         while self._next < self.membership.begun:
             turn, roster = self._next, self.membership.known.roster
-            stays = roster.counting(turn)
-            if any(stay.first + self._of(stay).turns_told() <= turn for stay in stays.values()):
+            terms = roster.counting(turn)
+            if any(term.first + self._of(term).turns_published() <= turn for term in terms.values()):
                 return
             values: list[Any] = []
             for place in self._like:
-                slots = [self._of(stay).slot(place, turn) for stay in stays.values()]
+                slots = [self._of(term).slot(place, turn) for term in terms.values()]
                 values = [slot.read() for slot in slots]
-                told = Told(list(stays), values, [slot.tensors for slot in slots])
-                self._mailbox.put(self.key(self.membership.pipeline, place, turn), told)
-            self.turns[turn] = Turn(turn, dict(zip(stays, values)))
-            self._last = list(stays.values())
+                published = Published(list(terms), values, [slot.tensors for slot in slots])
+                self._mailbox.put(self.key(self.membership.pipeline, place, turn), published)
+            self.turns[turn] = Turn(turn, dict(zip(terms, values)))
+            self._last = list(terms.values())
             self._next += 1
-            known = {stay.number for stay in roster.stays}
+            known = {term.number for term in roster.terms}
             self._others = {number: other for number, other in self._others.items() if number in known}
 
-    def last_told(self, place: int) -> list[list[torch.Tensor]]:
+    def last_published(self, place: int) -> list[list[torch.Tensor]]:
         """Return what was told in the last turn that has ended; empty if none has. No turn may be under way."""
-        return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
+        return [self._of(term).slot(place, self._next - 1).tensors for term in self._last]
 
-    def forget_told(self) -> None:
+    def forget_published(self) -> None:
         """Forget what was told in the last turn, as the state is another one now."""
         self._last = []
 
-    def complains(self) -> bool:
+    def report_late(self) -> bool:
         """Tell the coordinator of others that have not told a turn in time; whether that may be what is awaited.
 
         Where all of this pipeline have told a turn that has not ended, whatever one of its stages waits for, such as
@@ -232,9 +232,9 @@ class TurnExchange:
         """
         turn = self._next
         own = self.membership.known.roster.counting(turn).get(self.membership.pipeline)
-        if own is None or own.first + self._of(own).turns_told() <= turn:
+        if own is None or own.first + self._of(own).turns_published() <= turn:
             return False
-        self.membership.complain(turn)
+        self.membership.report_late(turn)
         return True
 
     def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
@@ -271,14 +271,14 @@ class TurnExchange:
         """
         if turn >= self.membership.begun:
             return
-        for stay in self.membership.known.roster.joining(turn):
-            if stay.donor == self.membership.pipeline and (stay.number, place) not in self._given:
-                self._given.add((stay.number, place))
+        for term in self.membership.known.roster.joining(turn):
+            if term.donor == self.membership.pipeline and (term.number, place) not in self._given:
+                self._given.add((term.number, place))
                 state = self._give(place, turn)
                 name = f"state {place}"
                 memory = self.membership.memory(name, len(state))
                 memoryview(memory)[: len(state)] = state
-                self.membership.hand_over(stay.number, name, [memory.path, memory.bytes, len(state)])
+                self.membership.hand_over(term.number, name, [memory.path, memory.bytes, len(state)])
 
     def received(self, place: int) -> bytes:
         """Return the state that this pipeline begins with, once it is there."""

@@ -18,7 +18,7 @@ from avgpipe.ranks.process import PIPELINE, RUN
 from avgpipe_ext.ring import Memory
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
-_TELL_S = 1.0  # between two signs of life
+_ALIVE_S = 1.0  # between two signs of life
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
@@ -36,7 +36,7 @@ class Neighbour:
         bells: of its processes, to be rung.
     """
 
-    told: list[Any]
+    published: list[Any]
     places: int
     memory: Mapping[str, list[Any]]
     bells: list[list[Any]]
@@ -78,7 +78,7 @@ class Membership:
         self._timeout_s = timeout_s
         self.known = Known(Roster(), {})
         self.begun = 0
-        self.told_batches: Callable[[], int] = lambda: self.batches
+        self.position: Callable[[], int] = lambda: self.batches
         self.doing: Callable[[], str] = lambda: "its start"
         self.changed: Callable[[], None] = lambda: None  # called by the thread
         self._is_frozen = False
@@ -116,7 +116,7 @@ class Membership:
         if "why" in welcome:
             raise PeerLost(f"the launcher at {where} has refused this process: {welcome['why']}")
         self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
-        self.told = Memory.open(*welcome["told"])
+        self.published = Memory.open(*welcome["published"])
         self._heard_at = time.monotonic()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
@@ -144,12 +144,12 @@ class Membership:
             return self.begun
 
     def _own_first(self) -> int | None:
-        return next((stay.first for stay in self.known.roster.stays if stay.number == self.group), None)
+        return next((term.first for term in self.known.roster.terms if term.number == self.group), None)
 
     @property
     def is_late(self) -> bool:
         """Whether this pipeline, a member, has come when others trained already."""
-        return any(stay.donor is not None for stay in self.known.roster.stays if stay.number == self.group)
+        return any(term.donor is not None for term in self.known.roster.terms if term.number == self.group)
 
     def begin(self) -> int:
         """Begin the next turn, and return its number; waits while who trains in it is being settled."""
@@ -178,7 +178,7 @@ class Membership:
         """Say that this process is done."""
         self._send_if_alive("leave")
 
-    def complain(self, turn: int) -> None:
+    def report_late(self, turn: int) -> None:
         """Say that this process has waited for the others of a turn for as long as it may."""
         self._send_if_alive("late", turn, self._timeout_s)
 
@@ -239,18 +239,18 @@ class Membership:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        told_at, has_told = 0.0, False
+        sent_at, has_sent_stop = 0.0, False
         try:
             while True:
-                if self._is_to_stop and not has_told:
-                    has_told = True
+                if self._is_to_stop and not has_sent_stop:
+                    has_sent_stop = True
                     self._send("stop")
-                if time.monotonic() >= told_at + _TELL_S:
-                    self._send("alive", self.doing()[:500], self.told_batches())
-                    told_at = time.monotonic()
-                if self._connection.poll(max(0.0, told_at + _TELL_S - time.monotonic())):
+                if time.monotonic() >= sent_at + _ALIVE_S:
+                    self._send("alive", self.doing()[:500], self.position())
+                    sent_at = time.monotonic()
+                if self._connection.poll(max(0.0, sent_at + _ALIVE_S - time.monotonic())):
                     self._heard_at = time.monotonic()
-                    self._hear(*received(self._connection))
+                    self._handle(*received(self._connection))
                 elif time.monotonic() > self._heard_at + self._timeout_s:
                     raise TimeoutError(f"it has said nothing for {self._timeout_s:g} s")
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
@@ -262,11 +262,11 @@ class Membership:
                     self._lock.notify_all()
                 self.changed()
 
-    def _hear(self, kind: str, *values: Any) -> None:
+    def _handle(self, kind: str, *values: Any) -> None:
         with self._lock:
             if kind == "freeze":
                 self._is_frozen = True
-                self._send("begun", self.begun, self.told_batches())
+                self._send("begun", self.begun, self.position())
             elif kind == "roster":
                 self._take_roster(*values)
             elif kind == "reply":
@@ -278,11 +278,11 @@ class Membership:
             self.changed()
 
     def _take_roster(
-        self, stays: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
+        self, terms: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
     ) -> None:
         was_member = self._own_first() is not None
         about = {int(number): Neighbour(**neighbour) for number, neighbour in neighbours.items()}
-        self.known, self._stop = Known(Roster.from_json(stays), about), stop
+        self.known, self._stop = Known(Roster.from_json(terms), about), stop
         first = self._own_first()
         if not was_member and first is not None:
             self.begun = first

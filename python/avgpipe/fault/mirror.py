@@ -16,18 +16,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.roster import Term
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Bell, Memory
 
 SLOTS, HEAD_BYTES = 2, 24  # of what a stage replica tells in; a slot's head has three numbers
-TOLD = "told"  # the message
+PUBLISHED = "published"  # the message
 _UNKNOWN = 2**62  # a turn
 
 
-def told_by(place: int) -> str:
+def published_by(place: int) -> str:
     """Name the memory in which a stage replica of a pipeline tells."""
-    return f"told by {place}"
+    return f"published by {place}"
 
 
 def read_head(slot: memoryview) -> list[int]:
@@ -50,7 +50,7 @@ def bells_at(places: Iterable[list[Any]]) -> list[Bell]:
 
 
 @dataclass
-class ToldMemory:
+class PublishedMemory:
     """What the processes of one pipeline tell, here.
 
     Attributes:
@@ -71,7 +71,7 @@ class ToldMemory:
             raise ValueError(f"no stage replica {place}")
         return Bell(self.counts, place * Bell.BYTES)
 
-    def turns_told(self) -> int:
+    def turns_published(self) -> int:
         """Return how many turns all of it have told."""
         return min(self.count(place).count() for place in range(self.places))
 
@@ -94,7 +94,7 @@ class Mirror:
 
     def __init__(self, trunk: Trunk, is_near: Callable[[int], bool]) -> None:
         self._trunk, self._is_near = trunk, is_near
-        self._told: dict[int, ToldMemory] = {}  # by the number of a stay
+        self._published: dict[int, PublishedMemory] = {}  # by the number of a stay
         # Who sends may wait for the other host, and must not keep waiting who takes in what comes from there.
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._memory = Memory.create(Bell.BYTES)
@@ -103,27 +103,31 @@ class Mirror:
         self.place = [self._memory.path, self._memory.bytes, 0]
         self.bells: Sequence[Bell] = ()
 
-    def of(self, number: int, places: int, counts: Memory | None = None) -> ToldMemory:
+    def of(self, number: int, places: int, counts: Memory | None = None) -> PublishedMemory:
         """Return what a pipeline tells; its memory is ``counts``, or made here, when it is first heard of."""
         with self._lock:
-            if number not in self._told:
+            if number not in self._published:
                 if not 0 < places < 2**16:
                     raise ValueError(f"{places} stage replicas")
                 counts = counts or Memory.create(places * Bell.BYTES)
-                self._told[number] = ToldMemory(counts, places, sent=[0] * places)
-            told = self._told[number]
-        if told.places != places:
-            raise ValueError(f"{places} stage replicas, and {told.places} before")
-        return told
+                self._published[number] = PublishedMemory(counts, places, sent=[0] * places)
+            published = self._published[number]
+        if published.places != places:
+            raise ValueError(f"{places} stage replicas, and {published.places} before")
+        return published
 
-    def learn(self, stays: Iterable[Stay], about: Iterable[int]) -> None:
+    def learn(self, terms: Iterable[Term], about: Iterable[int]) -> None:
         """Take in which pipelines there are, and from which turns on; forget all but those in ``about``."""
         with self._lock:
-            for stay in stays:
-                if stay.number in self._told:
-                    self._told[stay.number].first = stay.first
+            for term in terms:
+                if term.number in self._published:
+                    self._published[term.number].first = term.first
             known = set(about)
-            self._told = {n: told for n, told in self._told.items() if n in known or told.first == _UNKNOWN}
+            self._published = {
+                n: published
+                for n, published in self._published.items()
+                if n in known or published.first == _UNKNOWN
+            }
 
     # ---- near to far -------------------------------------------------------------------------------------------------
 
@@ -131,28 +135,30 @@ class Mirror:
         """Send what was told here and is not there yet. OSError where the other host is gone."""
         with self._shipping:
             with self._lock:  # all first turns of one roster: another one may be taken in meanwhile
-                known = [(number, told, told.first) for number, told in self._told.items()]
+                known = [
+                    (number, published, published.first) for number, published in self._published.items()
+                ]
             # Turns before one in which a pipeline there has a part are told there to nobody.
             theirs = min((first for number, _, first in known if not self._is_near(number)), default=_UNKNOWN)
-            for number, told, first in known:
+            for number, published, first in known:
                 if self._is_near(number) and first != _UNKNOWN:
-                    for place in list(told.memory):
-                        self._ship(number, told, place, first, theirs)
+                    for place in list(published.memory):
+                        self._ship(number, published, place, first, theirs)
 
-    def _ship(self, number: int, told: ToldMemory, place: int, first: int, theirs: int) -> None:
-        count = told.count(place).count()
-        for n in range(max(told.sent[place], theirs - first), count):
+    def _ship(self, number: int, published: PublishedMemory, place: int, first: int, theirs: int) -> None:
+        count = published.count(place).count()
+        for n in range(max(published.sent[place], theirs - first), count):
             slot_number = (first + n) % SLOTS
-            slot = told.slot(place, slot_number)
+            slot = published.slot(place, slot_number)
             text_end, begin, end = read_head(slot)
             ranges = [(a, b) for a, b in ((0, text_end), (begin, end)) if b > a]
-            where = [number, told.places, place, n + 1, told.memory[place].bytes, slot_number]
-            self._trunk.send(TOLD, *where, ranges, parts=[slot[a:b] for a, b in ranges])
-            told.sent[place] = n + 1
-        if count > told.sent[place]:
-            where = [number, told.places, place, count, told.memory[place].bytes, 0]
-            self._trunk.send(TOLD, *where, [])
-            told.sent[place] = count
+            where = [number, published.places, place, n + 1, published.memory[place].bytes, slot_number]
+            self._trunk.send(PUBLISHED, *where, ranges, parts=[slot[a:b] for a, b in ranges])
+            published.sent[place] = n + 1
+        if count > published.sent[place]:
+            where = [number, published.places, place, count, published.memory[place].bytes, 0]
+            self._trunk.send(PUBLISHED, *where, [])
+            published.sent[place] = count
 
     def run(self) -> None:
         """Ship whenever a process here has rung, until the end; for a thread."""
@@ -182,13 +188,13 @@ class Mirror:
         """Take in what was told there. ValueError for what makes no sense."""
         if self._is_near(number):
             raise ValueError(f"the pipeline of stay {number} is on this side")
-        told = self.of(number, places)
-        rings = told.count(place)
-        memory = self.memory(told, place, size)
+        published = self.of(number, places)
+        rings = published.count(place)
+        memory = self.memory(published, place, size)
         if ranges and (memory.bytes != size or not 0 <= slot_number < SLOTS):
             raise ValueError(f"{size} bytes, slot {slot_number}")
         for begin, end in ranges:
-            slot = told.slot(place, slot_number)
+            slot = published.slot(place, slot_number)
             if not 0 <= begin < end <= len(slot):
                 raise ValueError(f"bytes {begin} to {end} of a slot")
             self._trunk.receive_into(slot[begin:end])
@@ -199,9 +205,9 @@ class Mirror:
         for bell in self.bells:
             bell.ring()
 
-    def memory(self, told: ToldMemory, place: int, size: int) -> Memory:
+    def memory(self, published: PublishedMemory, place: int, size: int) -> Memory:
         """Return where a stage replica tells, which is made here when it is first heard of."""
         with self._lock:
-            if place not in told.memory:
-                told.memory[place] = Memory.create(size)
-            return told.memory[place]
+            if place not in published.memory:
+                published.memory[place] = Memory.create(size)
+            return published.memory[place]

@@ -16,7 +16,7 @@ _NEVER = 2**62
 
 
 @dataclass(frozen=True)
-class Stay:
+class Term:
     """A pipeline's membership, once: where it was lost and came again, it has two.
 
     Attributes:
@@ -32,7 +32,7 @@ class Stay:
     number: int
     first: int
     donor: int | None = None
-    told: int = _NEVER
+    published: int = _NEVER
     end: int = _NEVER
 
     @property
@@ -43,55 +43,55 @@ class Stay:
 class Roster:
     """All that is known of who trains when."""
 
-    def __init__(self, stays: Sequence[Stay] = ()) -> None:
-        self.stays = list(stays)
+    def __init__(self, terms: Sequence[Term] = ()) -> None:
+        self.terms = list(terms)
 
     def members(self, turn: int) -> list[int]:
         """Return who was to train in a turn, in ascending order."""
-        return sorted(stay.pipeline for stay in self.stays if stay.first <= turn < stay.end)
+        return sorted(term.pipeline for term in self.terms if term.first <= turn < term.end)
 
-    def counting(self, turn: int) -> dict[int, Stay]:
+    def counting(self, turn: int) -> dict[int, Term]:
         """Return the stays of the members that count in a turn, ascending; one may still be lost before it has told."""
-        found = {stay.pipeline: stay for stay in self.stays if stay.first <= turn < stay.told}
+        found = {term.pipeline: term for term in self.terms if term.first <= turn < term.published}
         return dict(sorted(found.items()))
 
-    def joining(self, turn: int) -> list[Stay]:
+    def joining(self, turn: int) -> list[Term]:
         """Return those that come with a turn, and take their state from another."""
-        return [stay for stay in self.stays if stay.first == turn and stay.donor is not None]
+        return [term for term in self.terms if term.first == turn and term.donor is not None]
 
     @property
-    def present(self) -> list[Stay]:
+    def present(self) -> list[Term]:
         """Those whose end is not known."""
-        return [stay for stay in self.stays if not stay.has_ended]
+        return [term for term in self.terms if not term.has_ended]
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
-    def enter(self, stay: Stay) -> None:
+    def enter(self, term: Term) -> None:
         """Let a pipeline come, with a turn that nobody has begun."""
-        self.stays.append(stay)
+        self.terms.append(term)
 
-    def leave(self, pipeline: int, told: int, begun: int) -> Stay:
+    def leave(self, pipeline: int, published: int, begun: int) -> Term:
         """Note that a member is gone; it had told the turns before ``told``, and nobody has begun turn ``begun``."""
-        number, stay = next(
-            (n, s) for n, s in enumerate(self.stays) if s.pipeline == pipeline and not s.has_ended
+        number, term = next(
+            (n, s) for n, s in enumerate(self.terms) if s.pipeline == pipeline and not s.has_ended
         )
-        end = max(begun, stay.first)
-        self.stays[number] = gone = replace(stay, told=min(told, end), end=end)
+        end = max(begun, term.first)
+        self.terms[number] = gone = replace(term, published=min(published, end), end=end)
         heirs = [other for other in self.present if other.first < begun]
-        for n, other in enumerate(self.stays):  # who was to give may be another, as all have what is given
+        for n, other in enumerate(self.terms):  # who was to give may be another, as all have what is given
             if heirs and other.donor == pipeline and other.first >= begun and not other.has_ended:
-                self.stays[n] = replace(other, donor=heirs[0].pipeline)
+                self.terms[n] = replace(other, donor=heirs[0].pipeline)
         return gone
 
     def forget(self, turn: int) -> None:
         """Drop what concerns only turns before ``turn``."""
-        self.stays = [stay for stay in self.stays if stay.end > turn]
+        self.terms = [term for term in self.terms if term.end > turn]
 
     # ---- over the wire -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        return [astuple(stay) for stay in self.stays]
+        return [astuple(term) for term in self.terms]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Roster:
-        return cls([Stay(*value) for value in values])
+        return cls([Term(*value) for value in values])

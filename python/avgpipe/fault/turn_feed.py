@@ -125,12 +125,12 @@ class TurnFeed(Feed):
         self._enter: Callable[[], Counts | None] = enter
         self._verification = verification
         self.next_batch: int = self._membership.batches
-        self._membership.told_batches = lambda: self.next_batch
+        self._membership.position = lambda: self.next_batch
         self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # turns
         self._parts: dict[int, dict[int, Part]] = {}  # by turn and pipeline: what may be lost
-        self._seen_to: set[int] = set()  # stays that have ended, of which what was lost is in line
+        self._queued_terms: set[int] = set()  # stays that have ended, of which what was lost is in line
         self._lost: deque[Part] = deque()  # in line
         self._before: dict[int, int] = {}  # batches before turns in flight
         self.is_member = False
@@ -262,7 +262,7 @@ class TurnFeed(Feed):
         """
         with self._worker.running():
             turn = self._membership.begin()
-            self._put_into_line(turn)
+            self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch
             most, found = 1 if self._is_shared or batch is not None else len(members), list[Part]()
@@ -284,16 +284,16 @@ class TurnFeed(Feed):
         self.begun += 1
         self._at = self.next_batch
 
-    def _put_into_line(self, turn: int) -> None:
+    def _queue_lost(self, turn: int) -> None:
         """Put into line what those had who are no members any more by this turn, and did not count."""
         roster = self._membership.known.roster
-        ended = [stay for stay in roster.stays if stay.end <= turn and stay.number not in self._seen_to]
-        for stay in ended:
-            for lost in range(stay.told, stay.end):
-                part = self._parts.get(lost, {}).pop(stay.pipeline, None)
+        ended = [term for term in roster.terms if term.end <= turn and term.number not in self._queued_terms]
+        for term in ended:
+            for lost in range(term.published, term.end):
+                part = self._parts.get(lost, {}).pop(term.pipeline, None)
                 if part is not None and part.sizes:
                     self._lost.append(part)
-        self._seen_to = {stay.number for stay in roster.stays if stay.end <= turn}
+        self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
         self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
 
     def _start(self, turn: int, parts: dict[int, Part], members: Sequence[int]) -> None:
@@ -377,10 +377,10 @@ class TurnFeed(Feed):
         parts = self._parts[turn.number]
         ends: list[tuple[int, Part, BatchEnd]] = []
         for i, values in turn.values.items():
-            part, told = parts.pop(i, None), values["part"]
-            if told != (None if part is None else part.place):
-                self._object(i, turn.number, told, part)
-            if part is not None and told is not None:
+            part, published = parts.pop(i, None), values["part"]
+            if published != (None if part is None else part.place):
+                self._report_mismatch(i, turn.number, published, part)
+            if part is not None and published is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
         if not any(part.sizes for part in parts.values()):
@@ -394,15 +394,15 @@ class TurnFeed(Feed):
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
         self.ended += self._results_of(turn)
 
-    def _object(self, i: int, turn: int, told: Any, part: Part | None) -> None:
+    def _report_mismatch(self, i: int, turn: int, published: Any, part: Part | None) -> None:
         """Say that pipeline ``i`` goes through another loader; raises if it is not the only one that came later.
 
         Then that one finds the same, and ends.
         """
-        found = f"pipeline {i} has trained on {_named(told)} in turn {turn}, which should have been "
+        found = f"pipeline {i} has trained on {_named(published)} in turn {turn}, which should have been "
         found += f"{_named(None if part is None else part.place)}: all must go through the same loader"
-        stays = self._membership.known.roster.counting(turn)
-        if i not in stays or stays[i].donor is None or stays[i].first <= stays[self._pipeline].first:
+        terms = self._membership.known.roster.counting(turn)
+        if i not in terms or terms[i].donor is None or terms[i].first <= terms[self._pipeline].first:
             raise PipelineError(found)
         _log.warning("%s; it came later, and ends", found)
 

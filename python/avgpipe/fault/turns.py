@@ -12,7 +12,7 @@ import torch
 
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
-from avgpipe.fault.exchange import Told, TurnExchange
+from avgpipe.fault.exchange import Published, TurnExchange
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime.compute import BatchState
@@ -45,7 +45,7 @@ class Turns:
         self._mailbox, self._exchange = mailbox, exchange
         self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
-        self._told = 0  # turns, of which the next has this number
+        self._published = 0  # turns, of which the next has this number
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.averaging
         )
@@ -57,8 +57,8 @@ class Turns:
 
     def resume(self, turn: int) -> None:
         """Go on with a turn, and a state that none before, which have ended, has come to."""
-        self._exchange.forget_told()
-        self._next, self._told = self._next._replace(batch=turn), turn
+        self._exchange.forget_published()
+        self._next, self._published = self._next._replace(batch=turn), turn
 
     def tell(self, state: BatchState) -> None:
         """Tell what the step of a batch, which is the turn's, has come to; once for each turn."""
@@ -73,26 +73,28 @@ class Turns:
             values["has_update"] = update is not None
             tensors = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
-        turn = self._told
+        turn = self._published
         if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:
             values["reference"] = reduce(lambda so_far, flat: digest(flat, so_far), reference.z.flats, 0)
         assert turn == state.work.batch, "turns are told one after another"
-        self._told = turn + 1
-        self._exchange.tell(self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()])
+        self._published = turn + 1
+        self._exchange.publish(
+            self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()]
+        )
 
     def collect(self) -> None:
         """Take in what all have told, once it is there and this stage has made its own step."""
-        if self._next.batch < self._told and self._next in self._mailbox:
+        if self._next.batch < self._published and self._next in self._mailbox:
             with self._averaging():
                 self._take_in(self._mailbox.take(self._next))
-            self._next = self._next._replace(batch=self._told)
+            self._next = self._next._replace(batch=self._published)
         with self._averaging():
             self._exchange.hand_over(self._route.replica, self._next.batch)
 
-    def _compare(self, told: Told) -> None:
+    def _compare(self, published: Published) -> None:
         """Fail where the reference here, when the turn was told, was not that of most pipelines; of two both fail."""
         own = self._route.pipeline
-        sums = {i: v["reference"] for i, v in zip(told.pipelines, told.values) if "reference" in v}
+        sums = {i: v["reference"] for i, v in zip(published.pipelines, published.values) if "reference" in v}
         if own in sums and 2 * Counter(sums.values())[sums[own]] <= len(sums):
             unlike = [str(i) for i, found in sums.items() if found != sums[own]]
             raise PipelineError(
@@ -101,10 +103,10 @@ class Turns:
                 "has changed bits"
             )
 
-    def _take_in(self, told: Told) -> None:
-        self._compare(told)
+    def _take_in(self, published: Published) -> None:
+        self._compare(published)
         reference = self._reference
-        columns = zip(told.pipelines, told.values, told.tensors)
+        columns = zip(published.pipelines, published.values, published.tensors)
         rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
         if reference is not None and rows:
             count = len(reference.z.flats)
@@ -124,8 +126,8 @@ class Turns:
     def buffers(self) -> list[dict[str, torch.Tensor]]:
         """Return the buffers that are averaged as each has told them last, by name; no turn is under way."""
         own = _averaged(self._trained)
-        told = self._exchange.last_told(self._route.replica)
-        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in told] or [own]
+        published = self._exchange.last_published(self._route.replica)
+        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in published] or [own]
 
 
 def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:
