@@ -197,7 +197,7 @@ def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:
         silent = one.connect(0, 0, timeout_s=0.2)
         with pytest.raises((EOFError, OSError)):
             heard(silent, "a word that never comes")
-        assert one.lost[0].startswith("rank 0 has said nothing for 0.2 s")
+        assert one.lost[0].startswith("rank 0 sent no message for 0.2 s")
 
 
 def late(connection: Connection, turn: int, waited_s: float) -> None:
@@ -250,7 +250,7 @@ def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path
         with pytest.raises((EOFError, OSError)):
             heard(first, "a word that never comes")
         assert one.lost == {
-            0: "pipeline 0 has waited 3 s for step 0, which all have told; rank 0 was at a wait"
+            0: "pipeline 0 has waited 3 s for step 0, which every pipeline has published; rank 0 was at a wait"
         }
 
 
@@ -366,4 +366,4 @@ def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_th
         second.send_bytes(encoded(["begun", 3, 3]))
         with pytest.raises((EOFError, OSError)):
             heard(second, "a word that never comes")
-        assert one.lost[1] == "pipeline 0, whose state it was to have, is gone"
+        assert one.lost[1] == "pipeline 0, whose state it was to get, has ended"

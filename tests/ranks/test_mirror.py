@@ -173,7 +173,7 @@ def test_nothing_is_sent_of_a_pipeline_that_nobody_has_named() -> None:
 def test_what_makes_no_sense_is_refused(message: list[object]) -> None:
     with trunks() as ends:
         sides = Sides(*ends, firsts=(0, 0))
-        with pytest.raises(ValueError, match=r"stay|stage replica|slot|turns"):
+        with pytest.raises(ValueError, match=r"term|stage replica|slot|steps"):
             sides.mirrors[1].take(*message)
 
 

@@ -362,7 +362,7 @@ def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str
     assert_as_emulated(run, options, "adamw")
     assert {pipeline for pipeline, _ in run.results} == {1}
     if how == "stopped":
-        assert "rank 1 (stage 1) has said nothing for 6 s" in run.why[0]
+        assert "rank 1 (stage 1) sent no message for 6 s" in run.why[0]
     else:
         assert "a layer that fails" in run.failures[0, 1][1]
 

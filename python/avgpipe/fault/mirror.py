@@ -1,8 +1,8 @@
-"""What isolated pipelines tell each other, in the memory of two hosts: what is told on one comes to be on the other.
+"""Copies what isolated pipelines publish between the memory of two hosts.
 
-Processes of one host tell in shared memory (:mod:`avgpipe.fault.exchange`): a slot is written, then a count rises. On
-each of two hosts lies memory of the same kind. Of pipelines that are *near*, what their processes have told is sent on;
-of the others it comes from there, the slot first, then the count::
+Processes of one host publish in shared memory (:mod:`avgpipe.fault.exchange`): they write a slot, then raise
+a count. Each of two hosts has memory of the same layout. Of pipelines that are *near*, the mirror sends what
+their processes have published; of the others it receives that, the slot first, then the count::
 
     process            slot, count, bell ->|            |             |-> slot, count, bells -> processes
     mirror, near                           | slot, count over a trunk |                    mirror, far
@@ -20,18 +20,18 @@ from avgpipe.fault.roster import Term
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Bell, Memory
 
-SLOTS, HEAD_BYTES = 2, 24  # of what a stage replica tells in; a slot's head has three numbers
+SLOTS, HEAD_BYTES = 2, 24  # of a stage replica; a slot's head has three numbers
 PUBLISHED = "published"  # the message
-_UNKNOWN = 2**62  # a turn
+_UNKNOWN = 2**62  # a step
 
 
 def published_by(place: int) -> str:
-    """Name the memory in which a stage replica of a pipeline tells."""
+    """Name the memory in which a stage replica of a pipeline publishes."""
     return f"published by {place}"
 
 
 def read_head(slot: memoryview) -> list[int]:
-    """Return where a slot's text ends, and where of its tensors those begin and end that were told this time."""
+    """Return where a slot's text ends, and where its tensors published this time begin and end."""
     return [int.from_bytes(slot[n : n + 8], "little") for n in range(0, HEAD_BYTES, 8)]
 
 
@@ -41,7 +41,7 @@ def write_head(slot: memoryview, text_end: int, begin: int, end: int) -> None:
 
 
 def bells_at(places: Iterable[list[Any]]) -> list[Bell]:
-    """Return the bells of processes, each at a path, bytes, and an offset; one that has ended needs none."""
+    """Return the bells, each at a path, bytes, and an offset, of processes that have not ended."""
     bells = []
     for path, size, offset in places:
         with suppress(OSError):
@@ -51,13 +51,13 @@ def bells_at(places: Iterable[list[Any]]) -> list[Bell]:
 
 @dataclass
 class PublishedMemory:
-    """What the processes of one pipeline tell, here.
+    """What the processes of one pipeline have published, on this host.
 
     Attributes:
-        counts: of each stage replica, how many turns it has told since its pipeline came.
+        counts: for each stage replica, the number of steps published since its pipeline joined.
         memory: by stage replica, both slots.
-        first: the pipeline's first turn.
-        sent: of each stage replica, how many turns were sent on.
+        first: the pipeline's first step.
+        sent: for each stage replica, the number of steps sent on.
     """
 
     counts: Memory
@@ -72,7 +72,7 @@ class PublishedMemory:
         return Bell(self.counts, place * Bell.BYTES)
 
     def turns_published(self) -> int:
-        """Return how many turns all of it have told."""
+        """Return how many steps all its stage replicas have published."""
         return min(self.count(place).count() for place in range(self.places))
 
     def slot(self, place: int, number: int) -> memoryview:
@@ -85,17 +85,17 @@ class Mirror:
     """One host's end.
 
     Args:
-        is_near: whether the pipeline of a stay, by its number, has its processes on this side of the trunk.
+        is_near: whether the pipeline of a term, by its number, has its processes on this side of the trunk.
 
     Attributes:
         place: where processes here ring for those of the other host: path, bytes, and an offset.
-        bells: of processes here, that are rung when something has come.
+        bells: bells of processes here, rung when something has arrived.
     """
 
     def __init__(self, trunk: Trunk, is_near: Callable[[int], bool]) -> None:
         self._trunk, self._is_near = trunk, is_near
-        self._published: dict[int, PublishedMemory] = {}  # by the number of a stay
-        # Who sends may wait for the other host, and must not keep waiting who takes in what comes from there.
+        self._published: dict[int, PublishedMemory] = {}  # by the number of a term
+        # Two locks: a thread that waits for the other host must not block the one that receives.
         self._lock, self._shipping = threading.Lock(), threading.Lock()
         self._memory = Memory.create(Bell.BYTES)
         self._bell = Bell(self._memory, 0)
@@ -104,7 +104,7 @@ class Mirror:
         self.bells: Sequence[Bell] = ()
 
     def of(self, number: int, places: int, counts: Memory | None = None) -> PublishedMemory:
-        """Return what a pipeline tells; its memory is ``counts``, or made here, when it is first heard of."""
+        """Return what a pipeline publishes; its first call takes ``counts``, or makes that memory."""
         with self._lock:
             if number not in self._published:
                 if not 0 < places < 2**16:
@@ -117,7 +117,7 @@ class Mirror:
         return published
 
     def learn(self, terms: Iterable[Term], about: Iterable[int]) -> None:
-        """Take in which pipelines there are, and from which turns on; forget all but those in ``about``."""
+        """Note the first steps of the pipelines; forget all pipelines but those in ``about``."""
         with self._lock:
             for term in terms:
                 if term.number in self._published:
@@ -132,13 +132,13 @@ class Mirror:
     # ---- near to far -------------------------------------------------------------------------------------------------
 
     def ship(self) -> None:
-        """Send what was told here and is not there yet. OSError where the other host is gone."""
+        """Send what was published here and not sent yet. OSError where the other host has ended."""
         with self._shipping:
-            with self._lock:  # all first turns of one roster: another one may be taken in meanwhile
+            with self._lock:  # all first steps of one roster, which may change meanwhile
                 known = [
                     (number, published, published.first) for number, published in self._published.items()
                 ]
-            # Turns before one in which a pipeline there has a part are told there to nobody.
+            # No process there reads steps before the first one of a pipeline there.
             theirs = min((first for number, _, first in known if not self._is_near(number)), default=_UNKNOWN)
             for number, published, first in known:
                 if self._is_near(number) and first != _UNKNOWN:
@@ -161,7 +161,7 @@ class Mirror:
             published.sent[place] = count
 
     def run(self) -> None:
-        """Ship whenever a process here has rung, until the end; for a thread."""
+        """Ship whenever a process here has rung, until the mirror is closed; for a thread."""
         seen = 0
         while not self._is_closed:
             now = self._bell.wait(seen, 1.0)
@@ -185,9 +185,9 @@ class Mirror:
         slot_number: int,
         ranges: list[list[int]],
     ) -> None:
-        """Take in what was told there. ValueError for what makes no sense."""
+        """Receive what was published there. ValueError for an invalid message."""
         if self._is_near(number):
-            raise ValueError(f"the pipeline of stay {number} is on this side")
+            raise ValueError(f"the pipeline of term {number} is on this side")
         published = self.of(number, places)
         rings = published.count(place)
         memory = self.memory(published, place, size)
@@ -199,14 +199,14 @@ class Mirror:
                 raise ValueError(f"bytes {begin} to {end} of a slot")
             self._trunk.receive_into(slot[begin:end])
         if not 0 <= count - rings.count() < 2**31:
-            raise ValueError(f"{count} turns are told, and were {rings.count()}")
+            raise ValueError(f"{count} steps are published, and {rings.count()} were before")
         while rings.count() < count:
             rings.ring()
         for bell in self.bells:
             bell.ring()
 
     def memory(self, published: PublishedMemory, place: int, size: int) -> Memory:
-        """Return where a stage replica tells, which is made here when it is first heard of."""
+        """Return the memory in which a stage replica publishes; it is made here at the first call for it."""
         with self._lock:
             if place not in published.memory:
                 published.memory[place] = Memory.create(size)

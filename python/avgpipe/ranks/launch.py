@@ -34,7 +34,7 @@ _POLL_S = 0.05
 BLAME_S = 2.0  # for a rank to end that others have missed
 _STOPPED_S = 8.0  # for which processes may stand still that nobody waits for
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
-STOPPED = "stands still, as a signal has stopped it"
+STOPPED = "was stopped by a signal"
 
 
 class RanksFailed(PipelineError):
