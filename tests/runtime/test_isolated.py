@@ -604,7 +604,7 @@ def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
     arguments = {"K": 1, "options": options, "optimizer": "sgd", "waits_at": 6, "late_seed": 1}
     run = Isolated(2, 1, train, restarts=0, joins=[2], **arguments)
     assert set(run.failures) == {(2, 0)}
-    assert "all must go through the same loader" in run.failures[2, 0][1]
+    assert "all must iterate over the same loader" in run.failures[2, 0][1]
     assert set(run.results) == {(0, 0), (1, 0)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
