@@ -16,7 +16,7 @@ from avgpipe.fault.coordinator import ENDED, Coordinator, encoded
 from avgpipe.fault.gate import Gate
 from avgpipe.fault.membership import environment
 from avgpipe.fault.relay import Relay
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.roster import Term
 from avgpipe.fault.trunk import Trunk
 from tests.patience import Deadline
 from tests.runner import Ranks
@@ -97,7 +97,7 @@ class Isolated:
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
                 self._lose(number, None, "a process has failed")
-            if None in codes or not self._has_told(number):
+            if None in codes or not self._has_published(number):
                 continue
             del self._groups[number]
             self.coordinator.gone(number)
@@ -111,17 +111,17 @@ class Isolated:
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
-        told = min((group.turns_told() for group in self.coordinator.groups.values()), default=0)
-        while self._joins and self.coordinator.has_begun and told >= self._joins_after:
+        published = min((group.turns_published() for group in self.coordinator.groups.values()), default=0)
+        while self._joins and self.coordinator.has_begun and published >= self._joins_after:
             self._start(self._joins.pop())
         cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
         if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
             for number in self._groups:
                 self._lose(number, None, "the run is over")
 
-    def _has_told(self, number: int) -> bool:
+    def _has_published(self, number: int) -> bool:
         """Whether what a group had told, before all of it ended, is here."""
-        return number not in self._hosts or self._hosts[number].has_told()
+        return number not in self._hosts or self._hosts[number].has_published()
 
     def __repr__(self) -> str:
         return "\n".join([*self.said, *(f"group {number}: {why}" for number, why in self.why.items())])
@@ -135,14 +135,14 @@ class Isolated:
         return "\n".join([*self.said, *self.why.values(), *texts])
 
     @property
-    def stays(self) -> list[Stay]:
-        return [stay for _, stay in sorted(self.coordinator.history.items())]
+    def terms(self) -> list[Term]:
+        return [term for _, term in sorted(self.coordinator.history.items())]
 
     def counting(self, turn: int) -> list[int]:
-        return sorted(s.pipeline for s in self.stays if s.first <= turn < s.told)
+        return sorted(s.pipeline for s in self.terms if s.first <= turn < s.published)
 
     def members(self, turn: int) -> list[int]:
-        return sorted(s.pipeline for s in self.stays if s.first <= turn < s.end)
+        return sorted(s.pipeline for s in self.terms if s.first <= turn < s.end)
 
 
 class FarHost:
@@ -159,7 +159,7 @@ class FarHost:
         self.gate.start()
         self._has_said = False
 
-    def has_told(self) -> bool:
+    def has_published(self) -> bool:
         """Say that all processes have ended, once; whether that, and so all before it, has come to the coordinator."""
         if not self._has_said:
             self._has_said = True

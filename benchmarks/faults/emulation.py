@@ -19,7 +19,7 @@ from avgpipe import Plan
 from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
-from avgpipe.fault.roster import Roster, Stay
+from avgpipe.fault.roster import Roster, Term
 from avgpipe.model.batch import loss_weights, share_out, sizes_of
 from benchmarks.faults import job
 from benchmarks.overlap.models import loss
@@ -27,9 +27,9 @@ from benchmarks.overlap.models import loss
 Part = tuple[job.Batch, list[slice]]  # micro-batches of a batch
 
 
-def stays_of(history: dict[str, Any], pipelines: int) -> list[Stay]:
+def terms_of(history: dict[str, Any], pipelines: int) -> list[Term]:
     """Return who was a member when, of what ``Supervisor.history`` tells."""
-    found = [Stay(i, i, 0) for i in range(pipelines)]
+    found = [Term(i, i, 0) for i in range(pipelines)]
     changes = [(one["step"], "lost", one) for one in history["lost"]]
     changes += [(one["step"], "joined", one) for one in history["joined"]]
     roster = Roster(found)
@@ -37,8 +37,8 @@ def stays_of(history: dict[str, Any], pipelines: int) -> list[Stay]:
         if what == "lost":
             roster.leave(one["pipeline"], step, step + one["steps_lost"])
         else:
-            roster.enter(Stay(one["pipeline"], len(roster.stays), step))
-    return roster.stays
+            roster.enter(Term(one["pipeline"], len(roster.terms), step))
+    return roster.terms
 
 
 @dataclass
@@ -58,8 +58,8 @@ class Turn:
 class History:
     """Shares out batches as pipelines do that share each of them."""
 
-    def __init__(self, stays: Sequence[Stay]) -> None:
-        self.roster = Roster(stays)
+    def __init__(self, terms: Sequence[Term]) -> None:
+        self.roster = Roster(terms)
         self._given: dict[int, dict[int, Part]] = {}
         self.next = 0  # turn
 
@@ -82,8 +82,10 @@ class History:
 
     def _lost(self) -> list[Part]:
         """Return what those had who are no members any more from this turn on, and did not count."""
-        gone = [stay for stay in self.roster.stays if stay.end == self.next]
-        turns = [(stay.pipeline, self._given.get(t, {})) for stay in gone for t in range(stay.told, stay.end)]
+        gone = [term for term in self.roster.terms if term.end == self.next]
+        turns = [
+            (term.pipeline, self._given.get(t, {})) for term in gone for t in range(term.published, term.end)
+        ]
         found = [parts[pipeline] for pipeline, parts in turns if pipeline in parts]
         return [part for part in found if part[1]]
 
@@ -115,8 +117,8 @@ def _reference(arena: Arena, plan: Plan) -> Reference:
 class Emulation:
     """Replicas and their reference, as a run's history has them."""
 
-    def __init__(self, stages: int, pipelines: int, stays: Sequence[Stay]) -> None:
-        self.history = History(stays)
+    def __init__(self, stages: int, pipelines: int, terms: Sequence[Term]) -> None:
+        self.history = History(terms)
         layers, plan = job.layers(), job.plan(stages, pipelines)
         bounds = [0, *job.cut(stages), len(layers)]
         self._layers = [nn.Sequential(*layers[a:b]) for a, b in pairwise(bounds)]
@@ -142,7 +144,7 @@ class Emulation:
     def _let_come_and_go(self, turn: int) -> None:
         roster = self.history.roster
         members = roster.members(turn)
-        entering = {stay.pipeline for stay in roster.stays if stay.first == turn}
+        entering = {term.pipeline for term in roster.terms if term.first == turn}
         for i in [i for i in self._replicas if i not in members or i in entering]:
             del self._replicas[i]
             for reference in self._references:
@@ -176,7 +178,7 @@ class Emulation:
                 stage.arena.drop_grads()
         for k, reference in enumerate(self._references):
             updates = {i: self._replicas[i][k].elastic.update for i in turn.counting}
-            told = [update for update in updates.values() if update is not None]
-            if told:
+            published = [update for update in updates.values() if update is not None]
+            if published:
                 without = {i: reference.without_gradient(i) for i in updates}
-                reference.complete(told, without)
+                reference.complete(published, without)

@@ -21,7 +21,7 @@ import torch
 
 from avgpipe.errors import PipelineError
 from benchmarks.common.record import say, write_record
-from benchmarks.faults.emulation import Emulation, stays_of
+from benchmarks.faults.emulation import Emulation, terms_of
 from benchmarks.faults.job import BATCH_SIZE, EPOCH
 from benchmarks.faults.trial import Event, Loss, Seen, lose_pipeline
 
@@ -96,7 +96,7 @@ def _lateness(seen: Seen, loss: Loss) -> dict[str, Any]:
 
 def _compare(seen: Seen, stages: int) -> dict[str, Any]:
     """Compare all weights with the emulation's; say in how many epochs before, without and with the pipeline again."""
-    emulation = Emulation(stages, PIPELINES, stays_of(seen.history, PIPELINES))
+    emulation = Emulation(stages, PIPELINES, terms_of(seen.history, PIPELINES))
     (lost,), (joined,) = seen.history["lost"], seen.history["joined"]
     unequal, compared = [], {"before": 0, "without": 0, "again": 0}
     weights = seen.of("weights")

@@ -45,7 +45,7 @@ MOST_ENDS = 20  # of one run, after each of which it is resumed
 _POLL_S = 0.02
 _LOST = re.compile(r"pipeline (\d+) is lost: ")
 _CAME = re.compile(r"pipeline (\d+) trains with the others from step ")
-_TOOK_OVER = re.compile(r"the others train on what it had of its last (?:step|(\d+) steps)")
+_TOOK_OVER = re.compile(r"the others train on its samples of its last (?:step|(\d+) steps)")
 _INK, _QUIET, _DISTURBED = "#333333", "#b9b9b9", "#2a6fb0"
 
 

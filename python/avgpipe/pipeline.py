@@ -36,7 +36,7 @@ from avgpipe.ranks.process import (
     keep_freed_memory,
     named,
     pipeline_here,
-    tell_of_lost_peers,
+    report_lost_peers,
 )
 from avgpipe.ranks.world import World
 from avgpipe.runtime.audit import Audit
@@ -319,7 +319,7 @@ class Pipeline:
         policy.check(spec)
         if not has_streams(spec.device):
             keep_freed_memory()
-        tell_of_lost_peers()
+        report_lost_peers()
         select(spec.device)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(spec.device)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.roster import Term
 from benchmarks.faults import job
 from benchmarks.faults.draw import draw
-from benchmarks.faults.emulation import Emulation, History, stays_of
+from benchmarks.faults.emulation import Emulation, History, terms_of
 from benchmarks.faults.trial import Loss
 from benchmarks.pages import make
 from benchmarks.tables.faults import (
@@ -27,11 +27,11 @@ HISTORY: dict[str, Any] = {
 
 
 def test_a_history_is_who_was_a_member_when() -> None:
-    assert stays_of(HISTORY, 3) == [Stay(0, 0, 0), Stay(1, 1, 0, None, 2, 4), Stay(2, 2, 0), Stay(1, 3, 6)]
+    assert terms_of(HISTORY, 3) == [Term(0, 0, 0), Term(1, 1, 0, None, 2, 4), Term(2, 2, 0), Term(1, 3, 6)]
 
 
 def test_what_was_lost_comes_before_the_next_batch_and_every_micro_batch_counts_once() -> None:
-    history = History(stays_of(HISTORY, 3))
+    history = History(terms_of(HISTORY, 3))
     batches = job.batches(0)[:6]
     numbers = {id(batch): n for n, batch in enumerate(batches)}
     counted = []
@@ -49,7 +49,7 @@ def test_what_was_lost_comes_before_the_next_batch_and_every_micro_batch_counts_
 def test_another_history_comes_to_other_weights() -> None:
     def train(step: int) -> dict[int | None, str]:
         lost = [{**HISTORY["lost"][0], "step": step, "steps_lost": 4 - step}]
-        emulation = Emulation(2, 3, stays_of({**HISTORY, "lost": lost}, 3))
+        emulation = Emulation(2, 3, terms_of({**HISTORY, "lost": lost}, 3))
         emulation.train(0)
         return emulation.digests()
 

@@ -186,7 +186,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
         subprocess.run([*line, "down"], check=True)
         begin = time.monotonic()
         training.says("pipeline 2 is lost: ")
-        assert "has said nothing for 5 s" in training.stderr or "has waited 5 s" in training.stderr
+        assert "sent no message for 5 s" in training.stderr or "has waited 5 s" in training.stderr
         seconds = [time.monotonic() - begin]
         assert cut.end() == 1
         seconds.append(time.monotonic() - begin)

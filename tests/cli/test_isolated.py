@@ -406,7 +406,7 @@ def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_pa
     assert run.end() == 0, run.stderr
     assert run.stdout.splitlines() == ["3 steps"] * 2
     for pipeline in (0, 1):
-        why = "rank 0 stands still, as a signal has stopped it; it is started again"
+        why = "rank 0 was stopped by a signal; it is started again"
         assert f"pipeline {pipeline} is lost: {why}" in run.stderr
 
 
@@ -418,7 +418,7 @@ def test_a_pipeline_that_is_stopped_when_it_is_half_there_begins_anew(tmp_path: 
     run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
     assert run.end() == 0, run.stderr
     assert run.stdout.splitlines() == ["3 steps"] * 4
-    why = "rank 1 stands still, as a signal has stopped it; it is started again"
+    why = "rank 1 was stopped by a signal; it is started again"
     assert f"pipeline 1 is lost: {why}" in run.stderr
 
 

@@ -285,7 +285,7 @@ with Pipeline(nn.Linear(4, 4), plan, loss_fn=nn.MSELoss(), optimizer=torch.optim
     for result in p.train(data[p.batches :]):
         if result.batch == 20:  # until the one that died is back
             with membership._lock:
-                back = lambda: any(stay.donor is not None for stay in membership.known.roster.stays)
+                back = lambda: any(term.donor is not None for term in membership.known.roster.terms)
                 assert membership._lock.wait_for(back, 60)
 """
 

@@ -100,21 +100,21 @@ def enter(connection: Connection, digests: tuple[str, str] = ("plan", "weights")
 def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
-        told = heard(second, "welcome")[0]["told"]
+        published = heard(second, "welcome")[0]["published"]
         assert enter(first) == {}
         assert enter(second) == {}
         for connection in (first, second):
-            stays, about, _ = heard(connection, "roster")
-            assert [stay[0] for stay in stays] == [0, 1]
-            assert about["1"]["told"] == told
-        count = Bell(Memory.open(*told), 0)
+            terms, about, _ = heard(connection, "roster")
+            assert [term[0] for term in terms] == [0, 1]
+            assert about["1"]["published"] == published
+        count = Bell(Memory.open(*published), 0)
         for _ in range(3):
             count.ring()
         second.close()
         heard(first, "freeze")
         first.send_bytes(encoded(["begun", 5, 5]))
-        stays, *_ = heard(first, "roster")
-        assert [(stay[0], *stay[4:]) for stay in stays if stay[0] == 1] == [(1, 3, 5)]
+        terms, *_ = heard(first, "roster")
+        assert [(term[0], *term[4:]) for term in terms if term[0] == 1] == [(1, 3, 5)]
         assert one.lost == {1: "rank 0 has ended"}
 
 
@@ -197,7 +197,7 @@ def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:
         silent = one.connect(0, 0, timeout_s=0.2)
         with pytest.raises((EOFError, OSError)):
             heard(silent, "a word that never comes")
-        assert one.lost[0].startswith("rank 0 has said nothing for 0.2 s")
+        assert one.lost[0].startswith("rank 0 sent no message for 0.2 s")
 
 
 def late(connection: Connection, turn: int, waited_s: float) -> None:
@@ -218,7 +218,7 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
             heard(connection, "roster")
         first.send_bytes(encoded(["once", 7, "evaluate", 1, 1, 1]))
         assert heard(first, "reply") == [7, {}]
-        Bell(one.coordinator.groups[1].told, 0).ring()
+        Bell(one.coordinator.groups[1].published, 0).ring()
         late(second, 0, 0.2)
         answered(second)
         assert one.lost == {}
@@ -242,7 +242,7 @@ def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path
         for connection in (first, second):
             heard(connection, "roster")
         for group in one.coordinator.groups.values():
-            Bell(group.told, 0).ring()
+            Bell(group.published, 0).ring()
         late(first, 0, 3)
         answered(first)
         assert one.lost == {}
@@ -250,7 +250,7 @@ def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path
         with pytest.raises((EOFError, OSError)):
             heard(first, "a word that never comes")
         assert one.lost == {
-            0: "pipeline 0 has waited 3 s for step 0, which all have told; rank 0 was at a wait"
+            0: "pipeline 0 has waited 3 s for step 0, which every pipeline has published; rank 0 was at a wait"
         }
 
 
@@ -262,8 +262,8 @@ def test_a_run_that_is_to_stop_before_it_has_begun_begins_and_stops_at_once(tmp_
         for connection in (first, second):
             assert enter(connection) == {}
         for connection in (first, second):
-            stays, _, stop = heard(connection, "roster")
-            assert [stay[0] for stay in stays] == [0, 1]
+            terms, _, stop = heard(connection, "roster")
+            assert [term[0] for term in terms] == [0, 1]
             assert stop == 0
 
 
@@ -290,14 +290,14 @@ def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_com
         heard(far, "freeze")
         far.send_bytes(encoded(["begun", 3, 3]))
         comes = one.connect(0, 2)
-        told = heard(comes, "welcome")[0]["told"]
+        published = heard(comes, "welcome")[0]["published"]
         assert enter(comes) == {}
         heard(far, "freeze")
         far.send_bytes(encoded(["begun", 6, 6]))
         assert heard(comes, "roster")[0][-1][1] == 2
         far.send_bytes(encoded(["once", 7, "loss", 1, 6, 6]))
         assert heard(far, "reply") == [7, {}]
-        Bell(Memory.open(*told), 0).ring()
+        Bell(Memory.open(*published), 0).ring()
         far.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
         comes.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
         assert heard(comes, "reply") == [8, {}]
@@ -308,12 +308,12 @@ def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_com
 def test_another_host_does_what_only_it_asks_for_once_those_here_are_past_it(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
-        told = heard(near, "welcome")[0]["told"]
+        published = heard(near, "welcome")[0]["published"]
         assert enter(near) == enter(far) == {}
         far.send_bytes(encoded(["once", 7, "loss", 1, 1, 1]))
         for _ in range(2):  # of turn 0, and of turn 1
             answered(far)
-            Bell(Memory.open(*told), 0).ring()
+            Bell(Memory.open(*published), 0).ring()
         assert heard(far, "reply") == [7, {}]
 
 
@@ -331,18 +331,18 @@ def test_another_host_does_nothing_for_all_before_the_run_begins_here(tmp_path: 
 def test_who_has_its_state_goes_on_without_who_gave_it(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
-        told = heard(first, "welcome")[0]["told"]
+        published = heard(first, "welcome")[0]["published"]
         assert enter(first) == enter(second) == {}
         third = one.connect(2, 2)
         assert enter(third) == {}
         for connection in (first, second):
             heard(connection, "freeze")
             connection.send_bytes(encoded(["begun", 3, 3]))
-        assert [stay[2:4] for stay in heard(third, "roster")[0]][-1] == [3, 0]
+        assert [term[2:4] for term in heard(third, "roster")[0]][-1] == [3, 0]
         first.send_bytes(encoded(["hand over", 2, "state 0", ["", 64, 64]]))
         heard(third, "handed over")
         for _ in range(4):
-            Bell(Memory.open(*told), 0).ring()
+            Bell(Memory.open(*published), 0).ring()
         first.close()
         for connection in (second, third):
             heard(connection, "freeze")
@@ -360,10 +360,10 @@ def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_th
         assert enter(second) == {}
         heard(first, "freeze")
         first.send_bytes(encoded(["begun", 3, 3]))
-        assert [stay[2:4] for stay in heard(second, "roster")[0]] == [[0, None], [3, 0]]
+        assert [term[2:4] for term in heard(second, "roster")[0]] == [[0, None], [3, 0]]
         first.close()
         heard(second, "freeze")
         second.send_bytes(encoded(["begun", 3, 3]))
         with pytest.raises((EOFError, OSError)):
             heard(second, "a word that never comes")
-        assert one.lost[1] == "pipeline 0, whose state it was to have, is gone"
+        assert one.lost[1] == "pipeline 0, whose state it was to get, has ended"

@@ -16,7 +16,7 @@ import pytest
 from avgpipe.fault.coordinator import VERSION, encoded
 from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.membership import environment
-from avgpipe.fault.mirror import told_by
+from avgpipe.fault.mirror import published_by
 from avgpipe.fault.relay import Relay
 from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
@@ -74,21 +74,21 @@ def ask_for_memory(connection: Connection, name: str, size: int) -> Memory:
 def test_who_is_told_something_there_finds_it_in_memory_here(tmp_path: Path) -> None:
     with joining(tmp_path) as (one, other):
         near, far = one.connect(0, 0), other.connect()
-        told = [heard(connection, "welcome")[0]["told"] for connection in (near, far)]
-        assert told[0][0] != told[1][0]
-        own = ask_for_memory(near, told_by(0), 1024), ask_for_memory(far, told_by(0), 1024)
+        published = [heard(connection, "welcome")[0]["published"] for connection in (near, far)]
+        assert published[0][0] != published[1][0]
+        own = ask_for_memory(near, published_by(0), 1024), ask_for_memory(far, published_by(0), 1024)
         for connection in (near, far):
             assert enter(connection) == {}
         (_, about, _), (_, about_far, _) = (heard(connection, "roster") for connection in (near, far))
-        assert about_far["1"]["told"] == told[1]
+        assert about_far["1"]["published"] == published[1]
         # As isolated pipelines do: the slot, the count, the others' bells.
-        theirs = Memory.open(*about["1"]["memory"][told_by(0)])
+        theirs = Memory.open(*about["1"]["memory"][published_by(0)])
         memoryview(own[1])[:24] = b"".join(n.to_bytes(8, "little") for n in (32, 512, 512))
         memoryview(own[1])[24:32] = b"a number"
-        Bell(Memory.open(*told[1]), 0).ring()
+        Bell(Memory.open(*published[1]), 0).ring()
         path, size, offset = about_far["0"]["bells"][0]
         Bell(Memory.open(path, size), offset).ring()
-        count = Bell(Memory.open(*about["1"]["told"]), 0)
+        count = Bell(Memory.open(*about["1"]["published"]), 0)
         assert count.wait(0, 10) == 1
         assert bytes(memoryview(theirs)[24:32]) == b"a number"
         state = ask_for_memory(far, "state 0", 64)
@@ -131,9 +131,11 @@ def test_what_one_begins_with_comes_over_the_line_once_and_is_kept_no_longer_tha
     monkeypatch.setattr(Trunk, "send", count)
     with joining(tmp_path) as (one, other):
         near, *far = one.connect(0, 0), *(other.connect(rank=n, size=2, places=2) for n in range(2))
-        told = Memory.open(*[heard(connection, "welcome")[0]["told"] for connection in (near, *far)][1])
+        published = Memory.open(
+            *[heard(connection, "welcome")[0]["published"] for connection in (near, *far)][1]
+        )
         for place in range(2):
-            ask_for_memory(far[0], told_by(place), 1024)
+            ask_for_memory(far[0], published_by(place), 1024)
         for connection in (near, *far):
             assert enter(connection) == {}
         states = {("state 0", b"first"), ("state 1", b"second")}
@@ -148,14 +150,14 @@ def test_what_one_begins_with_comes_over_the_line_once_and_is_kept_no_longer_tha
         giver, receiver = one.coordinator.groups[0], one.coordinator.groups[1]
         assert (list(giver.memory), sorted(receiver.given)) == ([], ["state 0", "state 1"])
         for place in range(2):
-            Bell(told, place * Bell.BYTES).ring()
+            Bell(published, place * Bell.BYTES).ring()
         far[0].send_bytes(encoded(["alive", "the first turn", 0]))
         heard(far[0], "heard")
         assert receiver.given == {}
         assert other.relay.given == {}
         hand_over(far[0], 0, "state 0", b"back")
         assert handed(near) == ("state 0", b"back")
-        assert set(other.relay.memory) == {told_by(place) for place in range(2)}
+        assert set(other.relay.memory) == {published_by(place) for place in range(2)}
 
 
 def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
@@ -169,7 +171,8 @@ def test_a_process_of_another_group_ends_what_passes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "message", [["nonsense"], ["told", 1, 2, 3], ["say", 99, []], ["open"], ["contents", "state 0", 2**40]]
+    "message",
+    [["nonsense"], ["published", 1, 2, 3], ["say", 99, []], ["open"], ["contents", "state 0", 2**40]],
 )
 def test_what_makes_no_sense_ends_a_host_alone(tmp_path: Path, message: list[Any]) -> None:
     with listening(tmp_path) as (one, gates):

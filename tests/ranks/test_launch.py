@@ -29,7 +29,7 @@ HERE = "tests.ranks.targets"
 TWO = """
 import os, pathlib, signal, sys, time
 from avgpipe import PeerLost
-from avgpipe.ranks.process import tell_of_lost_peers
+from avgpipe.ranks.process import report_lost_peers
 folder, rank = pathlib.Path(sys.argv[1]), int(os.environ["RANK"])
 (folder / f"new-{rank}").write_text(str(os.getpid()))
 (folder / f"new-{rank}").rename(folder / f"{rank}")
@@ -42,7 +42,7 @@ def wait_until_other_is(state):
 MISSES = f"""
 {TWO}
 if rank == 0:
-    tell_of_lost_peers()
+    report_lost_peers()
     raise PeerLost("rank 1 has closed its connection")
 wait_until_other_is("Z")
 sys.exit(1)
@@ -122,9 +122,7 @@ def test_who_only_waits_for_the_end_of_the_others_is_not_to_blame():
 def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
     """Whoever missed it, and ended with an exit code of its own."""
     begin = time.monotonic()
-    with pytest.raises(
-        RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it"
-    ) as failure:
+    with pytest.raises(RanksFailed, match="worker 0 of 2 was stopped by a signal") as failure:
         run_on_ranks(f"{HERE}:stops", 2, {"folder": str(tmp_path)}, timeout_s=60)
     assert failure.value.exit_codes == (-signal.SIGKILL, 1)
     assert time.monotonic() - begin < limit(20)
@@ -132,8 +130,8 @@ def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
 
 @pytest.mark.promise
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_STILL_S", 0.2)
-    with pytest.raises(RanksFailed, match="worker 1 of 2 stands still") as failure:
+    monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
+    with pytest.raises(RanksFailed, match="worker 1 of 2 was stopped by a signal") as failure:
         run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
     assert failure.value.exit_codes == (0, -signal.SIGKILL)
     assert not alive(int((tmp_path / "process").read_text()))

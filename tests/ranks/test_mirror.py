@@ -10,8 +10,8 @@ from multiprocessing import AuthenticationError
 
 import pytest
 
-from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, Mirror, told_by, write_head
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, Mirror, published_by, write_head
+from avgpipe.fault.roster import Term
 from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
 
@@ -59,17 +59,17 @@ class Sides:
         self.trunks = near, far
         self.mirrors = [Mirror(near, lambda n: n == 0), Mirror(far, lambda n: n == 1)]
         self.bells = [Bell.local(), Bell.local()]
-        stays = [Stay(number, number, first) for number, first in enumerate(firsts)]
+        terms = [Term(number, number, first) for number, first in enumerate(firsts)]
         for mirror, bell in zip(self.mirrors, self.bells):
             mirror.bells = [bell]
             for number in (0, 1):
                 mirror.memory(mirror.of(number, 1), 0, SLOTS * SLOT_BYTES)
-            mirror.learn(stays, (0, 1))
+            mirror.learn(terms, (0, 1))
 
     def tell(self, side: int, turn: int, text: bytes, tensors: tuple[int, bytes] = (0, b"")) -> None:
-        told = self.mirrors[side].of(side, 1)
-        write(told.memory[0], turn, text, tensors)
-        told.count(0).ring()
+        published = self.mirrors[side].of(side, 1)
+        write(published.memory[0], turn, text, tensors)
+        published.count(0).ring()
 
     def ship(self, side: int, messages: int) -> list[list[object]]:
         self.mirrors[side].ship()
@@ -125,17 +125,17 @@ def test_a_roster_that_comes_while_something_is_sent_counts_whole_from_the_next_
         def is_near(number: int) -> bool:
             asked.append(number)
             if asked == [0, 1, 0]:  # it has found that no other host has a part in any turn
-                mirror.learn([Stay(0, 0, 0), Stay(1, 1, 2)], (0, 1))
-                told.count(0).ring()
-                write(told.memory[0], 2, b"turn two")
-                told.count(0).ring()
+                mirror.learn([Term(0, 0, 0), Term(1, 1, 2)], (0, 1))
+                published.count(0).ring()
+                write(published.memory[0], 2, b"turn two")
+                published.count(0).ring()
             return number == 0
 
         sides.mirrors[0] = mirror = Mirror(ends[0], is_near)
         for number in (0, 1):
             mirror.memory(mirror.of(number, 1), 0, SLOTS * SLOT_BYTES)
-        told = mirror.of(0, 1)
-        told.count(0).ring()
+        published = mirror.of(0, 1)
+        published.count(0).ring()
         sides.ship(0, 0)
         assert asked == [0, 1, 0, 1]
         ((*_, ranges),) = sides.ship(0, 1)
@@ -146,15 +146,15 @@ def test_a_roster_that_comes_while_something_is_sent_counts_whole_from_the_next_
 def test_nothing_is_sent_of_a_pipeline_that_nobody_has_named() -> None:
     with trunks() as ends:
         mirror = Mirror(ends[0], lambda n: n == 0)
-        told = mirror.of(0, 1)
-        mirror.memory(told, 0, SLOTS * SLOT_BYTES)
-        told.count(0).ring()
+        published = mirror.of(0, 1)
+        mirror.memory(published, 0, SLOTS * SLOT_BYTES)
+        published.count(0).ring()
         mirror.ship()
-        mirror.learn([Stay(1, 1, 0)], (1,))
-        assert mirror.of(0, 1) is told  # it has not entered, and is not forgotten
-        mirror.learn([Stay(0, 0, 0)], (0,))
+        mirror.learn([Term(1, 1, 0)], (1,))
+        assert mirror.of(0, 1) is published  # it has not entered, and is not forgotten
+        mirror.learn([Term(0, 0, 0)], (0,))
         mirror.learn([], ())
-        assert mirror.of(0, 1) is not told
+        assert mirror.of(0, 1) is not published
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_nothing_is_sent_of_a_pipeline_that_nobody_has_named() -> None:
 def test_what_makes_no_sense_is_refused(message: list[object]) -> None:
     with trunks() as ends:
         sides = Sides(*ends, firsts=(0, 0))
-        with pytest.raises(ValueError, match=r"stay|stage replica|slot|turns"):
+        with pytest.raises(ValueError, match=r"term|stage replica|slot|steps"):
             sides.mirrors[1].take(*message)
 
 
@@ -191,4 +191,4 @@ def test_addresses_have_a_host_and_a_port(text: str) -> None:
 def test_addresses_may_be_of_the_sixth_version() -> None:
     assert parse_address("[::1]:7000") == ("::1", 7000)
     assert parse_address("host:0") == ("host", 0)
-    assert told_by(3) == "told by 3"
+    assert published_by(3) == "published by 3"

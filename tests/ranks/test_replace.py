@@ -69,9 +69,7 @@ sys.exit(1)
 @pytest.mark.promise
 def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
-    with pytest.raises(
-        RanksFailed, match="worker 0 of 2 stands still, as a signal has stopped it"
-    ) as failure:
+    with pytest.raises(RanksFailed, match="worker 0 of 2 was stopped by a signal") as failure:
         Replacing(command, 2, 0, {}, print).run()
     assert failure.value.exit_codes == (-signal.SIGKILL, 0)
 
@@ -94,14 +92,14 @@ become_a_rank(lambda: None)
 def test_who_stands_still_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
-    assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]
+    assert said == ["rank 0 was stopped by a signal; a new process takes its place"]
 
 
 @pytest.mark.promise
 def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_STILL_S", 0.2)
+    monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
-    with pytest.raises(RanksFailed, match=r"worker [01] of 2 stands still"):
+    with pytest.raises(RanksFailed, match=r"worker [01] of 2 was stopped by a signal"):
         Replacing(command, 2, 0, {}, print).run()
 
 
@@ -132,7 +130,7 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
     replacing._folder = tmp_path
     monkeypatch.setattr(replacing, "_others_wait", lambda: False)
     monkeypatch.setattr(replacing, "_put", lambda *_: None)
-    for _ in range(int(launch._STILL_S / 0.02) + 2):
+    for _ in range(int(launch._STOPPED_S / 0.02) + 2):
         replacing._look()
     assert not still.is_killed
     other.end = {}
@@ -256,12 +254,12 @@ def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.Mo
 _MISSES = """
 import os, pathlib, sys, time
 from avgpipe import PeerLost
-from avgpipe.ranks.process import tell_of_lost_peers
+from avgpipe.ranks.process import report_lost_peers
 here = pathlib.Path(sys.argv[1], "process")
 if os.environ["RANK"] == "0":
     here.with_suffix(".new").write_text(str(os.getpid()))
     here.with_suffix(".new").rename(here)
-    tell_of_lost_peers()
+    report_lost_peers()
     raise PeerLost("rank 1 has closed its connection")
 while not here.exists() or pathlib.Path("/proc", here.read_text()).exists():
     time.sleep(0.01)
@@ -371,4 +369,4 @@ def test_who_misses_somebody_is_told_that_nobody_is_lost(tmp_path: Path) -> None
 def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _LOCKS, str(tmp_path)), 2, 0, {}, said.append).run()
-    assert said == ["rank 0 stands still, as a signal has stopped it; a new process takes its place"]
+    assert said == ["rank 0 was stopped by a signal; a new process takes its place"]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 
-from avgpipe.fault.roster import Roster, Stay
+from avgpipe.fault.roster import Roster, Term
 
 
 def begun(*pipelines: int) -> Roster:
-    return Roster([Stay(i, number, 0) for number, i in enumerate(pipelines)])
+    return Roster([Term(i, number, 0) for number, i in enumerate(pipelines)])
 
 
 def test_all_count_while_nothing_is_lost() -> None:
@@ -19,46 +19,46 @@ def test_all_count_while_nothing_is_lost() -> None:
 
 def test_who_is_lost_counts_in_what_it_had_told_and_is_a_member_until_nobody_has_begun() -> None:
     roster = begun(0, 1)
-    gone = roster.leave(1, told=5, begun=7)
-    assert (gone.told, gone.end) == (5, 7)
+    gone = roster.leave(1, published=5, begun=7)
+    assert (gone.published, gone.end) == (5, 7)
     assert [roster.members(turn) for turn in (4, 5, 6, 7)] == [[0, 1], [0, 1], [0, 1], [0]]
     assert [list(roster.counting(turn)) for turn in (4, 5, 6, 7)] == [[0, 1], [0], [0], [0]]
 
 
 def test_one_that_comes_is_a_member_from_its_turn_on() -> None:
     roster = begun(0, 1)
-    roster.leave(1, told=5, begun=7)
-    roster.enter(Stay(1, 2, first=9, donor=0))
+    roster.leave(1, published=5, begun=7)
+    roster.enter(Term(1, 2, first=9, donor=0))
     assert [roster.members(turn) for turn in (8, 9)] == [[0], [0, 1]]
-    assert [stay.number for stay in roster.joining(9)] == [2]
+    assert [term.number for term in roster.joining(9)] == [2]
     assert roster.joining(8) == []
 
 
 def test_one_that_is_lost_before_its_turn_was_never_there() -> None:
     roster = begun(0, 1)
-    roster.enter(Stay(2, 2, first=9, donor=0))
-    gone = roster.leave(2, told=9, begun=6)
-    assert (gone.told, gone.end) == (9, 9)
+    roster.enter(Term(2, 2, first=9, donor=0))
+    gone = roster.leave(2, published=9, begun=6)
+    assert (gone.published, gone.end) == (9, 9)
     assert roster.members(9) == [0, 1]
 
 
 def test_another_one_gives_where_the_donor_is_lost_in_time() -> None:
     roster = begun(0, 1)
-    roster.enter(Stay(2, 2, first=9, donor=0))
-    roster.leave(0, told=6, begun=8)
-    assert [stay.donor for stay in roster.joining(9)] == [1]
+    roster.enter(Term(2, 2, first=9, donor=0))
+    roster.leave(0, published=6, begun=8)
+    assert [term.donor for term in roster.joining(9)] == [1]
     late = begun(0, 1)
-    late.enter(Stay(2, 2, first=9, donor=0))
-    late.leave(0, told=9, begun=10)  # turn 9 has begun: who has come may lack its state
-    assert [stay.donor for stay in late.joining(9)] == [0]
+    late.enter(Term(2, 2, first=9, donor=0))
+    late.leave(0, published=9, begun=10)  # turn 9 has begun: who has come may lack its state
+    assert [term.donor for term in late.joining(9)] == [0]
 
 
 def test_what_is_over_is_forgotten_and_the_rest_travels() -> None:
     roster = begun(0, 1)
-    roster.leave(1, told=5, begun=7)
-    roster.enter(Stay(1, 2, first=9, donor=0))
+    roster.leave(1, published=5, begun=7)
+    roster.enter(Term(1, 2, first=9, donor=0))
     roster.forget(6)
-    assert len(roster.stays) == 3
+    assert len(roster.terms) == 3
     roster.forget(7)
-    assert [stay.number for stay in roster.stays] == [0, 2]
-    assert Roster.from_json(json.loads(json.dumps(roster.to_json()))).stays == roster.stays
+    assert [term.number for term in roster.terms] == [0, 2]
+    assert Roster.from_json(json.loads(json.dumps(roster.to_json()))).terms == roster.terms

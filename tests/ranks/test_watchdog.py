@@ -32,11 +32,11 @@ class FakeWorld:
     rank = 0
 
     def __init__(self) -> None:
-        self.told_all: list[str] = []
+        self.noted: list[str] = []
         self.failure: PeerLost | None = None
 
-    def tell(self, doing: str) -> None:
-        self.told_all.append(doing)
+    def note_doing(self, doing: str) -> None:
+        self.noted.append(doing)
 
     def reported(self) -> PeerLost | None:
         return self.failure
@@ -79,9 +79,9 @@ def watched() -> Any:
 @pytest.mark.promise
 def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
     world, _, doing, _ = watched
-    wait_until(lambda: world.told_all == ["F0"])
+    wait_until(lambda: world.noted == ["F0"])
     doing[0] = "B0"
-    wait_until(lambda: world.told_all == ["F0", "B0"])
+    wait_until(lambda: world.noted == ["F0", "B0"])
 
 
 @pytest.mark.promise

@@ -77,7 +77,7 @@ def _several() -> list[Any]:
     first, second = meet(20), meet(20)
     if first.rank == 0:
         first.report(ValueError("broken"))
-        second.tell("F0")
+        second.note_doing("F0")
     second.barrier()
     first.describe(["the head", "the tail"])
     seen = second.last_seen(0), first.last_seen(0), first.last_seen(1)

@@ -53,8 +53,8 @@ def train(
 
     def another_comes() -> bool:
         exchange = made[0]._session.policy.exchange if made else None
-        stays = exchange.membership.known.roster.stays if exchange is not None else []
-        return any(stay.donor is not None and stay.first > exchange._next for stay in stays)
+        terms = exchange.membership.known.roster.terms if exchange is not None else []
+        return any(term.donor is not None and term.first > exchange._next for term in terms)
 
     def count(*_: Any) -> None:
         nonlocal calls
@@ -82,7 +82,7 @@ def train(
                 if result.batch == waits_at:
                     with membership._lock:
                         assert membership._lock.wait_for(
-                            lambda: any(stay.donor is not None for stay in membership.known.roster.stays),
+                            lambda: any(term.donor is not None for term in membership.known.roster.terms),
                             limit(20),
                         )
         return results, p.state_dict(), p.state_dict(weights=pipeline)
@@ -160,19 +160,19 @@ class Emulation:
     def _lost(self, given: dict[int, dict[int, Any]], turn: int) -> list[Any]:
         """What those had who are no members any more from this turn on, and did not count."""
         found = []
-        for stay in self.run.stays:
-            if stay.end == turn:
-                turns = [given.get(t, {}) for t in range(stay.told, stay.end)]
-                found += [shares[stay.pipeline] for shares in turns if stay.pipeline in shares]
+        for term in self.run.terms:
+            if term.end == turn:
+                turns = [given.get(t, {}) for t in range(term.published, term.end)]
+                found += [shares[term.pipeline] for shares in turns if term.pipeline in shares]
         return [part for part in found if part[3]]
 
     def _enter(self, turn: int) -> None:
-        for stay in self.run.stays:
-            if stay.first == turn:
-                self.replicas[stay.pipeline] = copy.deepcopy(self.reference)
-                mine = self.optimizers[stay.pipeline] = self.make(self.replicas[stay.pipeline].parameters())
-                if stay.donor is not None and self.rule != "mean-gradient":
-                    mine.load_state_dict(copy.deepcopy(self.optimizers[stay.donor].state_dict()))
+        for term in self.run.terms:
+            if term.first == turn:
+                self.replicas[term.pipeline] = copy.deepcopy(self.reference)
+                mine = self.optimizers[term.pipeline] = self.make(self.replicas[term.pipeline].parameters())
+                if term.donor is not None and self.rule != "mean-gradient":
+                    mine.load_state_dict(copy.deepcopy(self.optimizers[term.donor].state_dict()))
 
     def _step(self, shares: dict[int, Any], counting: list[int]) -> None:
         sizes = {i: sum(s.stop - s.start for s in slices) for i, (*_, slices) in shares.items()}
@@ -318,8 +318,8 @@ def test_one_is_lost_and_comes_again(
     arguments = {"K": K, "options": options, "optimizer": optimizer, "deaths": [death], "waits_at": 14}
     run = Isolated(options["pipelines"], K, train, far=far, **arguments)
     assert {code for code, _ in run.failures.values()} == {-9}
-    assert [stay.donor for stay in run.stays] == [*[None] * options["pipelines"], 0]
-    assert run.stays[1].told < run.stays[1].end <= run.stays[-1].first, run.said
+    assert [term.donor for term in run.terms] == [*[None] * options["pipelines"], 0]
+    assert run.terms[1].published < run.terms[1].end <= run.terms[-1].first, run.said
     assert_as_emulated(run, options, optimizer)
     assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
     samples = sum(r[2] for r in run.results[0, 0][0])
@@ -335,7 +335,7 @@ def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer:
         N, K, train, joins=[N], far=[N] * is_far, K=K, options=options, optimizer=optimizer, waits_at=6
     )
     assert not run.failures
-    assert [stay.pipeline for stay in run.stays] == list(range(N + 1))
+    assert [term.pipeline for term in run.terms] == list(range(N + 1))
     assert_as_emulated(run, options, optimizer)
     assert set(run.results) == {(i, k) for i in range(N + 1) for k in range(K)}
 
@@ -350,7 +350,7 @@ def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(bat
     arguments = {"K": 1, "options": options, "optimizer": "adamw", "deaths": [death], "waits_at": 10}
     run = Isolated(3, 1, train, restarts=3, joins=[3], **arguments)
     assert_as_emulated(run, options, "adamw")
-    assert {0, 2} <= {pipeline for pipeline, _ in run.results}, (run.stays, run.why)
+    assert {0, 2} <= {pipeline for pipeline, _ in run.results}, (run.terms, run.why)
 
 
 @pytest.mark.promise(0)
@@ -362,7 +362,7 @@ def test_a_process_that_stands_still_or_raises_costs_its_pipeline_alone(how: str
     assert_as_emulated(run, options, "adamw")
     assert {pipeline for pipeline, _ in run.results} == {1}
     if how == "stopped":
-        assert "rank 1 (stage 1) has said nothing for 6 s" in run.why[0]
+        assert "rank 1 (stage 1) sent no message for 6 s" in run.why[0]
     else:
         assert "a layer that fails" in run.failures[0, 1][1]
 
@@ -519,7 +519,7 @@ def look_long(timeout_s: float) -> int:
         if calls == 6 and not comes:  # in the sixth batch
             membership = made[0].launcher
             with membership._lock:
-                assert membership._lock.wait_for(lambda: len(membership.known.roster.stays) == 3, 20)
+                assert membership._lock.wait_for(lambda: len(membership.known.roster.terms) == 3, 20)
 
     model.register_forward_pre_hook(wait_for_another)
     data = [(torch.randn(2, 2).double(), torch.zeros(2).long())]
@@ -604,7 +604,7 @@ def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
     arguments = {"K": 1, "options": options, "optimizer": "sgd", "waits_at": 6, "late_seed": 1}
     run = Isolated(2, 1, train, restarts=0, joins=[2], **arguments)
     assert set(run.failures) == {(2, 0)}
-    assert "all must go through the same loader" in run.failures[2, 0][1]
+    assert "all must iterate over the same loader" in run.failures[2, 0][1]
     assert set(run.results) == {(0, 0), (1, 0)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
@@ -625,7 +625,7 @@ def come(ahead: int) -> int:
         for result in p.train([batch] * 50):
             if result.batch == 5 and not is_late:
                 with membership._lock:
-                    assert membership._lock.wait_for(lambda: len(membership.known.roster.stays) > 2, 20)
+                    assert membership._lock.wait_for(lambda: len(membership.known.roster.terms) > 2, 20)
         return p.batches
 
 

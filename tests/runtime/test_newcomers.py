@@ -34,7 +34,7 @@ def wait_for_another(p: Pipeline) -> None:
     membership = p.launcher
     with membership._lock:
         assert membership._lock.wait_for(
-            lambda: any(stay.donor is not None for stay in membership.known.roster.stays), 20
+            lambda: any(term.donor is not None for term in membership.known.roster.terms), 20
         )
 
 
@@ -73,11 +73,11 @@ def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
     folder = str(tmp_path / "saved")
     run = Isolated(2, K, use_at_once, restarts=0, joins=[2], joins_after=6, K=K, what=what, folder=folder)
     assert_all_end_well(run, K)
-    (stay,) = (stay for stay in run.stays if stay.donor is not None)
-    expected, found = run.results[0, 0][stay.first], run.results[2, K - 1]
+    (term,) = (term for term in run.terms if term.donor is not None)
+    expected, found = run.results[0, 0][term.first], run.results[2, K - 1]
     model = language_model()
     model.load_state_dict(expected)
-    assert stay.first > 5
+    assert term.first > 5
     if "state" in what:
         assert_same_state(found, expected)
     elif what == "output":
@@ -89,10 +89,10 @@ def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
             losses = [float(LOSS(model(x), y)) * len(x) for x, y in DATA[:2]]
         assert abs(found - sum(losses) / sum(len(x) for x, _ in DATA[:2])) < 1e-10
     else:
-        assert found == stay.first
+        assert found == term.first
         with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
             p.load(folder)
-            assert p.batches == stay.first
+            assert p.batches == term.first
             assert_same_state(p.state_dict(), expected)
 
 
@@ -160,7 +160,7 @@ def train_behind(K: int) -> Any:
 def test_who_is_behind_is_told_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
     run = Isolated(2, K, train_behind, restarts=0, joins=[2], joins_after=9, far=far, K=K)
     assert_all_end_well(run, K)
-    assert run.stays[2].first > 8
+    assert run.terms[2].first > 8
     found, state = run.results[0, 0]
     assert found[2::3] == [6, len(DATA)]
     for theirs, its_state in run.results.values():
@@ -191,7 +191,7 @@ def test_a_loader_goes_on_where_it_was_made_though_the_model_was_used_before(far
     run = Isolated(2, 1, use_then_train, restarts=0, joins=[2], joins_after=6, far=far)
     assert_all_end_well(run)
     batches, seen = run.results[2, 0]
-    assert batches == list(range(run.stays[2].first, len(DATA)))
+    assert batches == list(range(run.terms[2].first, len(DATA)))
     assert seen[0] != seen[1]
     assert run.results[0, 0][0] == run.results[1, 0][0] == list(range(len(DATA)))
 
@@ -217,7 +217,7 @@ def step_by_step(enters: bool) -> int:
 def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
     run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], joins_after=6, enters=enters)
     if enters:
-        assert run.results[2, 0] == len(DATA) - run.stays[2].first
+        assert run.results[2, 0] == len(DATA) - run.terms[2].first
     else:
         assert (
             "step() was given batch 4, and the run has come to batch 6: call enter()" in run.failures[2, 0][1]

@@ -1,18 +1,19 @@
-"""Who is there, and from which turn on: what the launcher of isolated pipelines settles with their processes.
+"""The coordinator of isolated pipelines: which of them are members, from which step on. The launcher runs it.
 
-Each process has one connection to it, which Python's ``multiprocessing.connection`` authenticates by a token, both
-ways. Messages are JSON of a fixed version: nothing that comes is unpickled. A process that ends closes its connection,
-so its end is known at once, however it came about. For one on another host somebody here stands
-(:mod:`avgpipe.fault.gate`).
+Each process has one connection to the coordinator, which Python's ``multiprocessing.connection``
+authenticates by a token, both ways. Messages are JSON of a fixed version; nothing received is unpickled. A
+process that ends closes its connection, so its end is known at once, whatever its cause. A process on another
+host is represented here by a gate (:mod:`avgpipe.fault.gate`).
 
-A pipeline is whole or gone. When one is lost, or another one wants to come, the coordinator has all processes begin no
-turn (``freeze``) and say how many they have begun; the change then takes effect with a turn that nobody has begun::
+A pipeline is a member with all its processes or not at all. When one is lost, or another one wants to join,
+the coordinator asks all processes to begin no further step (``freeze``) and to report how many steps they
+have begun; the change then takes effect with a step that no process has begun::
 
-    coordinator    freeze ->            <- begun 7, 8, 7            roster: ... from turn 8 on ->
-    process        begins no turn, goes on with those that it has begun            begins turn 8 by the new roster
+    coordinator    freeze ->            <- begun 7, 8, 7            roster: ... from step 8 on ->
+    process        begins no step, continues those already begun                begins step 8 by the new roster
 
-In which turns a lost pipeline counts is decided by what its processes had told the others, in memory that this process
-holds, once all of them are dead: see :mod:`avgpipe.fault.exchange`.
+In which steps a lost pipeline counts depends on what its processes had published, in memory that this process
+holds, when all of them have ended: see :mod:`avgpipe.fault.exchange`.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
-from avgpipe.fault.roster import Roster, Stay
+from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.trunk import let_in
 from avgpipe.ranks.process import peer_of
 from avgpipe_ext.ring import Bell, Memory
 
 VERSION = 1
-OVER = "the run is over"  # why a pipeline is ended that comes too late
-JOIN = "join"  # what another command says first that wants to start a pipeline
-ENDED = "ended"  # and what it says at last
+OVER = "the run is over"  # why a pipeline that joins too late is ended
+JOIN = "join"  # first message of another command that starts a pipeline
+ENDED = "ended"  # its last message
 _MOST_BYTES = 2**20  # of a message
-_GREET_S = 3  # in which who connects must have shown that it knows the token; the others wait meanwhile
-_KNOWN = 1000  # things that one has found and all may ask for
+_GREET_S = 3  # timeout for a peer to prove that it knows the token; all other peers wait meanwhile
+_KNOWN = 1000  # results of ``once`` that are kept
 
 
 def encoded(message: Sequence[Any]) -> bytes:
@@ -48,7 +49,7 @@ def encoded(message: Sequence[Any]) -> bytes:
 
 
 def received(connection: Connection) -> list[Any]:
-    """Read a message; OSError or EOFError for a closed connection, ValueError for what is none."""
+    """Read a message; OSError or EOFError for a closed connection, ValueError for an invalid message."""
     message = json.loads(connection.recv_bytes(_MOST_BYTES))
     if not isinstance(message, list) or not message:
         raise ValueError(f"not a message: {message!r}")
@@ -56,29 +57,29 @@ def received(connection: Connection) -> list[Any]:
 
 
 class Recorder(Protocol):
-    """What the launcher does with what processes tell it beside all this."""
+    """Records what processes report about the run, in the launcher."""
 
     def hear(self, kind: str, *values: Any) -> None:
-        """Take in what one process tells; others may tell the same. ValueError for what makes no sense."""
+        """Record a report of one process; others may send the same one. ValueError for an invalid report."""
 
     def answer(self, reply: Callable[[Any], None], writes: bool, kind: str, *values: Any) -> None:
-        """Answer a question, now or when something else has been heard; ``writes``: who asks may write files."""
+        """Answer a request, now or after a later report; ``writes``: its process may write files."""
 
 
 @dataclass
 class Process:
-    """One process of a pipeline, as far as it has told.
+    """One process of a pipeline, as far as it has reported.
 
     Attributes:
-        name: of it, in words.
-        pid: its process id, as the kernel says.
-        heard_at: when it last said something, of the monotonic clock.
-        doing: what it was at then.
-        batches: of the loader, that it has begun; None until it has said so.
-        begun: turns, as the answer to the newest freeze.
+        name: its name in messages.
+        pid: its process id, from the kernel.
+        heard_at: time of its last message, on the monotonic clock.
+        doing: what it was doing then.
+        batches: the number of the loader's batches that it has begun; None before its first report.
+        begun: the number of steps that it has begun, its answer to the newest freeze.
         wants: "enter", or "leave" once it is done.
-        late: the turn for which it has waited for as long as it may, and how long, until that is seen to.
-        complained: of this turn, though all had told it.
+        late: the step on which it timed out, and the timeout in seconds, until that is handled.
+        reported_late: the last step on which it timed out although every pipeline had published it.
     """
 
     connection: Connection
@@ -90,7 +91,7 @@ class Process:
     begun: int | None = None
     wants: str = ""
     late: tuple[int, float] | None = None
-    complained: int = -1
+    reported_late: int = -1
 
 
 @dataclass
@@ -98,25 +99,26 @@ class Group:
     """The processes of a pipeline that were started together.
 
     Attributes:
-        number: over the life of the run.
-        size: how many they are.
-        told: of each of its stage replicas (``places``), how many turns it has told since the pipeline entered.
-        period: the turns between two that tell an update.
-        found: what the run had come to when the first of them came, which all are told.
-        bells: by rank, what others ring for it.
-        digests: by rank, of what all pipelines must have alike, and of the initial weights.
-        memory: by name, what its processes have asked for.
-        given: by name, what others have handed over to it, until it has begun with that.
+        number: identifies the group over the life of the run.
+        size: the number of processes.
+        published: for each of its stage replicas (``places``), the number of steps published since the
+            pipeline joined.
+        period: the number of steps from one published update to the next.
+        found: the position of the run when the first of them connected, which all of them get.
+        bells: by rank, the bell that others ring for it.
+        digests: by rank, digests of what must be the same in all pipelines, and of the initial weights.
+        memory: by name, the memory that its processes have requested.
+        given: by name, the state that others have sent to it, until it has begun with that state.
         is_far: whether its processes are on another host.
-        ready_at: when its processes wanted to enter, of the monotonic clock.
-        is_done: whether it has left the run as it should.
-        has_ended: whether none of them is there any more.
+        ready_at: when its processes wanted to enter, on the monotonic clock.
+        is_done: whether it has left the run regularly.
+        has_ended: whether all its processes have ended.
     """
 
     pipeline: int
     number: int
     size: int
-    told: Memory
+    published: Memory
     places: int
     period: int
     found: Mapping[str, Any]
@@ -133,30 +135,30 @@ class Group:
     def all_want(self, what: str) -> bool:
         return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
 
-    def turns_told(self) -> int:
-        """Return how many turns all of it have told."""
-        return min(Bell(self.told, n * Bell.BYTES).count() for n in range(self.places))
+    def turns_published(self) -> int:
+        """Return how many steps all its stage replicas have published."""
+        return min(Bell(self.published, n * Bell.BYTES).count() for n in range(self.places))
 
 
 class Coordinator:
-    """Serves one run from one thread, which calls :meth:`serve` again and again.
+    """Serves one run from one thread, which calls :meth:`serve` repeatedly.
 
     Args:
         address: a path for a Unix socket.
         token: what a process must know.
         wanted: how many pipelines begin the run together.
-        lost: is told the number of a group, the rank to blame if it is one, and why, once a process of it is gone
-            ("", as its end says more), hangs, or speaks nonsense. It shall end the others, and call :meth:`gone` when
-            all of them have ended.
-        say: is told a line for people.
-        recorder: hears what processes tell.
-        let_join: is told of another command that wants to start a pipeline, and what it says of itself, and keeps its
-            connection; returns what that command is told.
+        lost: called with the number of a group, the rank to blame (None if unknown) and the reason, once one
+            of its processes has ended (reason "", as its exit code says more), hangs, or sends an invalid
+            message. It must end the other processes, and call :meth:`gone` when all of them have ended.
+        say: prints a line for the user.
+        recorder: records what processes report.
+        let_join: called with the connection of another command that wants to start a pipeline, and its
+            description of itself; keeps the connection, and returns the reply to that command.
 
     Attributes:
-        groups: by number; those that have ended as long as somebody may read their memory.
-        members: pipelines by the number of their group, of those that live.
-        history: all stays by number, as they are known.
+        groups: by number; one that has ended stays as long as its memory may be read.
+        members: pipelines by the number of their group, of the members that have not left.
+        history: all terms by number, as far as they are known.
     """
 
     def __init__(
@@ -173,34 +175,37 @@ class Coordinator:
         self._listening.bind(address)
         self._listening.listen(64)
         self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
-        self.roster, self.history = Roster(), dict[int, Stay]()
+        self.roster, self.history = Roster(), dict[int, Term]()
         self.groups: dict[int, Group] = {}
         self.members: dict[int, int] = {}
         self._let_join = let_join
         self._over: set[int] = set()  # groups that have ended
-        self._unknown: set[Connection] = set()  # that have not said who they are
+        self._unknown: set[Connection] = set()  # that have not identified themselves
         self._by_connection: dict[Connection, tuple[Group, int]] = {}
         self._leaving: list[
             tuple[Group, int]
-        ] = []  # members that are gone, with the first turn that they lack
+        ] = []  # members that have left or are lost, with the first step that they did not publish
         self._is_frozen = False
-        self._begun = 0  # turns, at the last change
-        self._clean = 0  # the turn by which what was lost has been trained on
-        # By what it is, its number, and the turn after it; or, for those that come later, the batches before it.
+        self._begun = 0  # steps, at the last change
+        self._clean = 0  # the step by which all lost samples have been trained on
+        # By name, number and following step; in _found by the batches before it, for pipelines that join later.
         self._once: dict[tuple[str, int, int], _Once] = {}
         self._found: dict[tuple[str, int, int], Any] = {}
         self._found_at = float("-inf")  # when the newest of them was answered, of the monotonic clock
         self._timeout_s = float("inf")
         self._is_to_stop = False
-        self._stop: int | None = None  # the first turn that has no batches any more
+        self._stop: int | None = None  # the first step that has no batches
 
     @property
     def has_begun(self) -> bool:
-        """Whether pipelines train, or have."""
-        return self._begun > 0 or bool(self.roster.stays)
+        """Whether the first step has a roster."""
+        return self._begun > 0 or bool(self.roster.terms)
 
     def overdue(self, started: Mapping[int, float]) -> list[int]:
-        """Return for which groups another has waited for too long to begin the run; ``started``: when each was."""
+        """Return the groups that keep others waiting for longer than the timeout before the run begins.
+
+        ``started``: the time at which each group was started.
+        """
         ready = [group for group in self.groups.values() if group.all_want("enter")]
         waiting_since = min((group.ready_at for group in ready), default=float("inf"))
         if self.has_begun:
@@ -210,7 +215,7 @@ class Coordinator:
 
     @property
     def training(self) -> set[int]:
-        """The pipelines that train, or are done and about to end."""
+        """The pipelines that train, or are done and about to exit."""
         groups = self.groups.values()
         return {g.pipeline for g in groups if g.number in self.members or (g.is_done and not g.has_ended)}
 
@@ -228,12 +233,12 @@ class Coordinator:
     # ---- the loop ----------------------------------------------------------------------------------------------------
 
     def serve(self, timeout_s: float) -> None:
-        """Hear what has come, and wait for it at most ``timeout_s``."""
+        """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in wait([self._listening, *self._unknown, *self._by_connection], timeout_s):
             if one is self._listening:
                 self._accept()
             elif isinstance(one, Connection) and not one.closed:
-                self._hear(one)
+                self._receive(one)
         self._find_silent()
         self._choose_doers()
         self._find_late()
@@ -242,10 +247,10 @@ class Coordinator:
     def _accept(self) -> None:
         with suppress(
             OSError, EOFError, AuthenticationError
-        ):  # gone again, stands still, or does not know the token
+        ):  # the peer has ended, is stopped, or does not know the token
             self._unknown.add(let_in(self._listening.accept()[0], self._token, _GREET_S))
 
-    def _hear(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection) -> None:
         known = self._by_connection.get(connection)
         try:
             message = received(connection)
@@ -267,12 +272,10 @@ class Coordinator:
             self._refuse(connection, error)
 
     def _refuse(self, connection: Connection, error: Exception) -> None:
-        """Have no more to do with who speaks nonsense."""
+        """Drop a peer that sent an invalid message."""
         if connection in self._by_connection:
             group, rank = self._by_connection[connection]
-            self._lost(
-                group.number, rank, f"{group.processes[rank].name} has said what makes no sense: {error}"
-            )
+            self._lost(group.number, rank, f"{group.processes[rank].name} sent an invalid message: {error}")
         else:
             self._send(connection, "welcome", {"why": str(error)})
         self._closed(connection)
@@ -285,16 +288,16 @@ class Coordinator:
             self._lost(known[0].number, known[1], "")
 
     def _find_silent(self) -> None:
-        """A process that stands still says nothing, and would keep the others waiting."""
+        """End processes that send nothing, such as stopped ones: the others would wait for them."""
         latest = time.monotonic() - self._timeout_s
         for group, rank in list(self._by_connection.values()):
             process = group.processes[rank]
             if process.heard_at < latest and process.wants != "leave":
                 process.heard_at = float("inf")
-                silence = f"{process.name} has said nothing for {self._timeout_s:g} s"
+                silence = f"{process.name} sent no message for {self._timeout_s:g} s"
                 self._lost(group.number, rank, f"{silence}, when it was at {process.doing}")
 
-    # ---- what processes say ------------------------------------------------------------------------------------------
+    # ---- messages of processes ---------------------------------------------------------------------------------------
 
     def _greet(self, connection: Connection, kind: str, version: int, about: dict[str, Any]) -> None:
         if kind not in ("hello", JOIN) or version != VERSION:
@@ -305,25 +308,28 @@ class Coordinator:
             return
         number, rank = int(about["group"]), int(about["rank"])
         if number in self._over:
-            raise ValueError(f"what was started together with {about['name']} has ended")
+            raise ValueError(f"the processes started together with {about['name']} have ended")
         if number not in self.groups:
             pipeline, size, places, period = (int(about[n]) for n in ("pipeline", "size", "places", "period"))
-            told = Memory.create(places * Bell.BYTES)
+            published = Memory.create(places * Bell.BYTES)
             is_far = bool(about.get("is_far"))
-            found = self._standing()
-            self.groups[number] = Group(pipeline, number, size, told, places, period, found, is_far=is_far)
+            found = self._progress()
+            self.groups[number] = Group(
+                pipeline, number, size, published, places, period, found, is_far=is_far
+            )
         group = self.groups[number]
         self._timeout_s = float(about["timeout_s"])
         self._unknown.discard(connection)
         group.processes[rank] = Process(connection, str(about["name"]), peer_of(connection), time.monotonic())
         group.bells[rank] = about["bell"]
         self._by_connection[connection] = group, rank
-        self._send(connection, "welcome", {**group.found, "told": place_of(group.told)})
+        self._send(connection, "welcome", {**group.found, "published": place_of(group.published)})
 
-    def _standing(self) -> dict[str, Any]:
-        """Return what a pipeline that comes finds.
+    def _progress(self) -> dict[str, Any]:
+        """Return the position of the run, for a pipeline that joins.
 
-        Who is ahead may be gone before it enters, and what that had is begun by the others only then.
+        The batches are the fewest that any process has begun: a process that is ahead may be lost before the
+        pipeline joins, and the others begin its batches only then.
         """
         begun = (p.batches for g in self._living() for p in g.processes.values() if p.batches is not None)
         return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
@@ -332,7 +338,7 @@ class Coordinator:
         process = group.processes[rank]
         if kind == "alive":
             process.doing, process.batches = str(values[0]), int(values[1])
-            if group.given and group.turns_told():
+            if group.given and group.turns_published():
                 group.given.clear()
             self._send(process.connection, "heard")
         elif kind == "begun":
@@ -351,13 +357,13 @@ class Coordinator:
             request, what, number, turn, batches = values
             once = self._once.setdefault((what, number, turn), _Once(turn, batches))
             once.ask(group.number, request, partial(self._reply, process))
-            while len(self._once) > _KNOWN:  # the oldest, which all have heard of long ago
+            while len(self._once) > _KNOWN:  # drop the oldest, whose results all have received long ago
                 del self._once[next(iter(self._once))]
         elif kind == "done":
             what, number, turn, value = values
             once = self._once[what, number, turn]
             once.done(value)
-            # Who comes later does not know how many there were before the first turn of a run that goes on.
+            # A pipeline that joins later does not know the batches before the first step of a resumed run.
             self._note_found((what, number, once.batches if turn else 0), value)
             self._found_at = time.monotonic()
         elif kind == "found":
@@ -375,38 +381,38 @@ class Coordinator:
             raise ValueError(f"unknown message {kind!r}")
 
     def _writes(self, group: Group) -> bool:
-        """Whether it may do something to files: they are to be found on this host, as long as one here trains."""
+        """Whether a group may write files: on this host only, as long as a pipeline here trains."""
         return not (group.is_far and self._trains_here)
 
     @property
     def _trains_here(self) -> bool:
-        """Whether a pipeline on this host trains, and has not only just come."""
+        """Whether a pipeline on this host trains; one that joined must have published a step."""
         near = (group for group in self._living() if not group.is_far)
-        return any(self._stay_of(group).donor is None or group.turns_told() > 0 for group in near)
+        return any(self._term_of(group).donor is None or group.turns_published() > 0 for group in near)
 
     def _may_ask_here(self, turn: int) -> bool:
-        """Whether a pipeline on this host may still ask for something that is done before a turn.
+        """Whether a pipeline on this host may still request a result that is needed before a step.
 
-        One that comes with the turn does not, nor one that has told it.
+        One that joins with the step does not, nor one that has published it.
         """
         if not self.has_begun:
             return True  # the run begins here
         for group in self._living():
-            stay = self._stay_of(group)
-            was_there = stay.first < turn or stay.donor is None
-            if not group.is_far and was_there and stay.first + group.turns_told() <= turn:
+            term = self._term_of(group)
+            was_there = term.first < turn or term.donor is None
+            if not group.is_far and was_there and term.first + group.turns_published() <= turn:
                 return True
         return False
 
     def _choose_doers(self) -> None:
-        """Have somebody do what is asked for; on this host, if a pipeline here is to ask for it, too."""
+        """Choose a group to compute each requested result; on this host, if one here will request it."""
         far = {group.number for group in self.groups.values() if group.is_far and not group.has_ended}
         for once in self._once.values():
             if once.is_awaited:
                 once.choose(far if far and self._may_ask_here(once.turn) else ())
 
     def _note_found(self, name: tuple[str, int, int], value: Any) -> None:
-        """Keep what was found for those that come later; what was before the first batch, always."""
+        """Keep a result for pipelines that join later; one from before the first batch is kept for ever."""
         self._found[name] = value
         if len(self._found) > _KNOWN:
             oldest = next((known for known in self._found if known[-1] > 0), name)
@@ -416,7 +422,7 @@ class Coordinator:
         self._send(process.connection, "reply", request, value)
 
     def _let_enter(self, group: Group, rank: int, request: int, digests: list[str]) -> None:
-        """All pipelines must be made alike, and those that begin together start at the same weights."""
+        """Admit a process with the plan and model of the others, and at the start with their weights."""
         for other in self.groups.values():
             theirs = other.digests.get(rank, digests)
             if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
@@ -435,24 +441,24 @@ class Coordinator:
             if memory is None or memory.bytes < size:
                 memory = group.memory[name] = Memory.create(size)
         except (MemoryError, OSError) as error:
-            self._reply(process, request, {"why": str(error) or "there is not as much"})
+            self._reply(process, request, {"why": str(error) or "there is not enough"})
         else:
             self._reply(process, request, {"place": place_of(memory)})
 
-    def _hand_over(self, giver: Group, number: int, name: str, value: Any) -> None:
-        """Pass on what a pipeline begins with, once: who stands in for a giver that is lost gives all of it again."""
-        memory, receiver = giver.memory.pop(name, None), self.groups.get(number)
-        if receiver is None or name in receiver.given or receiver.turns_told():
+    def _hand_over(self, donor: Group, number: int, name: str, value: Any) -> None:
+        """Pass on the state that a pipeline begins with, once: a donor's successor sends it again."""
+        memory, receiver = donor.memory.pop(name, None), self.groups.get(number)
+        if receiver is None or name in receiver.given or receiver.turns_published():
             return
         receiver.given[name] = memory
         for process in receiver.processes.values():
             self._send(process.connection, "handed over", name, value)
 
     def _find_late(self) -> None:
-        """See to processes that have waited for others for as long as they may.
+        """Handle processes that timed out waiting for others.
 
-        What one does for all has no limit of time, and a pipeline that comes may wait for its turn meanwhile: then the
-        time of the others begins with the end of that.
+        What one pipeline computes for all has no timeout, and a pipeline that joins may wait for its first
+        step meanwhile: the timeout of the others begins when that result is there.
         """
         if any(once.is_under_way for once in self._once.values()):
             return
@@ -463,24 +469,24 @@ class Coordinator:
                 self._end_late(group, process, turn, waited_s)
 
     def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
-        """End whom a process has waited for in a turn."""
+        """End the pipelines whose step a process waits for, or its own if all have published it."""
         counting = self.roster.counting(turn)
         if group.pipeline not in counting:
             return
         late = {
-            pipeline: self.groups[stay.number]
-            for pipeline, stay in counting.items()
-            if stay.number in self.members and stay.first + self.groups[stay.number].turns_told() <= turn
+            pipeline: self.groups[term.number]
+            for pipeline, term in counting.items()
+            if term.number in self.members and term.first + self.groups[term.number].turns_published() <= turn
         }
         waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
         for pipeline, other in late.items():
             doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
             self._lost(other.number, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
-        if not late and process.complained == turn:
-            why = f"{waited} step {turn}, which all have told; {process.name} was at {process.doing}"
-            self._lost(group.number, None, why)
+        if not late and process.reported_late == turn:
+            why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
+            self._lost(group.number, None, f"{why}{process.doing}")
         elif not late:
-            process.complained = turn  # the last of it may just be on its way
+            process.reported_late = turn  # the last publication may still be in flight
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -501,31 +507,31 @@ class Coordinator:
 
     def _remove(self, group: Group) -> None:
         if self.members.pop(group.number, None) is not None:
-            self._leaving.append((group, self._stay_of(group).first + group.turns_told()))
+            self._leaving.append((group, self._term_of(group).first + group.turns_published()))
 
-    def _stay_of(self, group: Group) -> Stay:
-        return next(stay for stay in self.roster.present if stay.number == group.number)
+    def _term_of(self, group: Group) -> Term:
+        return next(term for term in self.roster.present if term.number == group.number)
 
     def _living(self) -> list[Group]:
         return [self.groups[number] for number in self.members]
 
     def _change(self) -> None:
-        """Do what is due, as soon as all have said how many turns they have begun."""
+        """Make the changes that are due, once all processes have reported their steps begun."""
         for group in self._living():
             if group.all_want("leave"):
                 group.is_done = True
                 self._remove(group)
-        coming = [
+        joining = [
             g
             for g in self.groups.values()
             if g.number not in self.members and g.all_want("enter") and not g.has_ended
         ]
         if self._stop is not None:
-            coming = []  # who comes now has nothing to train on
+            joining = []  # nothing is left to train on
         stops = self._is_to_stop and self._stop is None
-        is_due = bool(self._leaving or ((coming or stops) and self.members))
+        is_due = bool(self._leaving or ((joining or stops) and self.members))
         if not self.has_begun:
-            is_due = len(coming) >= self.wanted
+            is_due = len(joining) >= self.wanted
         if not is_due:
             return
         asked = [p for group in self._living() for p in group.processes.values() if p.wants != "leave"]
@@ -536,62 +542,62 @@ class Coordinator:
                 self._send(process.connection, "freeze")
         if all(process.begun is not None for process in asked):
             self._is_frozen = False
-            told = (turns for _, turns in self._leaving)  # none that all have told is begun by nobody
-            self._begun = max([self._begun, *told, *(process.begun or 0 for process in asked)])
-            self._apply(self._begun, coming)
+            published = (turns for _, turns in self._leaving)  # a step that all have published has been begun
+            self._begun = max([self._begun, *published, *(process.begun or 0 for process in asked)])
+            self._apply(self._begun, joining)
 
-    def _apply(self, begun: int, coming: Sequence[Group]) -> None:
-        """Change the roster from the next turn on; nobody has begun turn ``begun``."""
+    def _apply(self, begun: int, joining: Sequence[Group]) -> None:
+        """Change the roster from step ``begun`` on, which no process has begun."""
         begins = not self.has_begun
-        for group, told in self._leaving:
-            self._apply_leave(group, told, begun)
+        for group, published in self._leaving:
+            self._apply_leave(group, published, begun)
         self._leaving = []
         if self._is_to_stop and self._stop is None:
             self._stop = begun
-        donors = [stay.pipeline for stay in self.roster.present if stay.first < begun]
-        for group in sorted(coming, key=lambda group: group.pipeline):
-            if not begins and (self._stop is not None or not donors):  # it may just have been settled
-                break  # nobody is left whose state it could have, or soon
+        donors = [term.pipeline for term in self.roster.present if term.first < begun]
+        for group in sorted(joining, key=lambda group: group.pipeline):
+            if not begins and (self._stop is not None or not donors):  # the stop may have been set just above
+                break  # no donor is left, or none will be soon
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
-            stay = Stay(group.pipeline, group.number, first, None if begins else donors[0])
-            self.history[group.number] = stay
-            self.roster.enter(stay)
+            term = Term(group.pipeline, group.number, first, None if begins else donors[0])
+            self.history[group.number] = term
+            self.roster.enter(term)
             self.members[group.number] = group.pipeline
             if not begins:
                 state = f"with the optimizer's state of pipeline {donors[0]}"
                 self._say(f"pipeline {group.pipeline} trains with the others from step {first} on, {state}")
         self._forget(begun)
-        self._tell()
+        self._send_roster()
 
-    def _apply_leave(self, group: Group, told: int, begun: int) -> None:
-        stay = self.history[group.number] = self.roster.leave(group.pipeline, told, begun)
-        lost = stay.end - stay.told
+    def _apply_leave(self, group: Group, published: int, begun: int) -> None:
+        term = self.history[group.number] = self.roster.leave(group.pipeline, published, begun)
+        lost = term.end - term.published
         self._clean = max(self._clean, begun) + lost
         if lost and self.members:
             steps = "step" if lost == 1 else f"{lost} steps"
-            self._say(f"pipeline {group.pipeline}: the others train on what it had of its last {steps}")
+            self._say(f"pipeline {group.pipeline}: the others train on its samples of its last {steps}")
         for other in self.roster.present:
             has_state = len(self.groups[other.number].given) == self.groups[other.number].places
-            has_begun = self.groups[other.number].turns_told() > 0
+            has_begun = self.groups[other.number].turns_published() > 0
             if other.donor == group.pipeline and not (has_state or has_begun):
-                why = f"pipeline {group.pipeline}, whose state it was to have, is gone"
+                why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
                 self._lost(other.number, None, OVER if group.is_done else why)
-            elif lost and stay.told < other.first < self._clean:
-                why = f"it came too late to know what pipeline {group.pipeline} had, which is gone"
+            elif lost and term.published < other.first < self._clean:
+                why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
                 self._lost(other.number, None, why)
 
     def _forget(self, begun: int) -> None:
-        """Give up what nobody can ask for any more: all have gone on from a turn once all have told the next one."""
-        told = [stay.first + self.groups[stay.number].turns_told() for stay in self.roster.present]
-        self.roster.forget(min(begun, *told, begun) - 2)
-        needed = {stay.number for stay in self.roster.stays}
+        """Drop steps that no member still needs: all are past a step once all have published the next."""
+        published = [term.first + self.groups[term.number].turns_published() for term in self.roster.present]
+        self.roster.forget(min(begun, *published, begun) - 2)
+        needed = {term.number for term in self.roster.terms}
         self.groups = {n: group for n, group in self.groups.items() if n in needed or not group.has_ended}
 
-    def _tell(self) -> None:
-        about = {stay.number: self.groups[stay.number] for stay in self.roster.stays}
+    def _send_roster(self) -> None:
+        about = {term.number: self.groups[term.number] for term in self.roster.terms}
         facts = {
             number: {
-                "told": place_of(group.told),
+                "published": place_of(group.published),
                 "places": group.places,
                 "memory": {name: place_of(memory) for name, memory in group.memory.items()},
                 "bells": [bell for _, bell in sorted(group.bells.items())],
@@ -603,7 +609,7 @@ class Coordinator:
                 self._send(process.connection, "roster", self.roster.to_json(), facts, self._stop)
 
     def _send(self, connection: Connection, *message: Any) -> None:
-        with suppress(OSError, ValueError):  # it is gone, as its end will tell
+        with suppress(OSError, ValueError):  # it has ended, which its closed connection will show
             connection.send_bytes(encoded(message))
 
 
@@ -613,11 +619,11 @@ def place_of(memory: Memory) -> list[Any]:
 
 
 class _Once:
-    """Something that one pipeline does, and all want to know.
+    """A result that one pipeline computes for all.
 
     Args:
-        turn: the one after it.
-        batches: of the loader, before it.
+        turn: the step that follows.
+        batches: the number of the loader's batches before it.
     """
 
     def __init__(self, turn: int, batches: int) -> None:
@@ -628,16 +634,16 @@ class _Once:
 
     @property
     def is_under_way(self) -> bool:
-        """Whether somebody is at it."""
+        """Whether a group is computing it."""
         return self._doer is not None and not self._value
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits for it, and nobody is at it."""
+        """Whether a process waits for it, and no group is computing it."""
         return bool(self._waiting) and self._doer is None
 
     def ask(self, number: int, request: int, reply: Callable[[int, Any], None]) -> None:
-        """A process of a group asks: it is told, or to do it as others of its group, or waits."""
+        """Answer a process of a group: with the value, with the order to compute it, or later."""
         if self._value:
             reply(request, {"value": self._value[0]})
         elif self._doer == number:
@@ -646,7 +652,7 @@ class _Once:
             self._waiting.append((number, request, reply))
 
     def choose(self, others: Collection[int]) -> None:
-        """Have one that waits do it, but for the ``others``, which go on waiting."""
+        """Have one of the waiting groups compute it, except the ``others``, which go on waiting."""
         self._doer = next((number for number, *_ in self._waiting if number not in others), None)
         waiting, self._waiting = self._waiting, []
         for asked in waiting:
@@ -659,7 +665,7 @@ class _Once:
         self._waiting = []
 
     def gone(self, number: int) -> None:
-        """Forget a group; another one has to do it, if that was at it."""
+        """Forget a group; another one has to compute the result if this one was at it."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != number]
         if self._doer == number and not self._value:
             self._doer = None

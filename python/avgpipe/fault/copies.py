@@ -311,15 +311,15 @@ class StateCopies:
 
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
         """Give a lost rank's state to the process that has its number now, where it is returned."""
-        giver = (rank + 1) % world.size
+        donor = (rank + 1) % world.size
         received = self._theirs_of(batches) or Received()
-        sizes: list[int] = world.gather(received.sizes or [])[giver]
-        if world.rank not in (giver, rank):
+        sizes: list[int] = world.gather(received.sizes or [])[donor]
+        if world.rank not in (donor, rank):
             return None
         whole = (
-            torch.cat(received.pieces) if world.rank == giver else torch.empty(sum(sizes), dtype=torch.uint8)
+            torch.cat(received.pieces) if world.rank == donor else torch.empty(sum(sizes), dtype=torch.uint8)
         )
-        world.pass_on(whole, giver, rank)
+        world.pass_on(whole, donor, rank)
         text, *memory = torch.split(whole, sizes)
         # Each in memory of its own, as it was: a view of the whole may begin anywhere.
         return put_together(bytes(text.numpy()), [part.clone() for part in memory])

@@ -1,14 +1,15 @@
-"""What isolated pipelines tell each other, turn by turn: their updates of the reference, and how their batches ended.
+"""What isolated pipelines publish at each step: updates of the reference, and results of their batches.
 
-Each process has its own copy of the reference. What one tells lies in memory that the launcher holds, so it stays when
-its process dies; the others read it there. Where pipelines are on several hosts, each host has such memory, and
-:mod:`avgpipe.fault.mirror` has what was told on one come to the others::
+Each process has its own copy of the reference. What a process publishes lies in memory that the launcher
+holds, so it outlives the process; the others read it there. Where pipelines are on several hosts, each host
+has such memory, and :mod:`avgpipe.fault.mirror` copies what is published on one host to the others::
 
-    step of turn t        the update goes to one of two slots, then the count of turns told rises, then all bells ring
-    all have told turn t  what they told counts, in the order of pipelines, in every process alike
+    stage makes step t    writes its update to one of two slots, raises its count of steps, rings all bells
+    all have published t  the published updates count, in the order of pipelines, in every process alike
 
-A turn counts for a pipeline once all of its stages have told it, or stages would differ in who has a part in the
-reference. Two slots are enough: nobody tells turn t + 2 before all have told t + 1, for which they have taken in t.
+Step t counts for a pipeline once all its stages have published it; otherwise stages would differ in which
+pipelines have a part in the reference. Two slots are enough: no stage publishes step t + 2 before all have
+published t + 1, and they have applied t before that.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.fault.membership import Membership, Neighbour
-from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, read_head, told_by, write_head
-from avgpipe.fault.roster import Stay
+from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, published_by, read_head, write_head
+from avgpipe.fault.roster import Term
 from avgpipe.links.codec import padded
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key, Message
@@ -34,7 +35,7 @@ _TEXT_BYTES = 8192  # of a slot: its head and the text
 
 
 class TurnSlot:
-    """Where one stage replica of a pipeline tells every other turn: a text, and tensors like those it is made for."""
+    """The slot of a stage replica for every other step: a text, and tensors alike ``like``."""
 
     def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
         self._memory = memory
@@ -59,11 +60,11 @@ class TurnSlot:
         return _TEXT_BYTES + sum(padded(t.numel() * t.element_size()) for t in like)
 
     def write(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Write a text, and the last of the tensors, as many as there are; those before are nobody's to read then."""
+        """Write a text and the last ``len(tensors)`` tensors of the slot; the others must not be read then."""
         text = json.dumps(values).encode()
         if len(text) > _TEXT_BYTES - HEAD_BYTES:
             raise PipelineError(
-                f"how a batch has ended takes {len(text)} bytes to tell: return fewer metrics from loss_fn"
+                f"the result of a batch is too long, {len(text)} bytes: return fewer metrics from loss_fn"
             )
         first = len(self.tensors) - len(tensors)
         for mine, value in zip(self.tensors[first:], tensors, strict=True):
@@ -78,13 +79,13 @@ class TurnSlot:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What counts in a turn, at one stage replica.
+class Published:
+    """What counts in a step, at one stage replica.
 
     Attributes:
         pipelines: those that count, in ascending order.
-        values: what each has told beside tensors.
-        tensors: what each has told; they stay as they are until this process tells the next turn.
+        values: what each has published beside tensors.
+        tensors: what each has published; unchanged until this process publishes the next step.
     """
 
     pipelines: list[int]
@@ -94,27 +95,27 @@ class Told:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that has ended: who counts in it, and with what."""
+    """A step that has ended: the values of the pipelines that count in it."""
 
     number: int
     values: dict[int, Any]
 
 
 class Other:
-    """What another pipeline, or this one, tells while it stays: mapped when it is first asked for."""
+    """What another pipeline, or this one, publishes in one term; its memory is mapped at the first use."""
 
     def __init__(self, about: Neighbour, like: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        told = Memory.open(*about.told)
-        self._counts = [Bell(told, place * Bell.BYTES) for place in range(about.places)]
+        published = Memory.open(*about.published)
+        self._counts = [Bell(published, place * Bell.BYTES) for place in range(about.places)]
         self._slots = {
             place: [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
             for place, tensors in like.items()
-            for memory in [Memory.open(*about.memory[told_by(place)])]
+            for memory in [Memory.open(*about.memory[published_by(place)])]
         }
         self._bells = bells_at(about.bells)
 
-    def turns_told(self) -> int:
-        """Return how many turns all of its stages have told since it has entered."""
+    def turns_published(self) -> int:
+        """Return how many steps all its stages have published since it joined."""
         return min(count.count() for count in self._counts)
 
     def slot(self, place: int, turn: int) -> TurnSlot:
@@ -126,14 +127,15 @@ class Other:
 
 
 class TurnExchange:
-    """One process's part of it.
+    """One process's end of the exchange.
 
     Args:
-        like: by stage replica held here, tensors like those that are told of it.
-        give: ``give(replica, turn)`` returns the bytes of its state before a turn, for a pipeline that comes with it.
+        like: by stage replica held here, tensors of the shapes and dtypes that are published for it.
+        give: ``give(replica, turn)`` returns the bytes of its state before a step, for a pipeline that joins
+            with it.
 
     Attributes:
-        turns: that have ended, until somebody has seen to it.
+        turns: steps that have ended; the caller removes each that it has handled.
     """
 
     def __init__(
@@ -145,19 +147,19 @@ class TurnExchange:
     ) -> None:
         self.membership, self._mailbox, self._give = membership, mailbox, give
         self._like = {place: list(tensors) for place, tensors in like.items()}
-        self._counts = {place: Bell(membership.told, place * Bell.BYTES) for place in like}
+        self._counts = {place: Bell(membership.published, place * Bell.BYTES) for place in like}
         self._own: dict[int, list[TurnSlot]] = {}
         for place, tensors in self._like.items():
-            memory = membership.memory(told_by(place), SLOTS * TurnSlot.bytes_of(tensors))
+            memory = membership.memory(published_by(place), SLOTS * TurnSlot.bytes_of(tensors))
             self._own[place] = [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
-        self._others: dict[int, Other] = {}  # by the number of a stay
-        self._next = 0  # the first turn of which is not known who counts in it
-        self._asked = Counter[str]()  # how often something was asked for once, between two turns
-        self._asked_before = 0  # the second of them
-        self._asked_again = Counter[tuple[str, int]]()  # that the others have found, before so many batches
-        self._last: list[Stay] = []  # those that counted in the turn before
+        self._others: dict[int, Other] = {}  # by the number of a term
+        self._next = 0  # the first step that has not ended
+        self._asked = Counter[str]()  # by name, the requests between two steps
+        self._asked_before = 0  # the later of these two steps
+        self._asked_again = Counter[tuple[str, int]]()  # requests of found_before
+        self._last: list[Term] = []  # those that counted in the step before
         self.turns: dict[int, Turn] = {}
-        self._given: set[tuple[int, int]] = set()  # stays that have got the state of a stage replica
+        self._given: set[tuple[int, int]] = set()  # terms and stage replicas whose state was sent
         mailbox.sources.append(self._collect)
         membership.changed = self._changed
 
@@ -172,78 +174,81 @@ class TurnExchange:
             self._mailbox.fail(self.membership.failure)
         self._mailbox.bell.ring()
 
-    # ---- telling -----------------------------------------------------------------------------------------------------
+    # ---- publishing --------------------------------------------------------------------------------------------------
 
-    def tell(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Tell of a stage replica's step; of each turn once, and in their order.
+    def publish(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Publish a step of a stage replica; every step once, in order.
 
-        ``tensors``: all of those told, or only the last of them.
+        ``tensors``: all tensors of the slot, or only the last of them.
         """
         self._own[place][turn % SLOTS].write(values, tensors)
         self._counts[place].ring()
-        for stay in self.membership.known.roster.present:
-            self._of(stay).ring()
+        for term in self.membership.known.roster.present:
+            self._of(term).ring()
 
-    def _of(self, stay: Stay) -> Other:
-        if stay.number not in self._others:
-            self._others[stay.number] = Other(self.membership.known.neighbours[stay.number], self._like)
-        return self._others[stay.number]
+    def _of(self, term: Term) -> Other:
+        if term.number not in self._others:
+            self._others[term.number] = Other(self.membership.known.neighbours[term.number], self._like)
+        return self._others[term.number]
 
-    # ---- learning ----------------------------------------------------------------------------------------------------
+    # ---- reading -----------------------------------------------------------------------------------------------------
 
     @staticmethod
     def key(pipeline: int, place: int, turn: int) -> Key:
-        """Name the message that a turn has ended, which each stage replica gets; it has a Told."""
+        """Return the key of a stage replica's message that a step has ended; its value is a `Published`."""
         return Key(Message.REFERENCE_UPDATE, pipeline, place, place, turn, -1)
 
     def _collect(self) -> None:
-        """Find which turns have ended."""
+        """Deliver the steps that have ended."""
         while self._next < self.membership.begun:
             turn, roster = self._next, self.membership.known.roster
-            stays = roster.counting(turn)
-            if any(stay.first + self._of(stay).turns_told() <= turn for stay in stays.values()):
+            terms = roster.counting(turn)
+            if any(term.first + self._of(term).turns_published() <= turn for term in terms.values()):
                 return
             values: list[Any] = []
             for place in self._like:
-                slots = [self._of(stay).slot(place, turn) for stay in stays.values()]
+                slots = [self._of(term).slot(place, turn) for term in terms.values()]
                 values = [slot.read() for slot in slots]
-                told = Told(list(stays), values, [slot.tensors for slot in slots])
-                self._mailbox.put(self.key(self.membership.pipeline, place, turn), told)
-            self.turns[turn] = Turn(turn, dict(zip(stays, values)))
-            self._last = list(stays.values())
+                published = Published(list(terms), values, [slot.tensors for slot in slots])
+                self._mailbox.put(self.key(self.membership.pipeline, place, turn), published)
+            self.turns[turn] = Turn(turn, dict(zip(terms, values)))
+            self._last = list(terms.values())
             self._next += 1
-            known = {stay.number for stay in roster.stays}
+            known = {term.number for term in roster.terms}
             self._others = {number: other for number, other in self._others.items() if number in known}
 
-    def last_told(self, place: int) -> list[list[torch.Tensor]]:
-        """Return what was told in the last turn that has ended; empty if none has. No turn may be under way."""
-        return [self._of(stay).slot(place, self._next - 1).tensors for stay in self._last]
+    def last_published(self, place: int) -> list[list[torch.Tensor]]:
+        """Return the tensors published in the last ended step, if any. No step may be in flight."""
+        return [self._of(term).slot(place, self._next - 1).tensors for term in self._last]
 
-    def forget_told(self) -> None:
-        """Forget what was told in the last turn, as the state is another one now."""
+    def forget_published(self) -> None:
+        """Forget what was published in the last step, because the state has been replaced."""
         self._last = []
 
-    def complains(self) -> bool:
-        """Tell the coordinator of others that have not told a turn in time; whether that may be what is awaited.
+    def report_late(self) -> bool:
+        """Report others that have not published a step in time; False if this cannot be the cause.
 
-        Where all of this pipeline have told a turn that has not ended, whatever one of its stages waits for, such as
-        the next turn's norm, may come from another one that waits for the end of this turn. The coordinator ends who is
-        late, or this pipeline; or has this process wait and complain again, while others find something for all.
+        Where all of this pipeline have published a step that has not ended, whatever one of its stages waits
+        for, such as the next step's norm, may come from another stage that waits for the end of this step.
+        The coordinator ends the late pipelines, or this one; or this process waits and reports again, while
+        others compute a result for all.
         """
         turn = self._next
         own = self.membership.known.roster.counting(turn).get(self.membership.pipeline)
-        if own is None or own.first + self._of(own).turns_told() <= turn:
+        if own is None or own.first + self._of(own).turns_published() <= turn:
             return False
-        self.membership.complain(turn)
+        self.membership.report_late(turn)
         return True
 
     def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
-        """Return what one pipeline finds, as JSON has it, and all others learn, between two turns.
+        """Return the result that one pipeline computes for all between two steps, as JSON returns it.
 
-        Another one does it if that one is lost. Every process calls this at the same turn, for each thing as often.
+        Another pipeline computes it if that one is lost. Every process calls this before the same step,
+        equally often for each name.
 
         Args:
-            batches: of the loader, before it: where one that comes later has got to when it asks :meth:`found_before`.
+            batches: number of the loader's batches before it: the position at which a pipeline that joins
+                later asks :meth:`found_before`.
         """
         turn = self.membership.begun
         if turn != self._asked_before:
@@ -258,30 +263,30 @@ class TurnExchange:
         return value
 
     def found_before(self, what: str, batches: int) -> list[Any]:
-        """Return in a list what the others have found before so many batches, long ago; empty if they have not."""
+        """Return in a list the others' result from after ``batches`` batches; empty if there is none."""
         self._asked_again[what, batches] += 1
         return self.membership.found(what, self._asked_again[what, batches], batches)
 
-    # ---- those that come ---------------------------------------------------------------------------------------------
+    # ---- joining pipelines -------------------------------------------------------------------------------------------
 
     def hand_over(self, place: int, turn: int) -> None:
-        """Give the state of a stage replica before ``turn`` to those that come with it and are to have it from here.
+        """Send the state of a stage replica before step ``turn`` to the pipelines that join with it.
 
-        The turn must have begun: until then the caller may change the state, as by a load.
+        Only to those with this donor. The step must have begun: until then a load may change the state.
         """
         if turn >= self.membership.begun:
             return
-        for stay in self.membership.known.roster.joining(turn):
-            if stay.donor == self.membership.pipeline and (stay.number, place) not in self._given:
-                self._given.add((stay.number, place))
+        for term in self.membership.known.roster.joining(turn):
+            if term.donor == self.membership.pipeline and (term.number, place) not in self._given:
+                self._given.add((term.number, place))
                 state = self._give(place, turn)
                 name = f"state {place}"
                 memory = self.membership.memory(name, len(state))
                 memoryview(memory)[: len(state)] = state
-                self.membership.hand_over(stay.number, name, [memory.path, memory.bytes, len(state)])
+                self.membership.hand_over(term.number, name, [memory.path, memory.bytes, len(state)])
 
     def received(self, place: int) -> bytes:
-        """Return the state that this pipeline begins with, once it is there."""
+        """Wait for the state that this pipeline begins with, and return it."""
         path, size, length = self.membership.received(f"state {place}")
         return bytes(memoryview(Memory.open(path, size))[:length])
 

@@ -14,8 +14,8 @@ from weakref import WeakValueDictionary
 
 from avgpipe.fault.coordinator import JOIN, place_of
 from avgpipe.fault.membership import GROUP
-from avgpipe.fault.mirror import bells_at, told_by
-from avgpipe.fault.passage import Passage, told_memory
+from avgpipe.fault.mirror import bells_at, published_by
+from avgpipe.fault.passage import Passage, published_memory
 from avgpipe.fault.roster import Roster
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
@@ -76,9 +76,9 @@ class Gate(Passage):
             (about,) = values
             if "place" in about:  # for who wants to start a pipeline
                 self.group = int(about["place"][GROUP])
-            elif "told" in about and self.group is not None:
-                told = about.pop("told")
-                self.mirror.of(self.group, self._places[key], Memory.open(*told))
+            elif "published" in about and self.group is not None:
+                published = about.pop("published")
+                self.mirror.of(self.group, self._places[key], Memory.open(*published))
         elif kind == "reply" and (key, values[0]) in self.asked:
             name, _ = self.asked.pop((key, values[0]))
             if "place" in values[1]:
@@ -102,22 +102,22 @@ class Gate(Passage):
         assert self.group is not None
         self.memory[name] = memory
         places = self._places[key]
-        told = self.mirror.of(self.group, places)
-        told.memory |= {place: memory for place in range(places) if told_by(place) == name}
+        published = self.mirror.of(self.group, places)
+        published.memory |= {place: memory for place in range(places) if published_by(place) == name}
 
-    def _roster_out(self, stays: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
+    def _roster_out(self, terms: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
         sent, bells = {}, []
         for number, about in facts.items():
-            memory = told_memory(about)
+            memory = published_memory(about)
             if self.is_near(int(number)):
-                told = self.mirror.of(int(number), about["places"], Memory.open(*about["told"]))
-                for place in memory.keys() - told.memory.keys():
-                    told.memory[place] = Memory.open(*memory[place])
+                published = self.mirror.of(int(number), about["places"], Memory.open(*about["published"]))
+                for place in memory.keys() - published.memory.keys():
+                    published.memory[place] = Memory.open(*memory[place])
                 bells += about["bells"]
             sent[number] = {"places": about["places"], "sizes": {p: size for p, (_, size) in memory.items()}}
         self.mirror.bells = bells_at(bells)
-        self.mirror.learn(Roster.from_json(stays).stays, map(int, facts))
-        return [stays, sent, stop]
+        self.mirror.learn(Roster.from_json(terms).terms, map(int, facts))
+        return [terms, sent, stop]
 
 
 def listen(address: tuple[str, int]) -> socket.socket:

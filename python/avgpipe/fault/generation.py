@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PeerLost
-from avgpipe.ranks.process import GENERATION, SPARE, ask_who_is_lost, generation
+from avgpipe.ranks.process import GENERATION, SPARE, ask_for_losses, generation
 
 _LOOK_S = 0.01
 
@@ -86,21 +86,21 @@ def become_a_rank(first: Callable[[], None]) -> None:
     descriptor = os.open(new, os.O_RDONLY | os.O_NONBLOCK)
     new.rename(pipe)  # where it is found, somebody reads it
     select.select([descriptor], [], [])
-    with open(descriptor) as told:
-        line = told.readline()
+    with open(descriptor) as file:
+        line = file.readline()
     if not line:
         sys.exit(0)  # no rank needs it: the run is over
     os.environ.update(json.loads(line))
 
 
-def tell_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
+def assign_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
     """Tell processes that wait their place; False if they have not come so far all, and are no help."""
     if not all(pipe.exists() for pipe in pipes):
         return False
     try:
         for pipe in pipes:
-            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as told:
-                told.write(json.dumps(place) + "\n")
+            with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as file:
+                file.write(json.dumps(place) + "\n")
     except OSError:  # nobody reads
         return False
     return True
@@ -115,7 +115,7 @@ def next_generation(store: Any, timeout_s: float) -> list[int]:
     """
     number, deadline = generation() + 1, time.monotonic() + timeout_s
     name = announcement(number)
-    ask_who_is_lost(number)
+    ask_for_losses(number)
     while not store.check([name]):
         is_late, is_over = time.monotonic() > deadline, store.check([given_up(number)])
         if (is_late or is_over) and not store.check([prospect(number)]):

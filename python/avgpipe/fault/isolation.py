@@ -89,7 +89,7 @@ class Others:
 
     def serve(self, scheduler: Scheduler) -> None:
         self.exchange.membership.doing = scheduler.doing
-        scheduler.complains = self.exchange.complains
+        scheduler.complains = self.exchange.report_late
 
     def close(self) -> None:
         self.exchange.close()

@@ -219,7 +219,7 @@ def _run(
 ) -> int:
     """Start the processes, and wait for their end, or until the launcher says that they are to end."""
     with keeping_handlers(), ExitStack() as stack:
-        stack.callback(_tell_end, connection)
+        stack.callback(_send_end, connection)
         processes = job.start(stack, place)
         pass_on_questions(lambda: [processes])
         with ending(processes.close):
@@ -234,7 +234,7 @@ def _run(
         return int(pipeline)
 
 
-def _tell_end(connection: Connection) -> None:
+def _send_end(connection: Connection) -> None:
     with suppress(OSError):
         connection.send_bytes(encoded([ENDED]))
 

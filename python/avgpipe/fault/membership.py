@@ -1,4 +1,4 @@
-"""This process's place in a run whose pipelines come and go: its end of the connection to the coordinator."""
+"""This process's membership in a run of isolated pipelines: its end of the connection to the coordinator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from avgpipe.ranks.process import PIPELINE, RUN
 from avgpipe_ext.ring import Memory
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
-_TELL_S = 1.0  # between two signs of life
+_ALIVE_S = 1.0  # between two "alive" messages
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
@@ -28,15 +28,15 @@ def environment(address: str, token: str, group: int, pipeline: int) -> dict[str
 
 @dataclass(frozen=True)
 class Neighbour:
-    """What others know of the processes of a pipeline that were started together.
+    """What other pipelines know of the processes of a pipeline that were started together.
 
     Attributes:
-        told: where each of its ``places`` stage replicas counts the turns that it has told.
-        memory: what they tell in, by name.
-        bells: of its processes, to be rung.
+        published: where each of its ``places`` stage replicas counts the steps that it has published.
+        memory: by name, the memory that they publish in.
+        bells: the bells of its processes.
     """
 
-    told: list[Any]
+    published: list[Any]
     places: int
     memory: Mapping[str, list[Any]]
     bells: list[list[Any]]
@@ -44,31 +44,32 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Known:
-    """Who trains when, and by the number of a stay, whom it is of."""
+    """The roster, and the pipeline's processes by the number of a term."""
 
     roster: Roster
     neighbours: Mapping[int, Neighbour]
 
 
 class Membership:
-    """Says hello, and hears what is settled, in a thread of its own.
+    """Connects to the coordinator, and receives its decisions in a thread of its own.
 
     Args:
         rank, size: of this process in its pipeline.
-        name: of it, in words.
+        name: its name in messages.
         places: how many stage replicas the pipeline has.
-        period: the turns between two that tell an update.
+        period: the number of steps from one published update to the next.
         bell: where others ring for this process: a path, bytes, and an offset.
-        timeout_s: after which somebody who is silent is held to be lost.
+        timeout_s: the longest silence in seconds; after it a peer counts as lost.
 
     Attributes:
-        pipeline: the number of this process's.
+        pipeline: the number of this process's pipeline.
         group: the number of its processes that were started together.
-        has_begun: whether others trained already when this process came.
-        batches: those of the loader that each of them had begun then.
-        told: the memory in which this pipeline counts what it tells.
-        known: what is settled; replaced as a whole.
-        begun: how many turns this process has begun; the next has this number.
+        has_begun: whether others trained already when this process connected.
+        batches: the number of the loader's batches that each of them had begun then.
+        published: the memory in which this pipeline counts the steps that it has published.
+        position: returns the number of batches that this process has begun, for its reports.
+        known: the coordinator's decisions; replaced as a whole.
+        begun: how many steps this process has begun; the next has this number.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Membership:
         self._timeout_s = timeout_s
         self.known = Known(Roster(), {})
         self.begun = 0
-        self.told_batches: Callable[[], int] = lambda: self.batches
+        self.position: Callable[[], int] = lambda: self.batches
         self.doing: Callable[[], str] = lambda: "its start"
         self.changed: Callable[[], None] = lambda: None  # called by the thread
         self._is_frozen = False
@@ -116,7 +117,7 @@ class Membership:
         if "why" in welcome:
             raise PeerLost(f"the launcher at {where} has refused this process: {welcome['why']}")
         self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
-        self.told = Memory.open(*welcome["told"])
+        self.published = Memory.open(*welcome["published"])
         self._heard_at = time.monotonic()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
@@ -125,14 +126,14 @@ class Membership:
     # ---- for the main thread -----------------------------------------------------------------------------------------
 
     def memory(self, name: str, size: int) -> Memory:
-        """Return memory of the launcher's, which outlives this process; others of the pipeline may have asked first."""
+        """Return memory that the launcher holds, which outlives this process; it may exist already."""
         reply = self._request("memory", name, size)
         if "why" in reply:
             raise MemoryError(f"{size} bytes of shared memory for {name}: {reply['why']}")
         return Memory.open(*reply["place"])
 
     def enter(self, digests: list[str]) -> int:
-        """Become a member, with the other processes of this pipeline; return the first turn.
+        """Become a member, with the other processes of this pipeline; return the first step.
 
         ValueError where the pipeline is not made as the others are.
         """
@@ -144,50 +145,50 @@ class Membership:
             return self.begun
 
     def _own_first(self) -> int | None:
-        return next((stay.first for stay in self.known.roster.stays if stay.number == self.group), None)
+        return next((term.first for term in self.known.roster.terms if term.number == self.group), None)
 
     @property
     def is_late(self) -> bool:
-        """Whether this pipeline, a member, has come when others trained already."""
-        return any(stay.donor is not None for stay in self.known.roster.stays if stay.number == self.group)
+        """Whether this pipeline, a member, has joined a run in which others trained already."""
+        return any(term.donor is not None for term in self.known.roster.terms if term.number == self.group)
 
     def begin(self) -> int:
-        """Begin the next turn, and return its number; waits while who trains in it is being settled."""
+        """Begin the next step, and return its number; waits while its members are being decided."""
         with self._lock:
             self._await(lambda: not self._is_frozen, self._timeout_s)
             self.begun += 1
             return self.begun - 1
 
     def stop(self) -> None:
-        """Have all pipelines come to an end: from a turn on that nobody has begun, there are no batches any more.
+        """Have all pipelines stop: from a step that no process has begun on, there are no batches.
 
-        In any thread, and in a signal handler.
+        May be called in any thread, and in a signal handler.
         """
         self._is_to_stop = True
 
     def stops_at(self, turn: int) -> bool:
-        """Whether a turn that was begun has no batches, as the run comes to an end."""
+        """Whether a step that was begun has no batches, because the run stops."""
         return self._stop is not None and turn >= self._stop
 
     @property
     def has_stopped(self) -> bool:
-        """Whether this process has begun such a turn: the same, after the same turn, in all of them."""
+        """Whether this process has begun such a step. All processes stop at the same step."""
         return self.stops_at(self.begun - 1)
 
     def leave(self) -> None:
-        """Say that this process is done."""
+        """Report that this process is done."""
         self._send_if_alive("leave")
 
-    def complain(self, turn: int) -> None:
-        """Say that this process has waited for the others of a turn for as long as it may."""
+    def report_late(self, turn: int) -> None:
+        """Report that this process timed out waiting for the others in a step."""
         self._send_if_alive("late", turn, self._timeout_s)
 
     def once(self, what: str, number: int, turn: int, batches: int) -> list[Any]:
-        """Return what another pipeline has found, in a list; empty where this one is to find and tell it by done.
+        """Return another pipeline's result in a list; empty where this one must compute it for `done`.
 
         Args:
-            number: how often it was asked for before the turn.
-            batches: of the loader, before it.
+            number: how often it was requested before the step.
+            batches: the number of the loader's batches before it.
         """
         reply = self._request("once", what, number, turn, batches, limit_s=None)
         return [reply["value"]] if "value" in reply else []
@@ -196,16 +197,16 @@ class Membership:
         self._send_if_alive("done", what, number, turn, value)
 
     def found(self, what: str, number: int, batches: int) -> list[Any]:
-        """Return in a list what was found after so many batches; empty if it was not, or is forgotten."""
+        """Return in a list the result from after ``batches`` batches; empty if it is not known."""
         reply = self._request("found", what, number, batches)
         return [reply["value"]] if "value" in reply else []
 
     def tell(self, kind: str, *values: Any) -> None:
-        """Tell what records the run, in the launcher."""
+        """Send a report to the recorder of the run, in the launcher."""
         self._send_if_alive("tell", kind, *values)
 
     def ask(self, kind: str, *values: Any) -> Any:
-        """Ask what records the run, which may have to hear something first."""
+        """Return the answer of the recorder of the run, which may have to wait for a report."""
         return self._request("ask", kind, *values, limit_s=None)
 
     def hand_over(self, number: int, name: str, value: Any) -> None:
@@ -213,7 +214,7 @@ class Membership:
         self._send_if_alive("hand over", number, name, value)
 
     def received(self, name: str) -> Any:
-        """Return what another process has handed over, once it has come."""
+        """Wait for what another process has handed over, and return it."""
         with self._lock:
             self._await(lambda: name in self._handed, None)
             return self._handed.pop(name)
@@ -230,7 +231,7 @@ class Membership:
             return self._replies.pop(number)
 
     def _await(self, done: Callable[[], bool], limit_s: float | None) -> None:
-        """Wait with the lock. Without a limit, as long as the launcher gives signs of life."""
+        """Wait with the lock held; without a limit, as long as the launcher sends messages."""
         if not self._lock.wait_for(lambda: done() or self._failure is not None, limit_s):
             raise PipelineTimeout(f"the launcher has not answered within {limit_s:g} s")
         if self._failure is not None:
@@ -239,34 +240,34 @@ class Membership:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        told_at, has_told = 0.0, False
+        sent_at, has_sent_stop = 0.0, False
         try:
             while True:
-                if self._is_to_stop and not has_told:
-                    has_told = True
+                if self._is_to_stop and not has_sent_stop:
+                    has_sent_stop = True
                     self._send("stop")
-                if time.monotonic() >= told_at + _TELL_S:
-                    self._send("alive", self.doing()[:500], self.told_batches())
-                    told_at = time.monotonic()
-                if self._connection.poll(max(0.0, told_at + _TELL_S - time.monotonic())):
+                if time.monotonic() >= sent_at + _ALIVE_S:
+                    self._send("alive", self.doing()[:500], self.position())
+                    sent_at = time.monotonic()
+                if self._connection.poll(max(0.0, sent_at + _ALIVE_S - time.monotonic())):
                     self._heard_at = time.monotonic()
-                    self._hear(*received(self._connection))
+                    self._handle(*received(self._connection))
                 elif time.monotonic() > self._heard_at + self._timeout_s:
-                    raise TimeoutError(f"it has said nothing for {self._timeout_s:g} s")
+                    raise TimeoutError(f"it sent no message for {self._timeout_s:g} s")
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
             if not self._is_closed:
                 with self._lock:
                     self._failure = PeerLost(
-                        f"the launcher is gone, or cut off: {str(error) or 'it has ended'}"
+                        f"the launcher has ended, or is cut off: {str(error) or 'it closed the connection'}"
                     )
                     self._lock.notify_all()
                 self.changed()
 
-    def _hear(self, kind: str, *values: Any) -> None:
+    def _handle(self, kind: str, *values: Any) -> None:
         with self._lock:
             if kind == "freeze":
                 self._is_frozen = True
-                self._send("begun", self.begun, self.told_batches())
+                self._send("begun", self.begun, self.position())
             elif kind == "roster":
                 self._take_roster(*values)
             elif kind == "reply":
@@ -278,11 +279,11 @@ class Membership:
             self.changed()
 
     def _take_roster(
-        self, stays: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
+        self, terms: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
     ) -> None:
         was_member = self._own_first() is not None
         about = {int(number): Neighbour(**neighbour) for number, neighbour in neighbours.items()}
-        self.known, self._stop = Known(Roster.from_json(stays), about), stop
+        self.known, self._stop = Known(Roster.from_json(terms), about), stop
         first = self._own_first()
         if not was_member and first is not None:
             self.begun = first
@@ -290,7 +291,7 @@ class Membership:
 
     @property
     def failure(self) -> PipelineError | None:
-        """Why this process can have no part in the run any more."""
+        """The error for which this process can no longer take part in the run."""
         return self._failure
 
     def _send(self, *message: Any) -> None:
@@ -300,5 +301,5 @@ class Membership:
     def _send_if_alive(self, *message: Any) -> None:
         try:
             self._send(*message)
-        except OSError:  # the thread finds out why
+        except OSError:  # the thread reports why
             pass

@@ -20,13 +20,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from avgpipe.fault.coordinator import encoded, received
-from avgpipe.fault.mirror import TOLD, Mirror, told_by
+from avgpipe.fault.mirror import PUBLISHED, Mirror, published_by
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 
 OPEN, CLOSE, SAY, CONTENTS = "open", "close", "say", "contents"
 _GONE = (OSError, EOFError, AuthenticationError)
-_NONSENSE = (ValueError, TypeError, KeyError, IndexError)
+_INVALID = (ValueError, TypeError, KeyError, IndexError)
 _END_S = 5.0
 
 
@@ -118,7 +118,7 @@ class Passage(ABC):
                 self._trunk.send(SAY, key, [kind, *values])
             self.mirror.ship()
             self._trunk.send(CLOSE, key)
-        except (OSError, *_NONSENSE):
+        except (OSError, *_INVALID):
             self.cut()
         self._forget(key)
         connection.close()
@@ -127,7 +127,7 @@ class Passage(ABC):
         try:
             while True:
                 self._take(*self._trunk.receive())
-        except (*_GONE, MemoryError, *_NONSENSE):
+        except (*_GONE, MemoryError, *_INVALID):
             self.cut()
         finally:
             for key in list(self._connections):  # only now: nothing comes into this host's memory any more
@@ -135,7 +135,7 @@ class Passage(ABC):
             self.is_over = True
 
     def _take(self, kind: str, *values: Any) -> None:
-        if kind == TOLD:
+        if kind == PUBLISHED:
             self.mirror.take(*values)
         elif kind == CONTENTS:
             self._take_contents(*values)
@@ -186,6 +186,10 @@ def _next(connection: Connection) -> list[Any] | None:
         return None
 
 
-def told_memory(about: Mapping[str, Any]) -> dict[int, Any]:
+def published_memory(about: Mapping[str, Any]) -> dict[int, Any]:
     """Return, of what a roster says of a group, the memory in which its stage replicas tell, by stage replica."""
-    return {p: about["memory"][told_by(p)] for p in range(about["places"]) if told_by(p) in about["memory"]}
+    return {
+        p: about["memory"][published_by(p)]
+        for p in range(about["places"])
+        if published_by(p) in about["memory"]
+    }

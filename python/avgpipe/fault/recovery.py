@@ -27,7 +27,7 @@ from avgpipe.runtime.spec import Spec
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
-_LOST_PATIENCE_S, _FAILED_PATIENCE_S = 0.0, 0.5  # with those that are lost, and for a checkpoint
+_LOST_TIMEOUT_S, _FAILED_TIMEOUT_S = 0.0, 0.5  # with those that are lost, and for a checkpoint
 # For the launcher to say whether a process is lost, or stands still; else a line was lost, and nobody is replaced.
 _LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
 
@@ -147,8 +147,8 @@ class Recovery(Policy):
             self._close(session)
             try:
                 next_generation(private_store(), notice_s)
-            except PeerLost as nobody:
-                raise loss from nobody
+            except PeerLost as refusal:
+                raise loss from refusal
             worker.forget()  # the next one may find no memory beside it
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
@@ -169,10 +169,10 @@ class Recovery(Policy):
         self._copies.collect()
         if session.saving is not None:
             try:
-                session.saving.close(_FAILED_PATIENCE_S)
+                session.saving.close(_FAILED_TIMEOUT_S)
             except PipelineError as unsaved:
                 _log.warning("a checkpoint was not written: %s", unsaved)
-        session.worker.close(_LOST_PATIENCE_S)
+        session.worker.close(_LOST_TIMEOUT_S)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from avgpipe.fault.coordinator import place_of
 from avgpipe.fault.membership import GROUP, TOKEN
-from avgpipe.fault.mirror import bells_at, told_by
+from avgpipe.fault.mirror import bells_at, published_by
 from avgpipe.fault.passage import OPEN, Passage
 from avgpipe.fault.roster import Roster
 from avgpipe.fault.trunk import Trunk, let_in
@@ -111,8 +111,8 @@ class Relay(Passage):
 
     def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
         if kind == "welcome" and "batches" in values[0] and self.group is not None:
-            told = self.mirror.of(self.group, self._places)
-            return [{**values[0], "told": place_of(told.counts)}]
+            published = self.mirror.of(self.group, self._places)
+            return [{**values[0], "published": place_of(published.counts)}]
         if kind == "reply" and (key, values[0]) in self.asked:
             name, size = self.asked.pop((key, values[0]))
             return [values[0], self._own_memory(name, size) if "place" in values[1] else values[1]]
@@ -125,7 +125,7 @@ class Relay(Passage):
         return values
 
     def _has_begun(self) -> bool:
-        return self.group is not None and self.mirror.of(self.group, self._places).turns_told() > 0
+        return self.group is not None and self.mirror.of(self.group, self._places).turns_published() > 0
 
     def _own_memory(self, name: str, size: int) -> dict[str, Any]:
         assert self.group is not None
@@ -135,22 +135,24 @@ class Relay(Passage):
                 memory = self.memory[name] = Memory.create(size)
         except (MemoryError, OSError) as error:
             return {"why": str(error) or "there is not as much"}
-        told = self.mirror.of(self.group, self._places)
-        told.memory |= {place: memory for place in range(self._places) if told_by(place) == name}
+        published = self.mirror.of(self.group, self._places)
+        published.memory |= {place: memory for place in range(self._places) if published_by(place) == name}
         return {"place": place_of(memory)}
 
-    def _roster_in(self, stays: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
+    def _roster_in(self, terms: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
         known = {}
         for number, about in facts.items():
-            told = self.mirror.of(int(number), about["places"])
+            published = self.mirror.of(int(number), about["places"])
             sizes = {int(place): size for place, size in about["sizes"].items()}
-            memory = {told_by(p): place_of(self.mirror.memory(told, p, size)) for p, size in sizes.items()}
+            memory = {
+                published_by(p): place_of(self.mirror.memory(published, p, size)) for p, size in sizes.items()
+            }
             bells = [*self._bells.values()] if self.is_near(int(number)) else [self.mirror.place]
             known[number] = {
-                "told": place_of(told.counts),
+                "published": place_of(published.counts),
                 "places": about["places"],
                 "memory": memory,
                 "bells": bells,
             }
-        self.mirror.learn(Roster.from_json(stays).stays, map(int, facts))
-        return [stays, known, stop]
+        self.mirror.learn(Roster.from_json(terms).terms, map(int, facts))
+        return [terms, known, stop]

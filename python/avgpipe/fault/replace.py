@@ -27,19 +27,19 @@ from typing import NamedTuple
 from avgpipe.errors import reason
 from avgpipe.fault.generation import (
     announcement,
+    assign_place,
     given_up,
     pipe_of,
     prospect,
     restored,
-    tell_place,
     waited_for,
 )
 from avgpipe.ranks.launch import (
     BLAME_S,
     STOPPED,
     RanksFailed,
-    Standstill,
     Started,
+    StoppedTimer,
     ending,
     keeping_handlers,
     pass_on_questions,
@@ -79,9 +79,9 @@ class Replacing:
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
         self._spares: list[_Waiting] = []
-        self._coming: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
-        self._standstill = Standstill()  # of all ranks, none of which is left to wait for another
-        self._stood_still: set[int] = set()  # ranks that were ended for it
+        self._starting: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
+        self._stopped_timer = StoppedTimer()  # of all ranks, none of which is left to wait for another
+        self._killed_stopped: set[int] = set()  # ranks that were ended for it
         self._failed: RanksFailed | None = None  # the last that was killed
         # Ranks that have ended as they have missed another one, who is to be blamed if it ends by then.
         self._missed: list[tuple[int, RanksFailed]] = []
@@ -115,7 +115,7 @@ class Replacing:
                     self._look_for_new()
                     self._look_for_spares()
                     time.sleep(_POLL_S)
-                if self._coming and self._failed is not None:
+                if self._starting and self._failed is not None:
                     raise self._failed  # nobody is left with whom it could go on
 
     def _close(self, number: int) -> None:
@@ -123,7 +123,7 @@ class Replacing:
             one.close(number)
 
     def _all_started(self) -> list[Started]:
-        waiting = [one.process for one in (*self._coming.values(), *self._spares)]
+        waiting = [one.process for one in (*self._starting.values(), *self._spares)]
         return [*self._ranks.values(), *waiting]
 
     def _start(self, rank: int, **others: str) -> Started:
@@ -149,7 +149,7 @@ class Replacing:
     def _look(self) -> None:
         """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
-        is_over = self._standstill.lasts(bool(stopped)) and len(stopped) == len(self._ranks)
+        is_over = self._stopped_timer.expired(bool(stopped)) and len(stopped) == len(self._ranks)
         if stopped and (is_over or self._others_wait()):
             self._kill(stopped)
             # They may take their time to end, and nobody is to be told meanwhile that none is lost.
@@ -161,7 +161,7 @@ class Replacing:
             del self._ranks[rank]
             if not isinstance(end, RanksFailed):
                 continue
-            if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._knows_whom_to_blame():
+            if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._is_blame_known():
                 self._missed.append((rank, end))
                 self._blame_by = min(self._blame_by, time.monotonic() + BLAME_S)
             else:
@@ -172,7 +172,7 @@ class Replacing:
 
     def _answer(self) -> None:
         """Tell ranks that ask who is lost that nobody is, once that is sure; else they are told who takes its place."""
-        is_lost = bool(self._coming) or any(one.stopped() for one in self._ranks.values())
+        is_lost = bool(self._starting) or any(one.stopped() for one in self._ranks.values())
         if is_lost or not is_asked(self._folder, self._generation + 1):
             self._answer_at = None
         elif self._answer_at is None:
@@ -182,7 +182,7 @@ class Replacing:
             self._answer_at = float("inf")
 
     def _kill(self, stopped: Sequence[int]) -> None:
-        self._stood_still.update(stopped)
+        self._killed_stopped.update(stopped)
         for rank in stopped:
             self._ranks[rank].kill()
 
@@ -213,7 +213,7 @@ class Replacing:
         except Silence:
             return True
 
-    def _knows_whom_to_blame(self) -> bool:
+    def _is_blame_known(self) -> bool:
         """Whether one stands still, or has been killed, and the others have not gone on since."""
         is_back = self._failed is None or self._is_restored()
         return not is_back or any(one.stopped() for one in self._ranks.values())
@@ -224,8 +224,8 @@ class Replacing:
         stopped = [other for other, one in self._ranks.items() if one.stopped()]
         if code >= 0 and stopped:
             raise self._failure(stopped[0], -signal.SIGKILL, STOPPED)
-        failure = self._failure(rank, code, STOPPED if rank in self._stood_still else None)
-        self._stood_still.discard(rank)
+        failure = self._failure(rank, code, STOPPED if rank in self._killed_stopped else None)
+        self._killed_stopped.discard(rank)
         if code >= 0 and self._failed is not None and not self._is_restored():
             lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
             raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
@@ -239,11 +239,11 @@ class Replacing:
         ready = (one for one in self._spares if one.is_there and not one.process.stopped())
         if (spare := next(ready, None)) is not None:
             self._spares.remove(spare)
-            self._coming[rank] = spare._replace(deadline=float("inf"))  # it is there
+            self._starting[rank] = spare._replace(deadline=float("inf"))  # it is there
         else:  # those that have not come so far stay spares
             how = "a new process"
             try:
-                self._coming[rank] = self._start_waiting(rank, deadline)
+                self._starting[rank] = self._start_waiting(rank, deadline)
             except OSError as error:  # no room, or no more processes
                 why = f"{failure.reason}, and no new process can be started: {reason(error)}"
                 raise self._failure(rank, code, why) from None
@@ -251,26 +251,26 @@ class Replacing:
 
     def _look_for_new(self) -> None:
         """Begin the next generation once every lost rank has a process again that waits at its Pipeline."""
-        for rank, one in list(self._coming.items()):
+        for rank, one in list(self._starting.items()):
             end = one.process.poll()
             if isinstance(end, RanksFailed):
-                del self._coming[rank]
+                del self._starting[rank]
                 self._lose(rank, end, one.deadline)
             elif end is not None or (not one.is_there and time.monotonic() > one.deadline):
                 late = f"within {_START_S:.0f} s" if end is None else "before its end"
                 raise self._failure(rank, 0, f"has not come to its Pipeline {late}, in its new process")
-        if not self._coming or not all(one.is_there for one in self._coming.values()):
+        if not self._starting or not all(one.is_there for one in self._starting.values()):
             return
         self._generation += 1
-        for rank, one in self._coming.items():
-            tell_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
+        for rank, one in self._starting.items():
+            assign_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
             self._ranks[rank] = one.process
-        self._put(announcement(self._generation), json.dumps(list(self._coming)))
-        self._coming = {}
+        self._put(announcement(self._generation), json.dumps(list(self._starting)))
+        self._starting = {}
 
     def _look_for_spares(self) -> None:
         """Start a spare process for one that was used, but not while the others need the processors to go on."""
-        if len(self._spares) < self._wanted and not self._coming and self._is_restored():
+        if len(self._spares) < self._wanted and not self._starting and self._is_restored():
             try:
                 self._spares.append(self._start_waiting(-1))
             except OSError as error:

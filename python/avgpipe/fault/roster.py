@@ -1,9 +1,9 @@
-"""Which pipelines train, turn by turn, where each may come and go.
+"""Which pipelines train at each step, where each may join and leave.
 
-A *turn* is what makes one step of every pipeline: a batch that all share, or one batch for each. Turns are numbered
-over the life of a run. Who is a member of a turn is settled before anybody begins it; who counts in it, when it ends: a
-pipeline that was lost counts in the turns that all its processes had told, and in none after. Every process of every
-pipeline has the same roster, and what follows from it.
+A *turn* in this package is one step of every pipeline: one batch that all share, or one batch for each. Steps
+are numbered over the life of a run. The members of a step are decided before any process begins it; which of
+them count in it, when it ends: a lost pipeline counts in the steps that all its processes had published, and
+in none after. Every process of every pipeline has the same roster, and decides the same from it.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ _NEVER = 2**62
 
 
 @dataclass(frozen=True)
-class Stay:
-    """A pipeline's membership, once: where it was lost and came again, it has two.
+class Term:
+    """The steps from a pipeline's joining to its leaving. One that was lost and joined again has two terms.
 
     Attributes:
         pipeline: its number.
-        number: of the stay, over the life of a run.
-        first: the first turn of which it is a member.
-        donor: the member whose state it begins with; None for one of those that begin the run.
-        told: the first turn in which it does not count.
-        end: the first turn of which it is no member any more; those from ``told`` on before it are lost.
+        number: identifies the term over the life of a run.
+        first: the first step of which it is a member.
+        donor: the member whose state it begins with; None for a pipeline that begins the run.
+        published: the first step that it has not published, in which it does not count.
+        end: the first step of which it is no longer a member; its steps from ``published`` to here are lost.
     """
 
     pipeline: int
     number: int
     first: int
     donor: int | None = None
-    told: int = _NEVER
+    published: int = _NEVER
     end: int = _NEVER
 
     @property
@@ -41,57 +41,57 @@ class Stay:
 
 
 class Roster:
-    """All that is known of who trains when."""
+    """The known terms of all pipelines."""
 
-    def __init__(self, stays: Sequence[Stay] = ()) -> None:
-        self.stays = list(stays)
+    def __init__(self, terms: Sequence[Term] = ()) -> None:
+        self.terms = list(terms)
 
     def members(self, turn: int) -> list[int]:
-        """Return who was to train in a turn, in ascending order."""
-        return sorted(stay.pipeline for stay in self.stays if stay.first <= turn < stay.end)
+        """Return the members of a step, in ascending order."""
+        return sorted(term.pipeline for term in self.terms if term.first <= turn < term.end)
 
-    def counting(self, turn: int) -> dict[int, Stay]:
-        """Return the stays of the members that count in a turn, ascending; one may still be lost before it has told."""
-        found = {stay.pipeline: stay for stay in self.stays if stay.first <= turn < stay.told}
+    def counting(self, turn: int) -> dict[int, Term]:
+        """Return the terms that count in a step, by pipeline; one may still be lost before publishing it."""
+        found = {term.pipeline: term for term in self.terms if term.first <= turn < term.published}
         return dict(sorted(found.items()))
 
-    def joining(self, turn: int) -> list[Stay]:
-        """Return those that come with a turn, and take their state from another."""
-        return [stay for stay in self.stays if stay.first == turn and stay.donor is not None]
+    def joining(self, turn: int) -> list[Term]:
+        """Return the terms that begin with a step and with a donor's state."""
+        return [term for term in self.terms if term.first == turn and term.donor is not None]
 
     @property
-    def present(self) -> list[Stay]:
-        """Those whose end is not known."""
-        return [stay for stay in self.stays if not stay.has_ended]
+    def present(self) -> list[Term]:
+        """The terms whose end is not known."""
+        return [term for term in self.terms if not term.has_ended]
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
-    def enter(self, stay: Stay) -> None:
-        """Let a pipeline come, with a turn that nobody has begun."""
-        self.stays.append(stay)
+    def enter(self, term: Term) -> None:
+        """Add a term, whose first step no process has begun."""
+        self.terms.append(term)
 
-    def leave(self, pipeline: int, told: int, begun: int) -> Stay:
-        """Note that a member is gone; it had told the turns before ``told``, and nobody has begun turn ``begun``."""
-        number, stay = next(
-            (n, s) for n, s in enumerate(self.stays) if s.pipeline == pipeline and not s.has_ended
+    def leave(self, pipeline: int, published: int, begun: int) -> Term:
+        """End a member's term; it published the steps before ``published``, and none has begun ``begun``."""
+        number, term = next(
+            (n, s) for n, s in enumerate(self.terms) if s.pipeline == pipeline and not s.has_ended
         )
-        end = max(begun, stay.first)
-        self.stays[number] = gone = replace(stay, told=min(told, end), end=end)
+        end = max(begun, term.first)
+        self.terms[number] = gone = replace(term, published=min(published, end), end=end)
         heirs = [other for other in self.present if other.first < begun]
-        for n, other in enumerate(self.stays):  # who was to give may be another, as all have what is given
+        for n, other in enumerate(self.terms):  # another member can be the donor: all have that state
             if heirs and other.donor == pipeline and other.first >= begun and not other.has_ended:
-                self.stays[n] = replace(other, donor=heirs[0].pipeline)
+                self.terms[n] = replace(other, donor=heirs[0].pipeline)
         return gone
 
     def forget(self, turn: int) -> None:
-        """Drop what concerns only turns before ``turn``."""
-        self.stays = [stay for stay in self.stays if stay.end > turn]
+        """Drop the terms that ended before step ``turn``."""
+        self.terms = [term for term in self.terms if term.end > turn]
 
     # ---- over the wire -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        return [astuple(stay) for stay in self.stays]
+        return [astuple(term) for term in self.terms]
 
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Roster:
-        return cls([Stay(*value) for value in values])
+        return cls([Term(*value) for value in values])

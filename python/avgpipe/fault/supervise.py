@@ -21,7 +21,7 @@ from typing import Any
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import OVER, Coordinator, Group, Recorder
 from avgpipe.fault.gate import Gates, listen
-from avgpipe.fault.generation import pipe_of, tell_place
+from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.launch import (
@@ -29,8 +29,8 @@ from avgpipe.ranks.launch import (
     Job,
     Preempted,
     RanksFailed,
-    Standstill,
     Started,
+    StoppedTimer,
     ending,
     keeping_handlers,
     pass_on_questions,
@@ -101,7 +101,7 @@ class _Group:
     started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # it was ended; "" where the end of its process says more
     blamed: int | None = None  # a rank
-    standstill: Standstill = field(default_factory=Standstill)  # before it has said hello
+    stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before it has said hello
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,20 @@ class Supervisor:
 
     def history(self) -> dict[str, Any]:
         """Return who was lost and who has come so far; steps are counted from 0, over all pipelines."""
-        stays = sorted(self._coordinator.history.items())
-        lost = [(stay, self._losses[number]) for number, stay in stays if number in self._losses]
-        lost.sort(key=lambda loss: loss[0].told)
+        terms = sorted(self._coordinator.history.items())
+        lost = [(term, self._losses[number]) for number, term in terms if number in self._losses]
+        lost.sort(key=lambda loss: loss[0].published)
         return {
             "lost": [
-                {"pipeline": s.pipeline, "step": s.told, "steps_lost": s.end - s.told, "why": loss.why}
+                {
+                    "pipeline": s.pipeline,
+                    "step": s.published,
+                    "steps_lost": s.end - s.published,
+                    "why": loss.why,
+                }
                 for s, loss in lost
             ],
-            "joined": [{"pipeline": s.pipeline, "step": s.first} for _, s in stays if s.donor is not None],
+            "joined": [{"pipeline": s.pipeline, "step": s.first} for _, s in terms if s.donor is not None],
         }
 
     # ---- starting ----------------------------------------------------------------------------------------------------
@@ -260,7 +265,7 @@ class Supervisor:
         for spare in list(self._spares):
             has_ended = spare.processes.poll_or_kill() is not None
             pipes = [pipe_of(spare.folder.name, rank) for rank in range(self._job.size)]
-            if has_ended or tell_place(pipes, place):
+            if has_ended or assign_place(pipes, place):
                 self._spares.remove(spare)
                 spare.folder.cleanup()
                 if not has_ended:
@@ -339,7 +344,7 @@ class Supervisor:
                 continue
             del self._groups[number]
             group.resources.close()
-            if known is not None and known.turns_told() > _FEW_TURNS:
+            if known is not None and known.turns_published() > _FEW_TURNS:
                 self._left[group.pipeline] = self._isolation.restarts
             is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
             loss = None if is_done or group.why == OVER else _loss_of(group, known, end)
@@ -365,7 +370,7 @@ class Supervisor:
             processes, known = group.processes, self._coordinator.groups.get(number)
             all_known = known is not None and len(known.processes) == known.size
             stopped = processes.stopped() if isinstance(processes, Started) and not all_known else []
-            if group.standstill.lasts(bool(stopped)):
+            if group.stopped_timer.expired(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 
     def _end(self) -> None:

@@ -1,9 +1,9 @@
-"""Which batch is whose among isolated pipelines, and what is trained on again when one of them was lost.
+"""Which isolated pipeline trains on which batch, and what is trained on again when one of them was lost.
 
-Every process goes through all batches, so all know who has which, and a batch is kept until its turn has ended. What a
-lost pipeline had of a turn in which it does not count is trained on before the loader goes on, from the first turn on
-in which it is no member: every sample is trained on once. A batch is cut into the same micro-batches however many share
-it.
+Every process iterates over all batches, so all know the share of each pipeline; a batch is kept until its
+step has ended. What a lost pipeline had of a step in which it does not count is trained on before the
+loader's next batches, from the first step on of which it is no member: every sample is trained on once. A
+batch is cut into the same micro-batches however many pipelines share it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")
 _MARKED_BYTES = 1024
-_IN_FLIGHT = 2  # turns, so that a pipeline which is ahead of the others goes on
+_IN_FLIGHT = 2  # steps, so that a pipeline ahead of the others does not wait
 
 
 @dataclass(frozen=True)
 class Counts:
-    """What a run of isolated pipelines has come to before a turn.
+    """The position of a run of isolated pipelines before a step.
 
     Attributes:
-        batches: of the loader.
-        results: of batches, or of what was left of them.
+        batches: the number of batches of the loader.
+        results: the number of results; a batch that was trained on in several steps has several.
     """
 
     batches: int
@@ -54,14 +54,14 @@ class Counts:
 
 @dataclass(frozen=True)
 class Part:
-    """Micro-batches of a batch of the loader, which has the number ``batch``.
+    """Micro-batches of the loader's batch number ``batch``.
 
     Attributes:
         first: the number of the first micro-batch in that batch.
         answers: the targets as the loader has given them, which all stages have.
         sizes: of the micro-batches, in samples.
-        mark: a checksum of the beginning of the batch: loaders that draw otherwise show by it.
-        copied: as in :class:`avgpipe.runtime.compute.Work`.
+        mark: a checksum of the beginning of the batch, by which a loader that draws differently is found.
+        copied: see :class:`avgpipe.runtime.compute.Work`.
     """
 
     batch: int
@@ -79,7 +79,7 @@ class Part:
 
     @property
     def place(self) -> list[int]:
-        """What others are told that it is."""
+        """What identifies this part to the other pipelines."""
         return [self.batch, self.first, len(self.sizes), self.mark]
 
     def shares(self, count: int) -> list[Part]:
@@ -94,15 +94,15 @@ class Part:
 
 
 class TurnFeed(Feed):
-    """As :class:`avgpipe.runtime.feed.Feed`, for one of several isolated pipelines.
+    """The feed of one of several isolated pipelines; see :class:`avgpipe.runtime.feed.Feed`.
 
     Args:
-        enter: becomes a member of the run, and returns what it has come to by then; None at its beginning.
-        verification: says of which batches stages keep something; None: of none.
+        enter: becomes a member of the run, and returns the run's position; None at its beginning.
+        verification: decides for which batches stages keep data to verify; None: for none.
 
     Attributes:
         next_batch: the number of the next batch of the loader, over the life of the run.
-        ended: results so far, over the life of the run.
+        ended: the number of results so far, over the life of the run.
         is_member: of the run.
     """
 
@@ -125,43 +125,43 @@ class TurnFeed(Feed):
         self._enter: Callable[[], Counts | None] = enter
         self._verification = verification
         self.next_batch: int = self._membership.batches
-        self._membership.told_batches = lambda: self.next_batch
+        self._membership.position = lambda: self.next_batch
         self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
-        self._in_flight: deque[int] = deque()  # turns
-        self._parts: dict[int, dict[int, Part]] = {}  # by turn and pipeline: what may be lost
-        self._seen_to: set[int] = set()  # stays that have ended, of which what was lost is in line
-        self._lost: deque[Part] = deque()  # in line
-        self._before: dict[int, int] = {}  # batches before turns in flight
+        self._in_flight: deque[int] = deque()  # steps
+        self._parts: dict[int, dict[int, Part]] = {}  # by step and pipeline: what may be lost
+        self._queued_terms: set[int] = set()  # ended terms whose lost parts are queued
+        self._lost: deque[Part] = deque()  # queued
+        self._before: dict[int, int] = {}  # batches before steps in flight
         self.is_member = False
-        # Where the caller's loader is; before ``next_batch`` where others have trained while this pipeline was coming.
+        # The caller's position; before ``next_batch`` where others trained while this pipeline started.
         self._at = self.next_batch
         self._has_loader = False
 
     @property
     def is_new(self) -> bool:
-        """Whether others trained already when this pipeline came, and it has begun no turn yet."""
+        """Whether this pipeline joins a run in which others trained already, and has begun no step yet."""
         is_late = self._membership.is_late if self.is_member else self._membership.has_begun
         return is_late and self.begun == 0
 
     @property
     def is_behind(self) -> bool:
-        """Whether the caller does what the others have done long ago."""
+        """Whether the caller's script is at a batch that the others have trained on already."""
         return self.is_new and (not self._has_loader or self._at < self.next_batch)
 
     @property
     def place(self) -> int:
-        """Batches before what the caller does, where it is behind: it goes through its script from the beginning."""
+        """The position of the caller's script in batches; one that is behind starts at its beginning."""
         return self._at if self._has_loader else 0
 
     def tell_batches(self) -> int:
-        """Return ``next_batch`` for the caller, whose first loader begins there then."""
+        """Return ``next_batch`` for the caller, whose first loader must begin there."""
         if not self._has_loader:
             self._at = self.next_batch
         return self.next_batch
 
     def resume(self) -> None:
-        """Go on as the caller has been told: by :meth:`enter`, or by a load."""
+        """Continue at ``next_batch``, which the caller knows from :meth:`enter` or a load."""
         self._at = self.next_batch
 
     @property
@@ -174,26 +174,26 @@ class TurnFeed(Feed):
 
     @property
     def _has_losses(self) -> bool:
-        """Whether something that was lost has to be trained on, as far as turns have ended."""
+        """Whether lost parts of ended steps still have to be trained on."""
         return bool(self._lost) or any(turn not in self._in_flight for turn in self._parts)
 
     def takes_more(self) -> bool:
         return not self.results and len(self._in_flight) < _IN_FLIGHT
 
     def before(self, turn: int) -> Counts:
-        """Return what the turns before ``turn``, which have ended, have come to."""
+        """Return the position before ``turn``; all earlier steps have ended."""
         new = [self._results_of(ended) for number, ended in self._exchange.turns.items() if number < turn]
         return Counts(self._before.get(turn, self.next_batch), self.ended + sum(new))
 
     def _results_of(self, turn: Turn) -> int:
-        """Return how many results a turn has that is not noted yet."""
+        """Return how many results a step has that is not noted yet."""
         sizes = [values["part"][2] for values in turn.values.values() if values["part"] is not None]
         return int(any(sizes)) if self._is_shared else len(sizes)
 
     # ---- beginning ---------------------------------------------------------------------------------------------------
 
     def fetch(self) -> bool:
-        """Begin the next turn, with what was lost or else the loader's next batches; False if there is nothing."""
+        """Begin the next step, with lost parts or else the loader's next batches; False if there are none."""
         start = time.perf_counter()
         self._has_loader = True
         self.enter()
@@ -218,7 +218,7 @@ class TurnFeed(Feed):
         return True
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
-        """Begin a turn with a batch that all share, or of which each has a part where they take turns."""
+        """Begin a step with a batch that all share; also where each pipeline else has batches of its own."""
         self._has_loader = True
         self.enter()
         if self._at != self.next_batch:
@@ -230,7 +230,7 @@ class TurnFeed(Feed):
         self._begin_turn((given, copied))
 
     def enter(self) -> None:
-        """Become a member of the run, if it is none."""
+        """Become a member of the run, if this pipeline is none yet."""
         if self.is_member:
             return
         counts = self._enter()
@@ -256,13 +256,13 @@ class TurnFeed(Feed):
         return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
-        """Begin a turn: with what is in line, else with ``batch``, which is cut for all, else with the loader's.
+        """Begin a step: with queued lost parts, else with ``batch`` cut for all, else with the loader's batches.
 
-        What was lost has turns of its own, so that who has what does not depend on when a loader is asked.
+        Lost parts have steps of their own, so the distribution does not depend on when a loader is asked.
         """
         with self._worker.running():
             turn = self._membership.begin()
-            self._put_into_line(turn)
+            self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch
             most, found = 1 if self._is_shared or batch is not None else len(members), list[Part]()
@@ -284,16 +284,16 @@ class TurnFeed(Feed):
         self.begun += 1
         self._at = self.next_batch
 
-    def _put_into_line(self, turn: int) -> None:
-        """Put into line what those had who are no members any more by this turn, and did not count."""
+    def _queue_lost(self, turn: int) -> None:
+        """Queue the lost parts of pipelines whose terms have ended before this step."""
         roster = self._membership.known.roster
-        ended = [stay for stay in roster.stays if stay.end <= turn and stay.number not in self._seen_to]
-        for stay in ended:
-            for lost in range(stay.told, stay.end):
-                part = self._parts.get(lost, {}).pop(stay.pipeline, None)
+        ended = [term for term in roster.terms if term.end <= turn and term.number not in self._queued_terms]
+        for term in ended:
+            for lost in range(term.published, term.end):
+                part = self._parts.get(lost, {}).pop(term.pipeline, None)
                 if part is not None and part.sizes:
                     self._lost.append(part)
-        self._seen_to = {stay.number for stay in roster.stays if stay.end <= turn}
+        self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
         self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
 
     def _start(self, turn: int, parts: dict[int, Part], members: Sequence[int]) -> None:
@@ -323,7 +323,7 @@ class TurnFeed(Feed):
             row.start(work)
 
     def end(self) -> None:
-        """Let the pipeline run dry, as no other batch comes for now."""
+        """Let the pipeline drain, as no other batch follows for now."""
         with self._worker.running():
             for row in self._worker.rows:
                 row.drain()
@@ -331,7 +331,7 @@ class TurnFeed(Feed):
     # ---- ending ------------------------------------------------------------------------------------------------------
 
     def drain(self, prefetch: bool = False) -> None:
-        """Finish all turns, and what was lost in them. ``prefetch``: as of :meth:`finish_oldest`."""
+        """Finish all steps, and train on what was lost in them. ``prefetch``: see :meth:`finish_oldest`."""
         self.end()
         while not self.is_empty:
             if not self._in_flight:
@@ -342,7 +342,7 @@ class TurnFeed(Feed):
         self._worker.scheduler.pause()
 
     def finish_oldest(self, prefetch: bool = False) -> None:
-        """Run until the oldest turn has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
+        """Run until the oldest step has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
         turn, worker = self._in_flight[0], self._worker
         lanes = list(worker.lanes.values())
         left = [*lanes]
@@ -373,14 +373,14 @@ class TurnFeed(Feed):
             worker.pace.note()
 
     def _note(self, turn: Turn) -> None:
-        """Note how a turn has ended; what was lost stays known until it is in line."""
+        """Note the results of a step; lost parts are kept until they are queued."""
         parts = self._parts[turn.number]
         ends: list[tuple[int, Part, BatchEnd]] = []
         for i, values in turn.values.items():
-            part, told = parts.pop(i, None), values["part"]
-            if told != (None if part is None else part.place):
-                self._object(i, turn.number, told, part)
-            if part is not None and told is not None:
+            part, published = parts.pop(i, None), values["part"]
+            if published != (None if part is None else part.place):
+                self._report_mismatch(i, turn.number, published, part)
+            if part is not None and published is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
         if not any(part.sizes for part in parts.values()):
@@ -389,22 +389,22 @@ class TurnFeed(Feed):
         if not self._is_shared:
             for i, part, end in ends:
                 self.results.append(result_of(end, part.batch, i, part.samples, self._options))
-        elif samples:  # else those are gone that had some
+        elif samples:  # else all pipelines that had samples are lost
             whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
         self.ended += self._results_of(turn)
 
-    def _object(self, i: int, turn: int, told: Any, part: Part | None) -> None:
-        """Say that pipeline ``i`` goes through another loader; raises if it is not the only one that came later.
+    def _report_mismatch(self, i: int, turn: int, published: Any, part: Part | None) -> None:
+        """Report that pipeline ``i`` has another loader; raise unless it is the only one that joined later.
 
-        Then that one finds the same, and ends.
+        In that case pipeline ``i`` finds the same, and ends.
         """
-        found = f"pipeline {i} has trained on {_named(told)} in turn {turn}, which should have been "
-        found += f"{_named(None if part is None else part.place)}: all must go through the same loader"
-        stays = self._membership.known.roster.counting(turn)
-        if i not in stays or stays[i].donor is None or stays[i].first <= stays[self._pipeline].first:
+        found = f"pipeline {i} has trained on {_named(published)} in step {turn}, which should have been "
+        found += f"{_named(None if part is None else part.place)}: all must iterate over the same loader"
+        terms = self._membership.known.roster.counting(turn)
+        if i not in terms or terms[i].donor is None or terms[i].first <= terms[self._pipeline].first:
             raise PipelineError(found)
-        _log.warning("%s; it came later, and ends", found)
+        _log.warning("%s; it joined later, and ends", found)
 
 
 def _named(place: Any) -> str:

@@ -1,4 +1,4 @@
-"""A stage's part in the turns of isolated pipelines: it tells what its step has added, and takes in what all told."""
+"""A stage's part in the steps of isolated pipelines: it publishes its update, and applies all of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
-from avgpipe.fault.exchange import Told, TurnExchange
+from avgpipe.fault.exchange import Published, TurnExchange
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
 from avgpipe.runtime.compute import BatchState
@@ -24,11 +24,11 @@ from avgpipe.runtime.trained_stage import TrainedStage
 
 
 class Turns:
-    """Takes the part of one stage replica.
+    """Publishes and applies the updates of one stage replica.
 
     Args:
         stream: of its lane; None on a CPU.
-        verify_every: after how many turns pipelines compare their references; None: they do not.
+        verify_every: after how many steps pipelines compare their references; None: never.
     """
 
     def __init__(
@@ -45,23 +45,23 @@ class Turns:
         self._mailbox, self._exchange = mailbox, exchange
         self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
-        self._told = 0  # turns, of which the next has this number
+        self._published = 0  # steps; the next has this number
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.averaging
         )
 
     @staticmethod
     def like(trained: TrainedStage, reference: Reference | None) -> list[torch.Tensor]:
-        """Return tensors like those that are told: of the reference's update, and the buffers that are averages."""
+        """Return the tensors that are published: of the reference's update, and the averaged buffers."""
         return [*([] if reference is None else reference.z.flats), *_averaged(trained).values()]
 
     def resume(self, turn: int) -> None:
-        """Go on with a turn, and a state that none before, which have ended, has come to."""
-        self._exchange.forget_told()
-        self._next, self._told = self._next._replace(batch=turn), turn
+        """Continue with a step after the state was replaced; all earlier steps have ended."""
+        self._exchange.forget_published()
+        self._next, self._published = self._next._replace(batch=turn), turn
 
     def tell(self, state: BatchState) -> None:
-        """Tell what the step of a batch, which is the turn's, has come to; once for each turn."""
+        """Publish the result of a step; once for each step."""
         work, reference = state.work, self._reference
         values: dict[str, Any] = {"part": work.names, "has_update": False, "without": []}
         if not work.idles:
@@ -73,59 +73,61 @@ class Turns:
             values["has_update"] = update is not None
             tensors = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
-        turn = self._told
+        turn = self._published
         if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:
             values["reference"] = reduce(lambda so_far, flat: digest(flat, so_far), reference.z.flats, 0)
-        assert turn == state.work.batch, "turns are told one after another"
-        self._told = turn + 1
-        self._exchange.tell(self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()])
+        assert turn == state.work.batch, "steps are published in order"
+        self._published = turn + 1
+        self._exchange.publish(
+            self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()]
+        )
 
     def collect(self) -> None:
-        """Take in what all have told, once it is there and this stage has made its own step."""
-        if self._next.batch < self._told and self._next in self._mailbox:
+        """Apply what all have published, once it is there and this stage has made its own step."""
+        if self._next.batch < self._published and self._next in self._mailbox:
             with self._averaging():
                 self._take_in(self._mailbox.take(self._next))
-            self._next = self._next._replace(batch=self._told)
+            self._next = self._next._replace(batch=self._published)
         with self._averaging():
             self._exchange.hand_over(self._route.replica, self._next.batch)
 
-    def _compare(self, told: Told) -> None:
-        """Fail where the reference here, when the turn was told, was not that of most pipelines; of two both fail."""
+    def _compare(self, published: Published) -> None:
+        """Fail where the reference here is not that of most pipelines; of two pipelines both fail."""
         own = self._route.pipeline
-        sums = {i: v["reference"] for i, v in zip(told.pipelines, told.values) if "reference" in v}
+        sums = {i: v["reference"] for i, v in zip(published.pipelines, published.values) if "reference" in v}
         if own in sums and 2 * Counter(sums.values())[sums[own]] <= len(sums):
             unlike = [str(i) for i, found in sums.items() if found != sums[own]]
             raise PipelineError(
                 f"the reference of pipeline {own} has other bits than that of pipeline {' and '.join(unlike)} on "
-                f"{self._route.placement.name(self._route.replica)}, as of turn {self._next.batch}: memory or a device "
-                "has changed bits"
+                f"{self._route.placement.name(self._route.replica)}, at step {self._next.batch}: memory or a "
+                "device has changed bits"
             )
 
-    def _take_in(self, told: Told) -> None:
-        self._compare(told)
+    def _take_in(self, published: Published) -> None:
+        self._compare(published)
         reference = self._reference
-        columns = zip(told.pipelines, told.values, told.tensors)
+        columns = zip(published.pipelines, published.values, published.tensors)
         rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
         if reference is not None and rows:
             count = len(reference.z.flats)
-            device = reference.z.flats[0].device  # what was told lies in main memory
+            device = reference.z.flats[0].device  # what was published lies in main memory
             updates = [[flat.to(device) for flat in tensors[:count]] for _, _, tensors in rows]
             reference.complete(updates, {i: without for i, without, _ in rows})
 
     def may_step(self, turn: int) -> bool:
-        """Whether the step of a turn may be made: the others read the last one until all have told the one after it."""
+        """Whether a step may be made: others read the last one until all have published the next."""
         return turn == self._next.batch
 
     def missing(self, turns: int | None = None) -> list[Key]:
-        """Return what is awaited next, of the first ``turns`` alone if they are given."""
+        """Return the message that is awaited next; only of the first ``turns`` steps, if that is given."""
         is_due = turns is None or self._next.batch < turns
         return [self._next] if is_due and self._next not in self._mailbox else []
 
     def buffers(self) -> list[dict[str, torch.Tensor]]:
-        """Return the buffers that are averaged as each has told them last, by name; no turn is under way."""
+        """Return each pipeline's last published averaged buffers, by name; no step may be in flight."""
         own = _averaged(self._trained)
-        told = self._exchange.last_told(self._route.replica)
-        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in told] or [own]
+        published = self._exchange.last_published(self._route.replica)
+        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in published] or [own]
 
 
 def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:

@@ -32,9 +32,9 @@ from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
 BLAME_S = 2.0  # for a rank to end that others have missed
-_STILL_S = 8.0  # for which processes may stand still that nobody waits for
+_STOPPED_S = 8.0  # for which processes may stand still that nobody waits for
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
-STOPPED = "stands still, as a signal has stopped it"
+STOPPED = "was stopped by a signal"
 
 
 class RanksFailed(PipelineError):
@@ -209,7 +209,7 @@ class Started:
     def poll(self) -> RanksFailed | bool | None:
         """Return None while they run; True once all have ended well; or the failure, after which all have ended."""
         codes = self._exit_codes()
-        if len(codes) < self._count and not self._knows_whom_to_blame(codes):
+        if len(codes) < self._count and not self._is_blame_known(codes):
             return None
         self._kill_stopped()
         result = self._processes.wait(0)
@@ -227,13 +227,13 @@ class Started:
     def poll_or_kill(self) -> RanksFailed | bool | None:
         """As :meth:`poll`, but once one has failed the others are killed: nobody waits for what they have to say."""
         codes = self._exit_codes()
-        if self._first is None and self._knows_whom_to_blame(codes):
+        if self._first is None and self._is_blame_known(codes):
             ends = {rank: (self._code(rank, code), 0) for rank, code in codes.items() if code}
             ends |= dict.fromkeys(self._kill_stopped(), (-signal.SIGKILL, 0))
             self.kill(blamed=first_to_fail(ends, self._stopped))
         return self.poll()
 
-    def _knows_whom_to_blame(self, codes: Mapping[int, int]) -> bool:
+    def _is_blame_known(self, codes: Mapping[int, int]) -> bool:
         """Whether one has failed of itself, or stands still, where others have missed it; or does not end in time."""
         failed = [rank for rank, code in codes.items() if code]
         if failed and self._deadline == float("inf"):
@@ -249,7 +249,7 @@ class Started:
         """Return the ranks that a signal has stopped."""
         return [rank for rank, process in self._processes.pids().items() if is_stopped(process)]
 
-    def stand_still(self) -> list[int]:
+    def all_stopped(self) -> list[int]:
         """Return the ranks that a signal has stopped, if they are all that have not ended."""
         stopped = self.stopped()
         return stopped if len(stopped) + len(self._exit_codes()) == self._count else []
@@ -282,13 +282,13 @@ class Started:
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
 
-    def tell(self, number: int, told: set[int]) -> None:
+    def send_signal(self, number: int, sent: set[int]) -> None:
         """Send a signal to those ranks that handle it and are not among ``told``, to which they are added."""
         for rank, process in self._processes.pids().items():
-            if rank not in told and _handles(process, number):
+            if rank not in sent and _handles(process, number):
                 with suppress(ProcessLookupError):
                     os.kill(process, number)
-                told.add(rank)
+                sent.add(rank)
 
     def close(self, number: int) -> None:
         """End all by a signal, and wait."""
@@ -296,18 +296,18 @@ class Started:
         self._processes.close(signal.Signals(number))
 
 
-class Standstill:
+class StoppedTimer:
     """Whether processes stand still for too long of which no other one would say so."""
 
     def __init__(self) -> None:
         self._looked_at, self._for_s = time.monotonic(), 0.0
 
-    def lasts(self, now: bool) -> bool:
+    def expired(self, now: bool) -> bool:
         """Note, many times a second, whether they stand still ``now``; return whether they have for too long."""
         looked_at, self._looked_at = self._looked_at, time.monotonic()
         # This process may have been stopped, too, with all of its terminal's: that time does not count.
         self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * _POLL_S) if now else 0.0
-        return self._for_s > _STILL_S
+        return self._for_s > _STOPPED_S
 
 
 def start(
@@ -350,7 +350,7 @@ def _run(
     said = ""
     started: Started | None = None
     with keeping_handlers():
-        deadline, standstill = time.monotonic() + (timeout_s or float("inf")), Standstill()
+        deadline, stopped_timer = time.monotonic() + (timeout_s or float("inf")), StoppedTimer()
         preempted: Preempted | None = None
         try:
             started = start(commands, folder, added, captures)
@@ -362,7 +362,7 @@ def _run(
                 said = _pass_on(folder / PROGRESS, said, say)
                 if preempted is not None:
                     preempted.look()
-                if standstill.lasts(bool(started.stopped())) and (still := started.stand_still()):
+                if stopped_timer.expired(bool(started.stopped())) and (still := started.all_stopped()):
                     codes = [-signal.SIGKILL if rank in still else 0 for rank in range(len(commands))]
                     raise RanksFailed(codes, still[0], reason=STOPPED)
                 if time.monotonic() > deadline:
@@ -374,8 +374,8 @@ def _run(
             number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
             if started is not None:
                 # Ranks that were told that they are preempted take SIGTERM for a part of that.
-                is_told = preempted is not None and preempted.is_noticed and interrupted
-                _end(started.close, signal.SIGINT if is_told else number)
+                is_preempted = preempted is not None and preempted.is_noticed and interrupted
+                _end(started.close, signal.SIGINT if is_preempted else number)
             if interrupted:
                 raise Interrupted(number) from error
             raise
@@ -399,7 +399,7 @@ class Preempted:
     def __init__(self, all_started: Callable[[], Iterable[Started]], within_s: float) -> None:
         self._all_started, self._within_s = all_started, within_s
         self._deadline: float | None = None
-        self._told: dict[int, set[int]] = {}
+        self._signalled: dict[int, set[int]] = {}
         self._before: Any = None
         self._listen()
 
@@ -424,7 +424,7 @@ class Preempted:
             self._listen()
             return
         for started in self._all_started():
-            started.tell(PREEMPTED, self._told.setdefault(id(started), set()))
+            started.send_signal(PREEMPTED, self._signalled.setdefault(id(started), set()))
         if time.monotonic() > self._deadline:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -470,7 +470,7 @@ def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
 
     def pass_on(*_: object) -> None:
         for started in all_started():
-            started.tell(signal.SIGUSR1, set())
+            started.send_signal(signal.SIGUSR1, set())
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGUSR1, pass_on)

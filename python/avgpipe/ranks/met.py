@@ -32,7 +32,7 @@ SPARE_S = 3.0
 _PASS_TAG = 2**30  # none of a link's
 _MOST_BYTES = 2**30  # of what a rank gives to a gathering
 _TICK_S = 0.5
-_TELL_S = 5.0
+_NOTE_S = 5.0
 _CLOSE_S = 5.0
 
 
@@ -133,12 +133,12 @@ class Met(World):
         """
         return self._board.put_first(name, text)
 
-    def tell(self, doing: str) -> None:
+    def note_doing(self, doing: str) -> None:
         """Let the other ranks know what this one is doing."""
         with suppress(RuntimeError):  # as in report
             self._board.put(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
 
-    def tell_pace(self, pace: str) -> None:
+    def note_pace(self, pace: str) -> None:
         """Let the first rank know how quick this one is."""
         with suppress(RuntimeError):  # as in report
             self._board.put(f"pace/{self.rank}", pace)
@@ -350,7 +350,7 @@ class Watchdog:
 
     def _run(self) -> None:
         told = seen = pace = ""
-        told_at = float("-inf")
+        noted_at = float("-inf")
         while True:
             for descriptor, _ in self._poll.poll(1000 * _TICK_S):
                 if descriptor == self._wake_read:
@@ -359,13 +359,13 @@ class Watchdog:
                 self._lost(self._ranks[descriptor])
             doing = self._doing()
             # What does not last is told seldom: a store may keep all that it was ever told.
-            if doing != told and (doing == seen or time.monotonic() > told_at + _TELL_S):
-                self._world.tell(doing)
-                told, told_at = doing, time.monotonic()
+            if doing != told and (doing == seen or time.monotonic() > noted_at + _NOTE_S):
+                self._world.note_doing(doing)
+                told, noted_at = doing, time.monotonic()
             seen = doing
             if self._pace is not None and pace != self._pace.told:
                 pace = self._pace.told
-                self._world.tell_pace(pace)
+                self._world.note_pace(pace)
                 if self._world.rank == 0:
                     self._pace.compare(self._world.paces())
             for look in self._looks:

@@ -25,7 +25,7 @@ class Preemption:
         self._world = world
         self._lock = threading.Lock()
         self._place: int | None = None  # at which this rank was asked last
-        self._told: int | None = None  # the place that it has not passed yet
+        self._announced: int | None = None  # the place that it has not passed yet
         self._is_noticed = self._is_written = False
         self._agreed = threading.Event()
         self._stop = 0  # where all do
@@ -37,7 +37,7 @@ class Preemption:
     @property
     def is_known(self) -> bool:
         """Whether this process, or another one as far as it has learnt, will be ended."""
-        return self._is_noticed or self._told is not None
+        return self._is_noticed or self._announced is not None
 
     def is_due(self, place: int) -> bool:
         """Whether to stop at ``place``, a number that grows; the same on all ranks that are asked there.
@@ -47,8 +47,8 @@ class Preemption:
         if self._world.size == 1:
             return self._is_noticed
         with self._lock:
-            self._place, told = place, self._told
-        if told is None or place < told:
+            self._place, announced = place, self._announced
+        if announced is None or place < announced:
             return False
         self._await()
         return place >= self._stop
@@ -69,14 +69,14 @@ class Preemption:
         if self._agreed.is_set() or self._place is None:
             return
         with suppress(RuntimeError):  # the store does not answer: next time
-            if self._told is None:
+            if self._announced is None:
                 if not (self._is_noticed or self._world.noted(_NAME)):
                     return
                 with self._lock:
-                    self._told = self._place + 1
+                    self._announced = self._place + 1
             if not self._is_written:
                 self._world.note(_NAME, "yes")
-                self._world.note(f"{_NAME}/{self._world.rank}", str(self._told))
+                self._world.note(f"{_NAME}/{self._world.rank}", str(self._announced))
                 self._is_written = True
             places = [self._world.noted(f"{_NAME}/{rank}") for rank in range(self._world.size)]
             if None not in places:

@@ -74,7 +74,7 @@ def progress(line: str) -> None:
 
 
 @functools.cache
-def tell_of_lost_peers() -> None:
+def report_lost_peers() -> None:
     """Have the launcher, if it has started this process, know when it ends by an uncaught PeerLost.
 
     A script's exit code is 1 then, as that of the rank that it has missed may be.
@@ -83,13 +83,13 @@ def tell_of_lost_peers() -> None:
         return
     before = sys.excepthook
 
-    def tell(kind: Any, error: Any, trace: Any) -> None:
+    def report(kind: Any, error: Any, trace: Any) -> None:
         if issubclass(kind, PeerLost):
             with suppress(OSError):
                 (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
         before(kind, error, trace)
 
-    sys.excepthook = tell
+    sys.excepthook = report
 
 
 def has_missed(folder: Path, rank: int) -> bool:
@@ -97,7 +97,7 @@ def has_missed(folder: Path, rank: int) -> bool:
     return (folder / f"{_MISSED}-{rank}").exists()
 
 
-def ask_who_is_lost(generation: int) -> None:
+def ask_for_losses(generation: int) -> None:
     """Ask the launcher, if it has started this process, whether a rank is lost, so that this generation comes."""
     if os.environ.get(STORE_FILE):
         with suppress(OSError):

@@ -24,7 +24,7 @@ from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.runtime.branches import Branches
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import Metrics, told, untold
+from avgpipe.runtime.outcome import Metrics, decode_outcome, encode_outcome
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -200,11 +200,11 @@ class BatchState:
 
     def told(self) -> list[Any]:
         """Return what others learn of the outcome and the metrics."""
-        return told(self.outcome, self.metrics)
+        return encode_outcome(self.outcome, self.metrics)
 
     def learn(self, message: Sequence[Any]) -> None:
         """Take over what :meth:`told` gave elsewhere."""
-        self.outcome, self.metrics = untold(message)
+        self.outcome, self.metrics = decode_outcome(message)
 
 
 class Step(NamedTuple):

@@ -39,15 +39,15 @@ class Metrics(NamedTuple):
         return Metrics(self.names, self.values + other.values, self.parts + other.parts)
 
 
-def told(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
+def encode_outcome(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
     """Return what others learn: the 1 or 3 numbers of the outcome, then the metrics and their names."""
     # Numbers by themselves, which no narrow wire rounds.
     numbers = outcome.unbind() if outcome is not None and outcome.dim() else [outcome]
     return [*numbers] if metrics is None else [*numbers, *metrics.values.unbind(), *metrics.names]
 
 
-def untold(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
-    """Invert :func:`told`."""
+def decode_outcome(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
+    """Invert :func:`encode_outcome`."""
     if len(message) == 1:  # mostly
         return message[0], None
     names = tuple(name for name in message if isinstance(name, str))
@@ -95,7 +95,7 @@ class BatchEnd(NamedTuple):
     def received(cls, message: Sequence[Any], weight: float) -> BatchEnd:
         """Read what :func:`end_message` gave elsewhere."""
         norm, lr, *rest = message
-        return cls.of(*untold(rest), norm, lr, weight)
+        return cls.of(*decode_outcome(rest), norm, lr, weight)
 
     @classmethod
     def whole(cls, shares: Sequence[BatchEnd], is_sum: bool) -> BatchEnd:
@@ -141,4 +141,4 @@ def end_message(
 ) -> list[Any]:
     """Return what a process learns of a batch that it has no part in."""
     rate = None if lr is None else wide(lr, outcome.device)
-    return [norm, rate, *told(outcome, metrics)]
+    return [norm, rate, *encode_outcome(outcome, metrics)]

@@ -34,7 +34,7 @@ _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
 _COPY_S = 1.5  # after a call, by which all have a copy for certain
 _LOST = re.compile(
-    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|has said|stands still)"
+    r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|sent|was stopped)"
 )
 _AWAITED = re.compile(r"pipeline (\d+) is lost: pipeline \d+ has waited")  # no rank is named
 _UNSURE = 2  # last results of a process that was lost, which others may not have counted
