@@ -554,7 +554,7 @@ class Compute:
             raise explained from error
 
     def _check_learns(self, state: BatchState) -> None:
-        """Refuse a batch whose losses give no gradient; of shares of a batch, one must ever have had some."""
+        """Refuse a batch whose losses give no gradient; for a share, one in an earlier batch is enough."""
         self._has_learnt |= state.has_graph
         is_share = state.work.draws is not None or self._group_sum is not None
         if state.losses and not (self._has_learnt if is_share else state.has_graph):
