@@ -128,7 +128,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def move(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics: ``mean`` and unbiased ``variance`` of a batch, float64 [channels]."""
+        """Update the running statistics: a batch's ``mean`` and unbiased ``variance``, float64 [channels]."""
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)

@@ -53,13 +53,13 @@ class Verification:
         return batches // self._every > self._since // self._every and batches % self._per_round == 0
 
     def keeps(self, batch: int, pipeline: int) -> bool:
-        """Whether stages keep a micro-batch's input: one pipeline on each worker does, in the round before."""
+        """Whether stages keep a micro-batch's input: one pipeline of each worker, in the round before."""
         placement = self._worker.placement
         is_first = pipeline == placement.pipelines[0] or placement.is_dedicated
         return is_first and self.is_due(batch - batch % self._per_round + self._per_round)
 
     def verify(self, batches: int) -> None:
-        """Compare after ``batches``; PipelineError on every rank names what differs. No batch is in flight."""
+        """Compare after ``batches``, none in flight; PipelineError on every rank names what differs."""
         worker = self._worker
         with CallerGenerators(worker.device):
             changed = [text for lane in worker.lanes.values() if (text := _unlike_itself(lane, worker))]

@@ -63,9 +63,7 @@ class Lane:
         self._planned: deque[int] = deque()  # batches whose update is not queued yet
         self._overlaps = overlaps
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
-        self.next_versions = [
-            Version(0)
-        ]  # of the next batches, as far as a version may exist already
+        self.next_versions = [Version(0)]  # of the next batches, as far as a version may exist already
         self._place = route.replica, route.pipeline
         self._shared = shared
         if shared is not None:

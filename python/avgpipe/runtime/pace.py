@@ -120,7 +120,7 @@ class Stragglers:
         self._last[n] = [*self._last[n], reading.seconds][-IN_A_ROW:]
 
     def _expected(self, n: int) -> float | None:
-        """Return a worker's first seconds for a micro-batch, or the median of its like if less; None at first."""
+        """Return the first seconds of a worker's micro-batch, or its peers' if less; None at first."""
         at_first = [
             median(of) if len(of := self._first[m]) == IN_A_ROW else None for m in (n, *self._alike[n])
         ]

@@ -188,7 +188,7 @@ class Session:
 
     @contextmanager
     def settling(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[CallerModes]:
-        """Do as :meth:`idle`, but leave batches in flight. With none in flight, finish pending copies first."""
+        """Do as :meth:`idle`, but leave batches in flight; with none, finish pending copies first."""
         with self.worker.running(harmless) as modes:
             self.settle()
             yield modes

@@ -16,7 +16,7 @@ from avgpipe.runtime.worker import Worker
 
 
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
-    """Copy all tensors by the model's names, in its order, on every rank. Buffers of the reference are averages."""
+    """Copy all tensors, in the model's order, on every rank. The reference's buffers are averages."""
     found: dict[str, torch.Tensor] = {}
     pipeline = which if isinstance(which, int) else worker.placement.evaluates
     for k in range(model.stages):
