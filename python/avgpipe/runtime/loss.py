@@ -180,7 +180,7 @@ class NonfiniteNotice:
         batch: int,
         pipeline: int,
     ) -> None:
-        """Check a stage's gradients, on the CPU. ``outcome``: the batch's loss, if known: a possible cause."""
+        """Check a stage's gradients, on the CPU. ``outcome``: the batch's loss, if known, may explain it."""
         if _are_finite(grads):
             return
         if outcome is not None:

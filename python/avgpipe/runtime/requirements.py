@@ -106,8 +106,8 @@ def check_memory(model: nn.Module | Sequence[nn.Module]) -> None:
             if learns and not _may_interleave(one.tensor, other.tensor):
                 raise ValueError(
                     f"{other.name!r} and {one.name!r} are two tensors in the same memory, which a Pipeline would "
-                    "split, as it copies each of them: let both be one parameter (a.weight = b.weight, not a.weight.data = "
-                    "b.weight.data)"
+                    "split, as it copies each of them: let both be one parameter (a.weight = b.weight, not "
+                    "a.weight.data = b.weight.data)"
                 )
         before.append(one)
 
