@@ -195,7 +195,7 @@ def test_optimizers_that_cannot_be_stepped_are_refused_with_the_way_out() -> Non
         optimizer=lambda params: None,
     )
     refused(
-        r"LBFGS evaluates the loss anew in each step \(step needs a closure\)",
+        r"LBFGS evaluates the loss again in each step \(step needs a closure\)",
         TypeError,
         optimizer=lambda params: torch.optim.LBFGS(params),
     )

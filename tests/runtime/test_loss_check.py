@@ -239,7 +239,7 @@ class KeepsAnActivation:
 def test_a_loss_that_uses_an_output_of_an_earlier_micro_batch_is_refused(stages: int) -> None:
     refused(
         KeepsAnActivation(),
-        "comes to a graph whose backward has run: .*detach",
+        "reaches a graph whose backward has run: .*detach",
         stages=stages,
         micro_batches=3,
     )

@@ -171,7 +171,7 @@ def test_every_parameter_is_in_one_of_the_optimizers() -> None:
     )
     refused(lambda params: [momentum(params), None], "not NoneType", TypeError)
     refused(lambda params: [], "at least", TypeError)
-    refused(lambda params: [torch.optim.LBFGS(params)], "LBFGS evaluates the loss anew", TypeError)
+    refused(lambda params: [torch.optim.LBFGS(params)], "LBFGS evaluates the loss again", TypeError)
     refused(
         lambda params: [SGD([p for p in params if p.dim() > 5], lr=0.1), SGD(params, lr=0.1)],
         r"no parameters on a stage that has '0.weight', .*Give each optimizer a group",

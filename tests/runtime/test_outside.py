@@ -117,9 +117,7 @@ def changing(model: Any, change: Callable[[], None], **options: Any) -> None:
 @pytest.mark.parametrize("what", READS)
 def test_what_a_recorded_forward_reads_may_not_change(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kind, put, name = READS[what]
-    with pytest.raises(
-        ValueError, match=f"'{name}', which the model's forward reads, is another one now than when"
-    ):
+    with pytest.raises(ValueError, match=f"'{name}', which the model's forward reads, has changed since"):
         changing(kind(), lambda: put(monkeypatch, 2.0))
 
 

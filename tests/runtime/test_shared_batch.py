@@ -302,7 +302,7 @@ def test_pipelines_with_workers_of_their_own_say_that_they_know_their_share_alon
     limit, count = [record.getMessage() for record in caplog.records]
     assert limit.startswith("clip_grad_norm limits the gradient of each pipeline's share of a batch")
     assert count.startswith(
-        "loss_fn returns (sum, count), and pipelines with workers of their own do not tell"
+        "loss_fn returns (sum, count), and pipelines with workers of their own do not exchange"
     )
     caplog.clear()
     train_pipeline(language_model(), plan, token_batches(3, 8), LOSS, momentum, clip_grad_norm=math.inf)

@@ -236,7 +236,7 @@ def test_what_are_no_metrics_is_refused() -> None:
     refused(
         lambda output: {"a": 1.0} if len(output) == 3 else {}, "for some micro-batches and none for others"
     )
-    refused(lambda output: [output], r"returned tuple; .*either may come with metrics, as \(loss, dict\)")
+    refused(lambda output: [output], r"returned tuple; .*either may have metrics, as \(loss, dict\)")
 
 
 # ---- norm, rate, left out ------------------------------------------------------------------------------------------

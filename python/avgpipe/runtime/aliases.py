@@ -1,8 +1,8 @@
-"""Tensors of one value that lie in each other's memory, on their way over a cut.
+"""Tensors of one value that share memory, when they are sent over a cut.
 
-On one device a layer that writes to one of them changes the others. A message gives each tensor memory of its own. So
-of tensors that are views of another one of the same value, only that one is sent. Where it arrives, the others are made
-from it: they are one memory again, and gradients of views add up there.
+On one device, a layer that writes to one of them changes the others. A message gives each tensor its own
+memory. So if tensors are views of another one of the same value, only that one is sent. The receiver makes
+the others from it: they share memory again, and gradients of views add up there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-_MARK = "\0view of "  # in the place of a view, with the number of its base among the leaves, and how it lies there
+_MARK = "\0view of "  # replaces a view; its base's number, shape, strides and offset follow
 
 
 def folded(value: Any) -> Any:
-    """Return a value with marks in the place of tensors that are views of others of it."""
+    """Return a value in which marks replace tensors that are views of others of it."""
     leaves, structure = pytree.tree_flatten(value)
     places = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and _may_be_folded(leaf)]
     if len(places) < 2:
@@ -45,7 +45,7 @@ def _may_be_folded(tensor: torch.Tensor) -> bool:
 
 
 def _holds(base: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether ``view`` is a view of ``base``, or both are of a third one, and lies in it with all of its elements."""
+    """Whether ``view`` lies within ``base``, and both are views of one tensor or one of the other."""
     is_view = view is base or view._base is base or (view._base is not None and view._base is base._base)
     if not is_view or view.requires_grad != base.requires_grad or view.dtype != base.dtype:
         return False
@@ -55,7 +55,7 @@ def _holds(base: torch.Tensor, view: torch.Tensor) -> bool:
 
 
 def unfolded(value: Any) -> Any:
-    """Return a value with views in the place of marks."""
+    """Return a value in which views replace marks."""
     leaves, structure = pytree.tree_flatten(value)
     marks = [n for n, leaf in enumerate(leaves) if isinstance(leaf, str) and leaf.startswith(_MARK)]
     if not marks:

@@ -1,9 +1,9 @@
-"""Whether all ranks are given the same: the batches of their loaders, where loaders end, and inputs to predict.
+"""Checks that all ranks get the same batches, ends of loaders, and inputs to predict.
 
-The first stage reads a batch's inputs and the last one its targets, each from the loader of its own rank. A loader that
-draws otherwise on one of them would pair inputs with the targets of other samples, and nothing would look wrong. So
-each rank marks its batches, and compares its marks with those that came first to the store which all of them have. No
-rank waits for another.
+The first stage reads a batch's inputs and the last one its targets, each from the loader of its own rank. A
+loader that draws differently on one rank would pair inputs with the targets of other samples, without an
+error. So each rank computes checksums of its batches, and compares them with the first ones in the shared
+store. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _log = logging.getLogger("avgpipe")
 
 # Ranks compare the first batches of each loop, then those whose numbers are powers of 2, and every hundredth.
 _FIRST, _EVERY = 3, 100
-_ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are read
+_ROWS, _ROW_BYTES = 64, 1024  # of a tensor that are checksummed
 _ADVICE = (
-    "every rank must give the same batches in the same order. What draws must be seeded alike on all of them before it "
-    "draws (torch.manual_seed, random.seed, numpy.random.seed; avgpipe run does so unless --seed says otherwise), or "
-    "have a generator of its own with a fixed seed"
+    "every rank must give the same batches in the same order. Whatever draws random numbers must be seeded alike on "
+    "all ranks before it draws (torch.manual_seed, random.seed, numpy.random.seed; avgpipe run does so unless --seed "
+    "says otherwise), or have its own generator with a fixed seed"
 )
 
 
 def mark(value: Any) -> list[Any]:
     """Return a checksum of a pytree's tensors and plain values, and the shapes of its tensors.
 
-    Of large tensors it reads the beginnings of some samples.
+    Large tensors are sampled: the beginnings of some of their rows.
     """
     found, shapes = 0, []
     for leaf in pytree.tree_leaves(value):
@@ -54,7 +54,7 @@ def mark(value: Any) -> list[Any]:
 
 
 def _some(tensor: torch.Tensor) -> torch.Tensor:
-    """Some of a tensor's bytes, on the CPU."""
+    """Return some of a tensor's bytes, on the CPU."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor[:: -(-len(tensor) // _ROWS)]
@@ -63,7 +63,7 @@ def _some(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_weights(world: World, placement: Placement, model: Model, layers: Sequence[nn.Module]) -> None:
-    """Refuse initial weights that differ where several ranks train copies of a stage; elsewhere warn.
+    """Refuse initial weights that differ on ranks that train copies of one stage; warn of other differences.
 
     Every rank calls this. ValueError on all of them.
     """
@@ -100,10 +100,10 @@ class _Loop(NamedTuple):
     """Batches of one loader.
 
     Attributes:
-        session: what came before has other names: a batch's number may come again, as after a load.
-        begun: the number after that of the newest batch here; 0 before the first one.
+        session: distinguishes batches of equal numbers, which are repeated after a load.
+        begun: the number after the newest batch here; 0 before the first one.
         seen: how many have begun here.
-        has_ended: whether there is no more, on this rank.
+        has_ended: whether the loader has ended, on this rank.
     """
 
     session: int = 0
@@ -118,12 +118,12 @@ class _Loop(NamedTuple):
 
 
 class Alike:
-    """Compares what this rank is given with what others are.
+    """Compares what this rank gets from its loader with other ranks.
 
     Args:
         fail: ends a wait of this rank.
         is_on: whether anything is compared.
-        generation: how many times lost ranks were replaced. A new rank runs its script from the beginning, and may
+        generation: how often lost ranks were replaced. A new rank runs its script from the beginning, and may
             pass loops that the others have finished. So after a replacement only the batches of the current loop are
             compared.
     """
@@ -133,17 +133,17 @@ class Alike:
     ) -> None:
         self._world, self._fail = world, fail
         self._is_on, self._generation = is_on and world.size > 1, generation
-        self._loop = _Loop()  # replaced as a whole: a thread looks at it
+        self._loop = _Loop()  # replaced as a whole, as a thread reads it
 
     def begin_anew(self) -> None:
-        """Batches of another loader come, or numbers may come again; every rank calls this."""
+        """Prepare for another loader, or for batch numbers that are repeated; every rank calls this."""
         loop = self._loop
         self._loop = _Loop(loop.session + bool(loop.seen or loop.has_ended))
         self._is_on &= not self._generation or not self._loop.session
 
     @contextmanager
     def loop(self, name: str, seen: int = 0) -> Iterator[None]:
-        """Batches of their own come inside, numbered as no others of this session are, after ``seen`` of their kind."""
+        """Number the batches inside separately from others of this session, after ``seen`` of their kind."""
         before, was_on = self._loop, self._is_on
         self._loop, self._is_on = _Loop(before.session, name, seen=seen), was_on and not self._generation
         try:
@@ -152,7 +152,7 @@ class Alike:
             self._loop, self._is_on = before, was_on
 
     def batch(self, number: int, inputs: Any, targets: Any) -> None:
-        """Compare a batch that begins here. ValueError where another rank has another one."""
+        """Compare a batch that begins here; ValueError if another rank has a different one."""
         if not self._is_on:
             return
         loop = self._loop = self._loop._replace(begun=number + 1, seen=self._loop.seen + 1)
@@ -174,7 +174,7 @@ class Alike:
             )
 
     def _first(self, name: str, mine: Any) -> tuple[int, Any]:
-        """Return the first value of this name, and its rank: ``mine`` if it is the first, or no store answers."""
+        """Return the first value of this name, and its rank: ``mine`` if it is first, or no store answers."""
         try:
             rank, first = json.loads(self._world.first(name, json.dumps([self._world.rank, mine])))
         except RuntimeError:  # no store answers: training goes on, and later calls do not wait
@@ -185,7 +185,7 @@ class Alike:
     # ---- the ends of loaders -----------------------------------------------------------------------------------------
 
     def end(self, number: int) -> None:
-        """Say that the loader here has ended before a batch of this number."""
+        """Publish that the loader here has ended before a batch of this number."""
         loop = self._loop
         if not self._is_on or self._generation or loop.has_ended:
             return
@@ -195,7 +195,7 @@ class Alike:
             raise self._other_end(rank, at, f"at batch {number}")
 
     def look(self) -> None:
-        """See whether this rank has begun a batch that another one does not have; called now and then by a thread."""
+        """Check whether this rank has begun a batch that another one lacks; called regularly by a thread."""
         loop = self._loop
         if not self._is_on or not loop.begun or loop.has_ended:
             return

@@ -2,8 +2,8 @@
 
 The model runs as it was given, and then as its stages run: each stage gets a copy of the previous stage's output, and
 returns gradients for it. Both runs start from the same weights, buffers and random numbers, on copies of the modules.
-So a difference that a cut makes is found before the first batch is trained on. Further, the model runs on samples in
-micro-batches, and on all of them at once.
+So a difference that a cut causes is found before the first batch is trained on. The model also runs on
+samples in micro-batches, and on all of them at once.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from avgpipe.runtime.stage import Inputs, folds
 
 _log = logging.getLogger("avgpipe")
 
-_SAMPLES = 3  # at most, and not more than a quarter of the batch, if that are two
-_CUT = 8  # likewise, but not more than half of it, where micro-batches are cut, of two samples or three
-_EVERY = 100  # batches between two looks of check="every"
+_SAMPLES = 3  # at most, and no more than a quarter of the batch if that is at least two
+_CUT = 8  # likewise, but no more than half of it, to compare micro-batches of two samples or three
+_EVERY = 100  # batches between two comparisons of check="every"
 _OTHERWISE = {
     True: "the stages do not compute what the model does",
     False: "in evaluation, the stages do not compute what the model does",
@@ -67,7 +67,7 @@ _NO_RECOMPUTE = (
     "a layer does something else when it runs a second time. Let it depend on nothing but its input, parameters, "
     'buffers, and the generators of torch, random and numpy, or use recompute="never"'
 )
-_USABLE = 0.5  # of the memory that is free
+_USABLE = 0.5  # of the free memory
 
 
 class Audit:
@@ -78,13 +78,13 @@ class Audit:
         layers: of the whole model, with the very parameters and buffers of ``model``.
         bounds: first layer of each stage, then the number of layers.
         recomputes: whether stages run again in the backward.
-        keeps_modes: whether what is in evaluation mode stays there in training.
+        keeps_modes: whether modules in evaluation mode stay in it in training.
         autocast: the dtype of ``torch.autocast`` in training.
         device: where stages run.
         check: "first-batch", "every" or "full"; see Pipeline.
-        batch_dims: where the samples of a batch are.
-        cuts: whether batches are cut into micro-batches.
-        copies: whether there are several copies of a stage's weights, as of pipelines, or older ones.
+        batch_dims: the dimensions of the samples of a batch.
+        cuts: whether batches are split into micro-batches.
+        copies: whether there are several copies of a stage's weights, one per pipeline or version.
     """
 
     def __init__(
@@ -114,13 +114,13 @@ class Audit:
         self._parameters: dict[int, nn.Parameter] = {}  # of the copies, by those of the model
         self._originals: dict[int, nn.Parameter] = {}
         self._written: set[str] = set()  # names of parameters that a forward has changed; "" for inputs
-        self._foreign: list[torch.Tensor] = []  # leaves that a forward uses, of no module
+        self._foreign: list[torch.Tensor] = []  # leaves that a forward uses and no module holds
         self._left_out = self._reason()
-        if self._left_out is None:  # the caller may do with the model what it wants
+        if self._left_out is None:  # the caller may change the model later
             self._model, *self._stages = map(sharing_copy, (self._model, *self._stages))
 
     def look(self, batch: int, inputs: Any) -> None:
-        """Compare on the inputs of a batch, if this batch is due. ValueError if the stages compute something else."""
+        """Compare on the inputs of a batch, if it is due; ValueError if the stages compute something else."""
         is_due = not self._looked or self._check == "full" or (self._check == "every" and not batch % _EVERY)
         if not is_due:
             return
@@ -148,7 +148,7 @@ class Audit:
             self._model, self._stages = nn.Module(), []  # frees copies of modules
 
     def _reason(self) -> str | None:
-        """Say why there is no comparison; None if there is one."""
+        """Return why there is no comparison; None if there is one."""
         modules = [module for part in (self._model, *self._stages) for module in part.modules()]
         tensors = {id(t): t for m in modules for t in _tensors_in(m)}.values()
         if any(t.is_meta for t in tensors):
@@ -165,19 +165,20 @@ class Audit:
             training, expected = True, self._run_model(inputs)
             if same := self._touched - self._written:
                 self._written |= self._written_of_others(inputs, same)
-            if leaves := self._foreign:  # what a forward makes is another one in the next
+            if leaves := self._foreign:  # a tensor that a forward makes is a new one in the next forward
                 self._run_model(inputs)
                 self._foreign = [t for t in leaves if any(t is other for other in self._foreign)]
-            # Stages run parts of such a model's forward again, to make masks and the like, which may draw, too.
+            # Stages of such a model run parts of its forward again, to make masks and the like, which may
+            # draw numbers.
             if self._is_of_blocks and self._draws:
                 training, expected = False, self._run_model(inputs, training=False)
             ways = [(expected, training, True, again) for again in [False, True][: 1 + self._recomputes]]
             if training:
                 ways.append((self._run_model(inputs, training=False, learns=False), False, False, False))
-        except Exception as error:  # of any kind: what the model cannot do, the stages will say in training
+        except Exception as error:  # of any kind: the stages raise in training what the model cannot do
             self._left_out = (
-                f"it does not run on some of the samples of a batch ({reason(error)}). If a tensor of the batch is not "
-                "one of samples along dimension 0, say so by batch_dim"
+                f"it does not run on some of the samples of a batch ({reason(error)}). If a tensor of the batch "
+                "does not have its samples along dimension 0, say so by batch_dim"
             )
             return
         self._tell_of_writing()
@@ -185,7 +186,7 @@ class Audit:
         for expected, training, learns, again in ways:
             try:
                 found = compared(expected, self._run_stages(inputs, training, learns, again), rounding)
-            except Exception as error:  # of any kind, of the layers' code: the model's has run
+            except Exception as error:  # of any kind, from the layers' code: the model's has run
                 found = reason(error)
             if found is None:
                 continue
@@ -237,7 +238,7 @@ class Audit:
             )
 
     def _cut_into_micro_batches(self, inputs: Any) -> None:
-        """Warn of a model that computes something else of samples in micro-batches than of all of them at once."""
+        """Warn of a model that computes something else of samples in micro-batches than of all at once."""
         dims = self._batch_dims
         samples = batch_size(inputs, dims.inputs)
         if samples < 2:
@@ -245,17 +246,17 @@ class Audit:
         parts = max(2, samples // 2)
         pieces, sizes = split(inputs, parts, samples, dims.inputs), sizes_of(samples, parts)
         coins = self._coins
-        training = not (self._draws or coins)  # each micro-batch has draws of its own
+        training = not (self._draws or coins)  # each micro-batch draws its own random numbers
         try:
             expected, draws = self._run_pieces([inputs], [samples], training)
             got, _ = self._run_pieces(pieces, sizes, training)
             found = None if draws else compared(expected, got, self._rounding)
             if found and compared(expected, got, max(self._rounding, OTHER_SUMS)) is None:
                 narrow = _Narrow()
-                with suppress(Exception), narrow:  # what cannot run so may compute in any dtype
+                with suppress(Exception), narrow:  # a failure under this mode is no finding
                     self._run_pieces([inputs], [samples], training)
                 found = None if narrow.seen else found
-        except Exception as error:  # of any kind, of the layers' code, which has run on as many samples
+        except Exception as error:  # of any kind, from the layers' code, which has run on as many samples
             found = f"it does not run on {sizes[-1]} of them ({reason(error)})"
         if coins:
             _log.warning(
@@ -275,10 +276,10 @@ class Audit:
     def _run_pieces(
         self, pieces: Sequence[Any], sizes: Sequence[int], training: bool
     ) -> tuple[Outcome, bool]:
-        """Run the model on pieces of a batch one after another; BatchNorms, which differ by design, as in evaluation.
+        """Run the model on pieces of a batch in turn; BatchNorms, which differ by design, as in evaluation.
 
         Returns:
-            What has come out for the samples, and whether random numbers were drawn.
+            The outcome for the samples, and whether random numbers were drawn.
         """
         model, dim = self._copy(self._model, training), self._batch_dims.outputs
         for module in model.modules():
@@ -312,7 +313,7 @@ class Audit:
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
         self._drawn, self._written, self._foreign = callers_generators(), set(), []
-        self._touched: set[str] = set()  # names of parameters that a forward has written to, whatever
+        self._touched: set[str] = set()  # names of parameters that a forward has written to, changed or not
         modules = (self._model, *self._stages)
         self._originals = {id(p): p for m in modules for p in m.parameters()}
         self._parameters = {of: _leaf(p, self._device) for of, p in self._originals.items()}
@@ -326,14 +327,14 @@ class Audit:
             self._parameters, self._originals, self._foreign = {}, {}, []
 
     def _copy(self, module: nn.Module, training: bool) -> nn.Module:
-        """Copy a module. All copies have the same parameters, which have their first values when a run begins."""
+        """Copy a module. All copies share their parameters, which a run begins with their first values."""
         buffers = {id(t): t.detach().clone().to(self._device) for t in module.buffers()}
         made = copied(module, self._parameters | buffers)
         Modes(made, self._keeps_modes).train(training)
         return made
 
     def _begin(self) -> list[torch.Tensor]:
-        """Seed all generators alike for each run, and undo what the last one wrote; return the states of torch's."""
+        """Seed all generators alike for each run, and undo what the last run wrote; return torch's states."""
         with torch.no_grad():
             for of, original in self._originals.items():
                 if not _is_as(self._parameters[of], original):
@@ -377,10 +378,10 @@ class Audit:
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
 
     def _written_of_others(self, inputs: Any, names: Collection[str]) -> set[str]:
-        """Return which parameters of ``names`` a forward changes that leaves them as they are by their values now.
+        """Return which of the parameters ``names`` a forward changes, though not with their present values.
 
-        A weight that follows another one has the same values at first, so it runs with other weights. What is
-        multiplied by 1 stays as it is with any.
+        A weight that copies another one has the same values at first, so this runs with other weights. A
+        weight that is multiplied by 1 stays the same with any.
         """
         model = self._copy(self._model, training=True)
         self._begin()
@@ -393,18 +394,18 @@ class Audit:
         with (
             suppress(Exception),
             self._running(learns=True),
-        ):  # other weights may be none that it can run with
+        ):  # the model may not run with other weights
             self._call(model, _cloned(inputs))
         return {name for name in names if not _is_as(parameters[name], before[name])}
 
     @property
     def _rounding(self) -> Rounding:
-        """What rounding may do at least: more where layers compute in 16 bits, as asked for here or by the caller."""
+        """The least tolerance for rounding: larger if layers compute in 16 bits, by option or the caller."""
         is_cast = self._autocast is not None or torch.is_autocast_enabled(self._device.type)
         return TO_16_BITS if is_cast else (0.0, 0.0)
 
     def _has_drawn(self, before: list[torch.Tensor]) -> bool:
-        """Whether torch's generators have other states than ``before``."""
+        """Whether the states of torch's generators differ from ``before``."""
         now = [generator.get_state() for generator in generators_of(self._device)]
         return not all(map(torch.equal, before, now))
 
@@ -434,7 +435,7 @@ class Audit:
 
     def _buffers_of(self, stages: Sequence[nn.Module]) -> dict[str, torch.Tensor]:
         names = {id(t): name for name, t in self._model.named_buffers()}
-        found = {name: t.detach() for name, t in self._model.named_buffers()}  # what no stage has stays
+        found = {name: t.detach() for name, t in self._model.named_buffers()}  # buffers of no stage stay
         for given, stage in zip(self._stages, stages):
             here = dict(stage.named_buffers())
             found |= {names[id(t)]: here[local] for local, t in given.named_buffers() if id(t) in names}
@@ -442,14 +443,14 @@ class Audit:
 
 
 class _Narrow(TorchDispatchMode):
-    """Notes whether something is computed in less than float64, as parts of a model may in any case.
+    """Notes whether something is computed in less than float64, as parts of a model may be in any case.
 
     Attributes:
-        seen: whether there was such a thing.
+        seen: whether something was.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # which torch leaves untyped
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -465,7 +466,7 @@ _Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a 
 
 
 def whole_of(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
-    """Return the module that layers were made of, and how it, or a copy of it, is called."""
+    """Return the module that layers were made from, and the function that calls it, or a copy of it."""
     if isinstance(layers, Whole):
         return layers.model, layers.called
     module = without_adapters(original(model))
@@ -500,7 +501,7 @@ def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bo
             generator.set_state(state)
         return run(value)
 
-    # Torch would keep the states of the kinds of devices alone that it knows.
+    # Torch would keep the random states of the device types alone that it knows.
     from avgpipe.runtime.repeated import Repeated
 
     twice = Repeated(stage).forward(run_as_before)
@@ -510,7 +511,7 @@ def _run(stage: Any, inputs: Inputs, value: Any, device: torch.device, again: bo
 def _gradients(
     made: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None] | None
 ) -> Sequence[torch.Tensor | None]:
-    """Return gradients, of a number made of all tensors where ``grads`` of those that want some are not given."""
+    """Return gradients from ``grads``; without these, from a number computed from all tensors of ``made``."""
     learnt = [t for t in made if t.requires_grad]
     if not learnt or not wanted:
         return [None] * len(wanted)
@@ -524,7 +525,7 @@ def _gradients(
 
 
 def _received(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a message makes of a tensor, in memory of its own."""
+    """Return a tensor as a message delivers it, in memory of its own."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
@@ -536,7 +537,7 @@ def _leaf(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
 
 
 def _is_as(copy: torch.Tensor, original: torch.Tensor) -> bool:
-    """Whether the values are still those of the original. Quantized ones and the like are taken for it."""
+    """Whether the values still equal the original's. Tensors that cannot be compared count as equal."""
     with suppress(NotImplementedError, RuntimeError, TypeError):
         a, b = copy.detach(), original.detach().to(copy.device)
         return torch.equal(a, b) or torch.equal(a.nan_to_num(), b.nan_to_num())  # NaN equals nothing
@@ -548,7 +549,7 @@ def _tensors_in(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _few(inputs: Any, dims: Any, most: int = _SAMPLES, part: int = 4) -> Any:
-    """Return some samples of a batch; all of it where it is not said along which dimension they are."""
+    """Return some samples of a batch; all of it if the dimension of samples is unknown."""
     try:
         samples = batch_size(inputs, dims)
     except ValueError:
@@ -558,7 +559,7 @@ def _few(inputs: Any, dims: Any, most: int = _SAMPLES, part: int = 4) -> Any:
 
 
 def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Tensor:
-    """Return a gradient of an output that begins with sample ``first``: other numbers for each sample and element."""
+    """Return a gradient of an output from sample ``first`` on, different for each sample and element."""
     shape = list(output.shape)
     shape[dim] = samples
     numbers = torch.linspace(0.5, 1.5, math.prod(shape), device=output.device, dtype=output.dtype)

@@ -1,8 +1,8 @@
-"""BatchNorm in a pipeline: micro-batches normalise themselves, whole batches move the running statistics.
+"""BatchNorm in a pipeline: micro-batches normalise themselves, whole batches update the running statistics.
 
-The idea is that of torchgpipe's deferred batch normalisation (Kim et al. 2020, arXiv:2004.09910): what evaluation reads
-should be what training on one device gathers, so it may depend neither on the number of micro-batches nor on how often
-a forward runs.
+The idea is that of torchgpipe's deferred batch normalisation (Kim et al. 2020, arXiv:2004.09910): evaluation
+should read what training on one device gathers, which depends neither on the number of micro-batches nor on
+how often a forward runs.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ _Seen: TypeAlias = "dict[tuple[DeferredBatchNorm, int], dict[int, Moments]]"
 
 
 class BatchStatistics:
-    """What a stage's layers have seen of the batches in flight, by call within a forward and by micro-batch."""
+    """The moments that a stage's layers noted of batches in flight, by call in a forward and micro-batch."""
 
     def __init__(self) -> None:
         self.layers: list[DeferredBatchNorm] = []
-        # Plain flags and lists, which torch.compile can put into what it makes of a layer; not so places in a run.
-        self.defers = False  # whether a layer that trains is in a batch
-        self.notes = False  # whether it is in a forward of it
+        # Plain flags and lists, which torch.compile can include in its graph of a layer; positions in a run
+        # it cannot.
+        self.defers = False  # whether any batch is in flight
+        self.notes = False  # whether a forward of one runs
         self._batches: defaultdict[int, _Seen] = defaultdict(dict)
 
     def begin_forward(self) -> None:
@@ -46,9 +47,9 @@ class BatchStatistics:
             layer.seen.clear()
 
     def end_forward(self) -> None:
-        """Keep what the layers saw of the micro-batch that :meth:`begin_forward` named.
+        """Keep what the layers noted of the micro-batch that :meth:`begin_forward` named.
 
-        A forward that runs again, as in recomputation, says again what it said.
+        A forward that runs again, as in recomputation, notes the same values again.
         """
         _, batch, m = position()
         for layer in self.layers:
@@ -82,19 +83,19 @@ class BatchStatistics:
             parts[m] = Moments(size, values)
 
     def commit(self, batch: int) -> None:
-        """End a batch: move the running statistics, once for each call of a layer as one device does."""
+        """End a batch: update the running statistics, once for each call of a layer as one device does."""
         for (layer, _), parts in self._batches.pop(batch, {}).items():
             layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
         self.defers = bool(self._batches)
 
     def drop(self, batch: int) -> None:
-        """End a batch that shall not count."""
+        """End a batch that must not count."""
         self._batches.pop(batch, None)
         self.defers = bool(self._batches)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """A stage's BatchNorm, whose running statistics move once for each batch.
+    """A stage's BatchNorm, whose running statistics change once for each batch.
 
     In training, ``running_mean``, ``running_var`` and ``num_batches_tracked`` stay as they are until
     ``BatchStatistics.commit``. Outside of any pipeline, and in evaluation, it is the plain layer.
@@ -102,7 +103,7 @@ class DeferredBatchNorm(_BatchNorm):
 
     statistics: BatchStatistics
     number: int  # among the layers of ``statistics``
-    seen: list[tuple[int, torch.Tensor]]  # as Moments, by call within the forward that is running
+    seen: list[tuple[int, torch.Tensor]]  # like Moments, by call within the forward that is running
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not (self.training and self.track_running_stats) or self.running_mean is None:
@@ -112,7 +113,7 @@ class DeferredBatchNorm(_BatchNorm):
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         dtype = self.running_mean.dtype
         if dtype.itemsize < 4:
-            # The statistics that torch would give are rounded to these buffers' 16 bits, too coarse to be combined.
+            # torch's statistics would be rounded to these buffers' 16 bits, too coarse to be combined.
             output = functional.batch_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
             values = _moments(input.detach())
         else:
@@ -120,18 +121,18 @@ class DeferredBatchNorm(_BatchNorm):
             values = torch.zeros(2, input.shape[1], dtype=dtype, device=input.device)
             mean, variance = values.unbind()
             output = functional.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
-        # Between forwards, in the middle of a batch: a layer recomputes of its own accord. It has been counted.
+        # Outside of a forward, in the middle of a batch, a layer recomputes by itself: it has been counted.
         if self.statistics.notes:
             self.seen.append((input.numel() // input.shape[1], values))
         return output
 
     @torch.no_grad()
     def move(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Move the running statistics by a batch of float64 ``mean`` and unbiased ``variance``, each [channels]."""
+        """Update the running statistics: a batch's ``mean`` and unbiased ``variance``, float64 [channels]."""
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-            if self.momentum is None:  # all batches count alike; on the device, which nobody should wait for
+            if self.momentum is None:  # all batches count equally; computed on the device, without a wait
                 factor = self.num_batches_tracked.double().reciprocal()
         for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:
@@ -158,9 +159,10 @@ _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
 
 
 def defer_batch_norms(layers: nn.Module) -> BatchStatistics:
-    """Make deferred layers of the BatchNorms in ``layers``, and return where they note what they see.
+    """Turn the BatchNorms in ``layers`` into deferred ones, and return the object in which they note moments.
 
-    Subclasses, such as SyncBatchNorm or a user's own, do what they say, and what tracks nothing has nothing to defer.
+    Subclasses, such as SyncBatchNorm or a user's own, stay unchanged; layers that track nothing have nothing
+    to defer.
     """
     statistics = BatchStatistics()
     for module in layers.modules():
@@ -192,7 +194,7 @@ def whole_batch(parts: list[Moments]) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, torch.addcmul(within * variances, between, (means - mean).square()).sum(0)
 
 
-@lru_cache(maxsize=64)  # every batch of a run asks for the same, and the way to a device is long
+@lru_cache(maxsize=64)  # every batch of a run needs the same, and a copy to a device is slow
 def _weights(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return n_m / n, (n_m - 1) / (n - 1) and n_m / (n - 1), each [micro-batches, 1]."""
     n = sum(sizes)

@@ -1,4 +1,4 @@
-"""Whether micro-batches of a batch take the same branches, where a forward reads values of tensors."""
+"""Checks whether micro-batches of a batch take the same branches, if a forward reads values of tensors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _log = logging.getLogger("avgpipe")
-_FIRST = 3  # batches that are looked at
+_FIRST = 3  # batches that are checked
 _ASKS = torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.item
 
 
 class _Answers(TorchFunctionMode):
-    """Notes what the caller's own code is answered where it asks whether a tensor is true, or for a real number in it.
+    """Records truth values and floats that the caller's own code reads from tensors.
 
-    Whole numbers, as lengths, are what a forward may well read for each micro-batch.
+    Integers, such as lengths, are left out: a forward may well read them for each micro-batch.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class _Answers(TorchFunctionMode):
 
 
 class Branches:
-    """Compares the answers that micro-batches of the first batches get on a stage; warns, once, where they differ."""
+    """Compares values that micro-batches of the first batches read from tensors on a stage; warns once."""
 
     def __init__(self) -> None:
         self._first: int | None = None  # batch
@@ -46,7 +46,7 @@ class Branches:
 
     @contextmanager
     def looking(self, batch: int) -> Iterator[None]:
-        """Look at the forward of a micro-batch, which runs inside of the block."""
+        """Record the forward of a micro-batch, which runs inside the block."""
         self._first = batch if self._first is None else self._first
         if batch - self._first >= _FIRST:
             self.done = True

@@ -1,4 +1,4 @@
-"""The forwards and backwards of micro-batches on one stage: what they take, save and send."""
+"""The forwards and backwards of micro-batches on one stage: what they receive, save and send."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ _KEPT_SEEDS = 64
 
 
 class Collector(Protocol):
-    """What the last stage does with an evaluated batch."""
+    """Turns the last stage's outputs of an evaluated batch into its result."""
 
     def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
-        """See the output of a micro-batch. ``given``: the target as it came, which may still be on the host."""
+        """Add the output of a micro-batch. ``given``: the loader's target, which may be on the host."""
 
     def result(self) -> Any:
-        """Return what every rank gets."""
+        """Return the result that is sent to every rank."""
 
 
 @dataclass
@@ -53,16 +53,16 @@ class Work:
     """A batch that a stage trains on, or evaluates.
 
     Attributes:
-        micro_batches: how many the pipeline has of the batch; none where others have all.
-        inputs: of micro-batches; they matter on the first stage.
-        targets: of micro-batches; they and ``weights`` matter on the last stage.
-        copied: inputs and targets, if they are on their way to a device.
+        micro_batches: how many the pipeline has of the batch; 0 if other pipelines have all of them.
+        inputs: of the micro-batches; used on the first stage.
+        targets: of the micro-batches; used, like ``weights``, on the last stage.
+        copied: inputs and targets while they are being copied to a device.
         collector: takes an evaluation's outputs, on the last stage.
-        draws: the place that the first micro-batch has for random numbers; None: as they are numbered here.
-        idles: whether the pipeline has nothing of this turn: isolated ones say so to each other.
-        is_step: whether this makes a step of the run, as it does where other pipelines have something of the turn.
-        names: what isolated pipelines are told that it is.
-        is_kept: whether stages keep what one of their micro-batches is given, to run it again.
+        draws: the position that seeds the first micro-batch's random numbers; None: its own position.
+        idles: whether this pipeline has no batch in this step; isolated pipelines report it to each other.
+        is_step: whether this counts as a step of the run, as it does if other pipelines have a batch in it.
+        names: what isolated pipelines are given to identify it.
+        is_kept: whether stages keep the input of one of their micro-batches, to run it again.
     """
 
     batch: int
@@ -80,7 +80,7 @@ class Work:
     is_kept: bool = False
 
     def place(self, pipeline: int, micro_batch: int) -> Position:
-        """Return where a micro-batch of a ``pipeline`` stands in the run."""
+        """Return the position of a micro-batch of a ``pipeline`` in the run."""
         if self.draws is None:
             return Position(pipeline, self.batch, micro_batch)
         return self.draws._replace(micro_batch=self.draws.micro_batch + micro_batch)
@@ -89,14 +89,14 @@ class Work:
 class SavedForward(NamedTuple):
     """What a forward leaves for its backward.
 
-    Not the outputs themselves: of those, autograd keeps what it needs.
+    Without the outputs themselves: autograd keeps what it needs of them.
 
     Attributes:
-        inputs: inputs that want gradients.
-        outputs: where the gradients of the outputs go in.
-        grads: of the outputs, where this stage knows them, as the last one does.
+        inputs: inputs that require gradients.
+        outputs: the edges that the gradients of the outputs enter.
+        grads: of the outputs, if this stage knows them, as the last one does.
         arrived: inputs that skipped stages, by arrival; see :class:`avgpipe.model.model.Skips`.
-        departed: where the gradients of outputs that skip stages go in, in the order of departures.
+        departed: the edges that the gradients of outputs that skip stages enter, in the order of departures.
     """
 
     inputs: list[torch.Tensor]
@@ -108,26 +108,26 @@ class SavedForward(NamedTuple):
 
 @dataclass
 class BatchState:
-    """How far an in-flight batch is on one stage.
+    """The progress of an in-flight batch on one stage.
 
     Attributes:
-        version: of the weights that the batch runs on.
+        version: the version of the weights that the batch runs on.
         backwards_left: micro-batches whose backward has not run.
         computing_left: forwards and backwards, or parts of these, that have not run.
         losses: of micro-batches, with their factors.
-        counts: what the losses are sums of, where the loss function says it.
+        counts: the counts that the losses are sums over, if the loss function returns them.
         without_loss: micro-batches whose loss is the mean over nothing.
-        has_graph: whether some loss here leads back to what wants gradients.
-        loss_scale: what the losses' gradients are multiplied with until the update.
-        part: what this replica of the last stage knows of the loss.
-        outcome: of the whole batch, float64, known after the last backward: the loss; or, where gradients must be
-            multiplied with something before anybody looks at them, three numbers: the loss, that factor, and what the
-            loss weighs.
-        metrics: of the micro-batches here that have been computed, then of the whole batch, as ``outcome`` is.
+        has_graph: whether some loss here depends on a tensor that requires a gradient.
+        loss_scale: the factor on the losses' gradients until the update.
+        part: this stage replica's contribution to the loss, on the last stage.
+        outcome: of the whole batch, float64, known after the last backward: the loss; or, if gradients must
+            be multiplied by a factor before anything reads them, three numbers: the loss, that factor, and
+            the weight of the loss.
+        metrics: of the micro-batches computed here so far, then, like ``outcome``, of the whole batch.
         grads: of parameters, while they wait for the update.
-        norm: of the gradients of all stages, float64, where somebody asks for it.
+        norm: of the gradients of all stages, float64, if an option needs it.
         lr: the learning rate of the update.
-        issued: the event that a device has done all steps, once they are issued.
+        issued: the event that a device has completed all steps, once they are issued.
     """
 
     work: Work
@@ -160,12 +160,12 @@ class BatchState:
         return self.updated and self.outcome is not None
 
     def add_metrics(self, given: Mapping[str, Any], factor: float) -> None:
-        """Take in the metrics of a micro-batch whose loss has this factor."""
+        """Add the metrics of a micro-batch whose loss has this factor."""
         own = Metrics.of(given, factor, self.losses[0][0].device)
         self.metrics = own if self.metrics is None else self.metrics.plus(own)
 
     def sum_losses(self) -> torch.Tensor:
-        """Return what this replica of the last stage adds to the loss: the loss, or sum and count."""
+        """Return this replica's contribution to the loss, on the last stage: the loss, or sum and count."""
         if self.metrics is not None and self.metrics.parts < len(self.losses):
             raise StageError("loss_fn returns metrics for some micro-batches and none for others")
         device = self.losses[0][0].device if self.losses else None
@@ -184,7 +184,7 @@ class BatchState:
         return torch.stack((total, count))
 
     def set_outcome(self, part: torch.Tensor) -> None:
-        """Take the sum of all replicas' parts of the loss."""
+        """Set the outcome from the sum of all replicas' contributions to the loss."""
         assert self.work.weights is not None
         weight = self.work.weights.total
         if part.dim():
@@ -199,16 +199,16 @@ class BatchState:
             self.outcome = part
 
     def told(self) -> list[Any]:
-        """Return what others learn of the outcome and the metrics."""
+        """Return the outcome and the metrics as a message to other stages."""
         return encode_outcome(self.outcome, self.metrics)
 
     def learn(self, message: Sequence[Any]) -> None:
-        """Take over what :meth:`told` gave elsewhere."""
+        """Set the outcome and the metrics from a message that :meth:`told` made on another stage."""
         self.outcome, self.metrics = decode_outcome(message)
 
 
 class Step(NamedTuple):
-    """What a stage does next. ``micro_batch``: -1 if it is of none. ``begins``: the batch's first forward here."""
+    """A step of a stage. ``micro_batch``: -1 if it has none. ``begins``: whether it begins its batch here."""
 
     kind: StepKind
     stage: int
@@ -219,7 +219,7 @@ class Step(NamedTuple):
 
     @property
     def priority(self) -> tuple[bool, int, int]:
-        """The smallest runs: backwards and updates before forwards, the oldest batch, of several stages the later."""
+        """The smallest runs first: backwards and updates, then the oldest batch, then the last stage."""
         return self.kind is StepKind.FORWARD, self.batch, -self.stage
 
     def __str__(self) -> str:
@@ -228,7 +228,7 @@ class Step(NamedTuple):
 
 
 class Port:
-    """Takes and sends one stage replica's messages. ``sent_at``: when the step began to send (time.perf_counter)."""
+    """Receives and sends a stage replica's messages. ``sent_at``: when the step began to send, in seconds."""
 
     def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
         self.take, self.receive, self.messages = mailbox.take, mailbox.receive, mailbox.messages
@@ -247,7 +247,7 @@ class Port:
 class SavedBytes:
     """Counts what autograd saves for a backward; memory that several tensors share counts once.
 
-    ``known``: addresses of memory that is there anyway, such as weights.
+    ``known``: addresses of memory that exists anyway, such as weights.
     """
 
     def __init__(self, known: Iterable[int]) -> None:
@@ -267,11 +267,11 @@ class SavedBytes:
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self.count(tensor)
-        return tensor.detach()  # the tensor itself may own the graph that would own it then
+        return tensor.detach()  # the tensor itself may own its graph, and the graph would own it in turn
 
 
 class Given(NamedTuple):
-    """What a forward was given."""
+    """The input of a forward."""
 
     work: Work
     micro_batch: int
@@ -284,7 +284,7 @@ class Compute:
     Attributes:
         measures: whether the next forward counts what is saved for its backward.
         saved_bytes: what one micro-batch saves, as counted.
-        kept: what the first forward of a batch that is kept was given.
+        kept: the input of the first forward of a batch with ``is_kept``.
     """
 
     def __init__(
@@ -299,7 +299,7 @@ class Compute:
         self._port, self._group_sum = port, group_sum
         self._device, self._on_cpu = trained.stage.device, not has_streams(trained.stage.device)
         self._prepared = trained.prepared
-        # A prepared stage is called with the hooks that it was given.
+        # A prepared stage is called as a module, so that the hooks it was given run.
         run = trained.stage.forward if self._prepared is None else trained.stage
         self._layers: Callable[..., Any] = run
         if options.cuda_graphs:
@@ -314,9 +314,9 @@ class Compute:
             self._check = LossCheck(
                 options.loss_fn, options.batch_dims, options.may_be_no_mean, options.callers
             )
-        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches have the same
+        self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches share one
         self._branches = Branches()
-        # A mode of torch's functions would have compiled layers compiled once more.
+        # A torch function mode would make compiled layers compile again.
         is_plain = not options.cuda_graphs and not any(map(is_compiled, trained.stage.modules()))
         self._branches.done = options.check == "off" or not is_plain
         self._has_learnt = False
@@ -338,7 +338,7 @@ class Compute:
         else:
             with self._autocast():
                 output = run(state, m, value)
-        del value  # the message's memory is free again once nothing needs it
+        del value  # so that the message's memory is freed once nothing needs it
         if route.last:
             edges = _edges(output)
             state.has_graph |= bool(edges)
@@ -353,9 +353,9 @@ class Compute:
             self._port.send(Message.SKIP_ACTIVATION, route.at(skip.stage, m), batch, m, values)
 
     def repeat(self, given: Given) -> list[torch.Tensor | None]:
-        """Run a forward again, and a backward from gradients of one; return what the inputs get.
+        """Run a forward again, and a backward from gradients of one; return the gradients of the inputs.
 
-        Parameters receive gradients, layers draw, count and carry as in training; see Stage.undisturbed.
+        Parameters get gradients; layers draw, count and carry state as in training; see Stage.undisturbed.
         """
         work, m, value = given
         value, stage = detached(value), self._trained.stage
@@ -375,7 +375,7 @@ class Compute:
         return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype)
 
     def evaluate(self, state: BatchState, step: Step) -> None:
-        """Run a forward alone, and pass its output on, or to the collector."""
+        """Run a forward without a backward, and send its output on, or give it to the collector."""
         m, route, work, stage = step.micro_batch, self._route, state.work, self._trained.stage
         value, _, _ = self._take_input(state, step)
         output = stage(to_device(value, self._device), Position(route.pipeline, step.batch, m))
@@ -394,7 +394,7 @@ class Compute:
     def _take_input(
         self, state: BatchState, step: Step
     ) -> tuple[Any, list[torch.Tensor], list[list[torch.Tensor]]]:
-        """Return a micro-batch's input, and its tensors that want gradients: from the neighbour, and from skips."""
+        """Return a micro-batch's input, its tensors that require gradients, and those of each skip."""
         if self._route.first:
             value = to_device(state.work.inputs[step.micro_batch], self._device)
         else:
@@ -420,13 +420,13 @@ class Compute:
         return self._loss(state, m, output) if self._route.last else output
 
     def _measured_run(self, state: BatchState, m: int, value: Any) -> Any:
-        """Run and count what the micro-batch saves until its backward."""
+        """Run a forward and count what the micro-batch saves until its backward."""
         self.measures = False
         saved = SavedBytes(w.untyped_storage().data_ptr() for w in self._trained.arena.weights)
         with saved.counting():
             output = self._run(state, m, value)
             for tensor in () if self._route.first else tensors_of(value):
-                saved.count(tensor)  # held in any case: its gradient is wanted
+                saved.count(tensor)  # held in any case: its gradient is needed
         self.saved_bytes = saved.bytes
         return output
 
@@ -439,7 +439,7 @@ class Compute:
         work = state.work
         assert work.weights is not None
         factor = work.weights.factors[m]
-        if factor == 0.0:  # a mean over nothing is 0/0, and so would its gradient be
+        if factor == 0.0:  # a mean over nothing is 0/0, and so is its gradient
             return self._no_loss(output)
         target = to_device(work.targets[m], self._device)
         check = self._check
@@ -464,7 +464,7 @@ class Compute:
                 )
             state.counts.append(count)
             factor = 1.0
-        # Asked on the CPU alone, where nobody waits for the answer.
+        # Checked on the CPU alone: on a device, the host would have to wait for the answer.
         elif check is not None and self._on_cpu and check.counts_nothing(loss, output):
             state.without_loss += 1
             return self._no_loss(output)
@@ -478,7 +478,8 @@ class Compute:
     def _no_loss(self, output: Any) -> torch.Tensor | None:
         """Return the loss of a micro-batch in which nothing counts.
 
-        In a prepared stage it has gradients, of zero: other ranks wait for what hangs on the last backward.
+        In a prepared stage it has gradients of zero: other ranks wait for the collectives of the last
+        backward.
         """
         parts = [] if self._prepared is None else [t.sum() for t in wanting_gradients(output)]
         return sum(parts[1:], parts[0]) * 0.0 if parts else None
@@ -487,7 +488,8 @@ class Compute:
         """Return the gradient of the batch's loss by a micro-batch's, as far as it is known, times the scale."""
         weights = state.work.weights
         assert weights is not None
-        # A sum over what all micro-batches count is divided by the samples until that is known.
+        # A sum over what all micro-batches count is divided by the number of samples until the count is
+        # known.
         factor = 1 / weights.total if state.counts else weights.factors[m]
         factor *= state.loss_scale * weights.scale
         seed = self._seeds.get((factor, loss.dtype))
@@ -501,7 +503,7 @@ class Compute:
     # ---- backwards -----------------------------------------------------------------------------------------------
 
     def backward(self, state: BatchState, step: Step) -> None:
-        """Run a micro-batch's backward, or its part for the inputs, and send the gradients of these."""
+        """Run a micro-batch's backward, or its part for the inputs, and send the gradients of the inputs."""
         m, route = step.micro_batch, self._route
         saved = state.saved.pop(m)
         roots, grads = saved.outputs, saved.grads
@@ -515,7 +517,7 @@ class Compute:
             self._prepared.begin_backward(is_last)
         try:
             if step.kind is StepKind.BACKWARD_INPUT:
-                from avgpipe.runtime.split_backward import input_backward  # for schedules that split it alone
+                from avgpipe.runtime.split_backward import input_backward  # only for schedules that split
 
                 state.deferred[m] = input_backward(roots, grads, [*saved.inputs, *chain(*saved.arrived)])
             elif roots:
@@ -534,7 +536,8 @@ class Compute:
         if not route.first:
             message = [x.grad for x in saved.inputs]
             if is_last and not route.placement.is_replicated:
-                # the batch's loss rides on its last gradient, so that every stage learns it without a message more
+                # the batch's loss travels with its last gradient, so every stage gets it without another
+                # message
                 message += state.told()
             self._port.send(Message.GRADIENT, route.at(route.stage - 1, m), step.batch, m, message)
         for skip, tensors in zip(self._arrivals, saved.arrived):
@@ -551,7 +554,7 @@ class Compute:
             raise explained from error
 
     def _check_learns(self, state: BatchState) -> None:
-        """Refuse a batch that has losses, and no gradient of any; as of a share of a batch, of which one may do."""
+        """Refuse a batch whose losses give no gradient; for a share, one in an earlier batch is enough."""
         self._has_learnt |= state.has_graph
         is_share = state.work.draws is not None or self._group_sum is not None
         if state.losses and not (self._has_learnt if is_share else state.has_graph):
@@ -563,7 +566,7 @@ class Compute:
     def _take_gradients(
         self, state: BatchState, step: Step, saved: SavedForward
     ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return where gradients of the outputs go in, and these; after the last one comes the batch's outcome."""
+        """Return the edges that the outputs' gradients enter, and these; the last message has the outcome."""
         roots = saved.outputs
         received = self._port.take(step.needs[0])
         if len(received) > len(roots):
@@ -580,22 +583,23 @@ def _explained(error: RuntimeError, step: Step) -> StageError | None:
     if "a second time" not in str(error):
         return None
     return StageError(
-        f"the backward of {step} comes to a graph whose backward has run: the loss, or a layer, uses a tensor of an "
-        "earlier forward, as one that a hook or an attribute has kept. Each micro-batch has a forward and a backward "
+        f"the backward of {step} reaches a graph whose backward has run: the loss, or a layer, uses a tensor of an "
+        "earlier forward, such as one kept by a hook or in an attribute. Each micro-batch has a forward and a backward "
         "of its own: detach() what is kept, or let the model return it"
     )
 
 
 def _edges(value: Any) -> list[GradientEdge]:
-    """Return where the gradients of a value's tensors go in."""
+    """Return the edges that the gradients of a value's tensors enter."""
     return [get_gradient_edge(t) for t in wanting_gradients(value)]
 
 
 def run_backward(edges: Sequence[GradientEdge], grads: Sequence[torch.Tensor]) -> None:
-    """Do as ``torch.autograd.backward`` without its checks of shapes, which take as long as a small layer's backward.
+    """Run ``torch.autograd.backward`` without its shape checks, as slow as a small layer's backward.
 
-    The gradients were made by autograd itself for these very outputs, so they fit. ``_engine_run_backward`` is torch's
-    own entry for this, and private: the tests run it under the oldest and the newest torch that we support.
+    Autograd itself computed the gradients for these very outputs, so they fit. ``_engine_run_backward`` is
+    torch's own entry for this, and private: the tests run it under the oldest and the newest torch that is
+    supported.
     """
     _engine_run_backward(
         tuple(edges), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True

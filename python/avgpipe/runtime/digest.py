@@ -1,4 +1,4 @@
-"""Checksums of tensors, for those who compare copies."""
+"""Checksums of tensors, to compare copies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from avgpipe.links.checksum import checksum
 
 
 def digest(tensor: torch.Tensor, start: int = 0) -> int:
-    """Return 32 bits that follow from a tensor's bits and ``start``; a device is waited for."""
+    """Return 32 bits computed from a tensor's bits and ``start``; waits for the device."""
     if is_made_of_others(tensor):
         for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
             start = digest(getattr(tensor, name), start)

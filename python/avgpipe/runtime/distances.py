@@ -1,4 +1,4 @@
-"""How far replicas are from their reference and from each other, over the whole model, without copying weights."""
+"""Distances of replicas from their reference and each other, over the whole model, without copies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from avgpipe.elastic.flat import Layout
 from avgpipe.model.model import Model
 from avgpipe.runtime.worker import Worker
 
-_PIECE = 2**18  # elements of which there are copies in float64 at once
+_PIECE = 2**18  # elements that are converted to float64 at once
 _NORM = "norm"
 
 
@@ -23,9 +23,9 @@ class Distances:
     """Euclidean distances of N replicas over all weights that were trainable from the beginning.
 
     Attributes:
-        norm: Norm of the reference's weights; with one pipeline of its own.
+        norm: Norm of the reference's weights; of a single pipeline, of its own.
         to_reference: Distance of each replica from the reference.
-        between: N x N, the distances between replicas; None where they are in different processes.
+        between: N x N, the distances between replicas; None if they are in different processes.
     """
 
     norm: float
@@ -34,7 +34,7 @@ class Distances:
 
     @property
     def relative(self) -> Distances:
-        """The distances as shares of the reference's norm; NaN where that is 0."""
+        """The distances divided by the reference's norm; NaN if that is 0."""
 
         def shares(distances: Sequence[float]) -> tuple[float, ...]:
             return tuple(d / self.norm if self.norm else math.nan for d in distances)
@@ -63,7 +63,7 @@ def gather_distances(model: Model, worker: Worker) -> Distances:
 
 
 def _squares(model: Model, worker: Worker, k: int) -> dict[str, float]:
-    """Return the squared distances on a stage by name, as far as this process holds what they are between."""
+    """Return squared distances on a stage, by name, between weights that are both in this process."""
     found: dict[str, torch.Tensor] = {}
     held: dict[int, list[torch.Tensor]] = {}
     for i in worker.placement.pipelines:
@@ -81,12 +81,12 @@ def _squares(model: Model, worker: Worker, k: int) -> dict[str, float]:
 
 
 def _name(*replicas: int) -> str:
-    """Name the distance of a replica from the reference, or of two from each other."""
+    """Return the name of the distance of a replica from the reference, or of two from each other."""
     return " ".join(map(str, sorted(replicas)))
 
 
 def _pieces(model: Model, k: int, layout: Layout, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return flat weights of a stage in pieces, without the parameters that an earlier stage holds, too."""
+    """Return flat weights of a stage in pieces, without the parameters that an earlier stage also holds."""
     earlier = {n for other, places in model.shared[k].items() if other < k for n in places}
     found = []
     for number, flat in enumerate(flats):
@@ -98,7 +98,7 @@ def _pieces(model: Model, k: int, layout: Layout, flats: Sequence[torch.Tensor])
 
 
 def _square(pieces: Sequence[torch.Tensor], others: Sequence[torch.Tensor] = ()) -> torch.Tensor:
-    """Return the square of the distance of pieces from others, or without any of their norm, float64 []."""
+    """Return the squared distance of pieces from others, or without others their squared norm, float64 []."""
     sums = []
     for n, piece in enumerate(pieces):
         difference = piece.double() - others[n] if others else piece.double()

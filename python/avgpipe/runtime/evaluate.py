@@ -1,7 +1,7 @@
-"""Evaluation and prediction: passes of forwards alone through all stages.
+"""Evaluation and prediction: forwards through all stages, without backwards.
 
-The stages form a pipeline here too. A stage may run ahead of the last one by a few batches only: each process asks for
-the result of an earlier batch, which all receive anyway, before it begins the next one.
+The stages form a pipeline here too. A stage may run only a few batches ahead of the last one: before it
+begins the next batch, each process waits for the result of an earlier one, which all receive anyway.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ _AHEAD = 4  # batches that the first stage may be ahead of the last one's result
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
         loss: mean over the evaluated samples; for a sum loss, the sum.
-        metric: mean over the samples of what ``metric_fn`` returned: of one number, or of each in a dict; None without.
+        metric: mean over the samples of what ``metric_fn`` returned: one number, or each in a dict; None
+            without it.
         samples: how many were evaluated.
-        metrics: what the loss function returned beside the loss, by name, over all samples as the loss is.
+        metrics: by name, what the loss function returned beside the loss, over all samples as the loss is.
     """
 
     loss: float
@@ -56,9 +57,9 @@ def run_evaluation(
     """Yield the results of ``batches`` of (inputs, targets), in order, on every rank.
 
     Args:
-        micro_batches: of each batch, if it has as many samples.
-        which: the weights: "reference", "ema", or those of a pipeline.
-        collector: makes what turns the outputs of a batch into its result.
+        micro_batches: of each batch, if it has enough samples.
+        which: the weights: "reference", "ema", or the number of a pipeline.
+        collector: makes the object that turns the outputs of a batch into its result.
     """
     placement, dims = worker.placement, worker.batch_dims
     pipeline = which if isinstance(which, int) else placement.evaluates
@@ -71,7 +72,7 @@ def run_evaluation(
                 weights = None if is_own else worker.weights(replica, which)
                 stack.enter_context(worker.trained[replica, pipeline].inference(weights, buffers))
         pending: list[tuple[int, Collector | None]] = []
-        # Numbered over all evaluations: a process may still await a result of the one before.
+        # Numbered over all evaluations: a process may still wait for a result of the previous one.
         for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
             worker.evaluated = batch + 1
             worker.alike.batch(batch, inputs, targets)
@@ -96,11 +97,11 @@ def run_evaluation(
 
 
 def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | None) -> Any:
-    """Return the result of a batch, once it is made here, or has come from the last stage."""
+    """Return the result of a batch, once it is computed here, or has arrived from the last stage."""
     lanes = [lane for row in worker.rows_of(pipeline) for lane in row.lanes.values() if lane.route.evaluates]
     key = result_key(worker.placement, worker.world.rank, pipeline, batch)
     awaited = [] if collector is not None else [key]
-    with torch.no_grad():  # whatever mode a generator of batches has left
+    with torch.no_grad():  # whichever mode a generator of batches has left on
         worker.scheduler.run_until(
             lambda: (
                 all(lane.has_ended(batch) for lane in lanes)
@@ -122,7 +123,7 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
 
 
 class OutputCollector:
-    """Collects the last stage's outputs. ``dim``: along which they have their samples."""
+    """Collects the last stage's outputs. ``dim``: the dimension of their samples."""
 
     def __init__(self, dim: int) -> None:
         self._outputs: list[Any] = []
@@ -134,19 +135,19 @@ class OutputCollector:
         self._sizes.append(samples)
 
     def result(self) -> tuple[Any, str | None]:
-        """Return the output for the batch; or None, and why there is none."""
+        """Return the output for the batch; or None, and the reason."""
         _read_here(pytree.tree_leaves(self._outputs))
         try:
             return concatenate(self._outputs, self._sizes, self._dim), None
-        except ValueError as error:  # every rank raises it, and none has failed
+        except ValueError as error:  # every rank raises it, so it is no failure of one
             return None, str(error)
 
 
 class MetricSums:
-    """Sums loss and metrics over a batch, where they are made: nothing waits for a device.
+    """Sums loss and metrics over a batch, on their device, so that the host does not wait for it.
 
-    The result is one float64 tensor (loss, weight of the loss, samples, metrics...), the names of what ``metric_fn``
-    gave, "" for one without a name, and those of what the loss function gave, whose metrics come last.
+    The result is one float64 tensor (loss, weight of the loss, samples, metrics...), the names of the metrics
+    of ``metric_fn``, "" for one without a name, and those of the loss function, whose metrics are the last.
     """
 
     def __init__(self, options: TrainingOptions, metric_fn: MetricFn | None) -> None:
@@ -185,7 +186,7 @@ class MetricSums:
 def result_of(
     parts: Sequence[tuple[torch.Tensor, list[str], list[str]]], sums_loss: bool, has_metric: bool
 ) -> EvaluationResult:
-    """Return the result of batches, each told as by :class:`MetricSums`."""
+    """Return the result over batches, each in the form of :meth:`MetricSums.result`."""
     total = weighed = samples = 0.0
     metrics: dict[str, float] = {}
     of_loss: dict[str, float] = {}
@@ -206,7 +207,7 @@ def result_of(
 
 
 def _read_here(tensors: Iterable[Any]) -> None:
-    """Tell the allocator that the caller's stream reads what the last stage's lane has made."""
+    """Record for the allocator that the caller's stream reads what the last stage's lane has computed."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and on_accelerator(tensor):
             used_on(current_stream(tensor.device), [tensor])
@@ -216,5 +217,5 @@ _Sum: TypeAlias = "torch.Tensor | float"  # float64
 
 
 def _wide(value: Any) -> _Sum:
-    """A number, or a tensor of one element, to be added up."""
+    """Return a number, or a tensor of one element, to be summed."""
     return value.detach().double().reshape(()) if isinstance(value, torch.Tensor) else float(value)

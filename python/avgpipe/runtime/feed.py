@@ -1,4 +1,4 @@
-"""Feeds a pipeline: the caller's batches, one of them fetched ahead, those in flight, and their results."""
+"""Feeds a pipeline: fetches the caller's batches, one ahead, and keeps those in flight and their results."""
 
 from __future__ import annotations
 
@@ -42,20 +42,21 @@ _log = logging.getLogger("avgpipe")
 
 @dataclass(frozen=True)
 class BatchResult:
-    """A batch that has ended; alike on every rank, but for ``lr``.
+    """A finished batch; the same on every rank, except for ``lr``.
 
     Attributes:
         loss: of the whole batch, before its update.
         batch: counted over the life of the pipeline.
-        pipeline: which one has trained on it; None: all have shared it.
-        samples: how many it has; of all batches of the loader that an update was accumulated over.
+        pipeline: the one that trained on it; None if all shared it.
+        samples: how many it has; summed over all batches of the loader that were accumulated into one update.
         metrics: by name, what the loss function returned beside the loss, over the whole batch as the loss is.
-        grad_norm: norm of the gradients of all stages, before they were clipped; None unless ``clip_grad_norm``,
-            ``skip_nonfinite`` or ``loss_scale`` asks for it. Of a batch that pipelines have shared, the mean of the
+        grad_norm: norm of the gradients of all stages, before clipping; None unless ``clip_grad_norm``,
+            ``skip_nonfinite`` or ``loss_scale`` needs it. Of a batch that pipelines share, the mean of the
             norms of their gradients, each an estimate of the whole batch's.
-        lr: learning rate of the batch's update, that of the first parameter group of the first stage with an optimizer
-            on this rank, or of the last stage where the rank has no part in the batch; None without an optimizer there.
-        skipped: whether the update was left out, by a pipeline at least, as gradients were not finite.
+        lr: learning rate of the batch's update: that of the first parameter group of the first stage with an
+            optimizer on this rank, or of the last stage if the rank has no part in the batch; None without an
+            optimizer there.
+        skipped: whether at least one pipeline left the update out, because gradients were not finite.
     """
 
     loss: float
@@ -72,7 +73,8 @@ class InFlight(NamedTuple):
     """A batch that has begun.
 
     Attributes:
-        weights: by pipeline that has a part in it, of the part's loss among others, unless its loss function says it.
+        weights: by pipeline with a part in it, the weight of the part's loss, unless the loss function
+            returns it.
     """
 
     batch: int
@@ -86,7 +88,7 @@ class Feed(Protocol):
     Attributes:
         next_batch: the number of the next batch to begin, over the life of the pipeline.
         begun: batches begun by this object.
-        results: of batches that have ended and nobody has taken yet, each with the weight of its loss among others.
+        results: of finished batches that the caller has not taken yet, each with the weight of its loss.
     """
 
     next_batch: int
@@ -102,16 +104,16 @@ class Feed(Protocol):
         """Whether no batch is in flight."""
 
     def takes_more(self) -> bool:
-        """Whether another batch begins before the next result is the caller's."""
+        """Whether another batch begins before the caller gets the next result."""
 
     def fetch(self) -> bool:
-        """Begin the loader's next batch; False, and the end of all, if there is none."""
+        """Begin the loader's next batch; if there is none, end and return False."""
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a batch."""
 
     def finish_oldest(self, prefetch: bool = False) -> None:
-        """Run until the oldest batch's result is there. ``prefetch``: fetch the loader's next batch meanwhile."""
+        """Run until the oldest batch has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
 
     def drain(self, prefetch: bool = False) -> None:
         """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
@@ -120,17 +122,17 @@ class Feed(Protocol):
         """Return ``next_batch``, for the caller."""
 
     def resume(self) -> None:
-        """Go on from another ``next_batch``."""
+        """Continue from another ``next_batch``."""
 
 
 class BatchFeed(Feed):
     """The feed of one run of the loader's batches.
 
-    A batch is what makes an update: with ``accumulate``, several of the loader's one after another.
+    A batch is what one update uses: with ``accumulate``, several consecutive batches of the loader.
 
     Args:
-        plan: of these batches; ``micro_batches`` is their number in all.
-        verification: says of which batches stages keep something; None: of none.
+        plan: for these batches; ``micro_batches`` is the number for the whole of each.
+        verification: decides for which batches stages keep inputs; None: for none.
 
     """
 
@@ -146,9 +148,10 @@ class BatchFeed(Feed):
         self._verification = verification
         self._most_in_flight, self._shares = plan.batches_in_flight, plan.shares
         if worker.streams is not None:
-            # Or the device would idle while the host reads a loss and begins the next batch.
+            # Otherwise the device would idle while the host reads a loss and begins the next batch.
             self._most_in_flight = max(2, self._most_in_flight)
-        # The first batches, none beside another one: what the caller changes between two of them reaches the next.
+        # The first batches run one at a time: what the caller changes between two of them then affects the
+        # next.
         self._flushes = plan.build_schedule().flush
         is_alone = not self._flushes or (self._shares > 1 and worker.streams is None)
         self._alone = plan.warmup_rounds or 0 if is_alone else 0
@@ -156,7 +159,7 @@ class BatchFeed(Feed):
         self._columns = Columns()
         self._samples = 0  # of the largest batch
         self._sums_loss = options.sums_loss
-        # The last batches that have begun.
+        # The latest batches that have begun.
         self.kept: list[Pairs] | None = [] if options.copies and worker.world.size > 1 else None
         self.next_batch = self.begun = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
@@ -178,19 +181,19 @@ class BatchFeed(Feed):
 
     @property
     def told(self) -> int:
-        """Batches before the next result that the caller gets."""
+        """The first batch whose result the caller has not got."""
         return self.next_batch - len(self._in_flight) - len(self.results)
 
     def takes_more(self) -> bool:
-        """Whether another batch begins before the next result is the caller's.
+        """Whether another batch begins before the caller gets the next result.
 
-        As if those in flight had ended one by one, even where all had to, for a copy of the state: how many have begun
-        by a result must not depend on timing.
+        Counts as if batches in flight finished one by one, even where all had to finish, for a copy of the
+        state: how many batches have begun when a result is returned must not depend on timing.
         """
         return self.next_batch - self.told < (1 if self.next_batch <= self._alone else self._most_in_flight)
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
-        """Begin a batch. ``given``: of the loader, each cut by itself, so that shapes may differ between them."""
+        """Begin a batch. ``given``: batches of the loader, split one by one, so their shapes may differ."""
         plan, batch = self._plan, self.next_batch
         with self._worker.running():
             self._worker.look(batch, given)
@@ -242,9 +245,10 @@ class BatchFeed(Feed):
             self.end()
 
     def _parts_of(self, samples: int) -> int:
-        """Into how many micro-batches a batch is cut: fewer where it is a short last one.
+        """Return how many micro-batches a batch is split into: fewer for a short last one.
 
-        BatchNorm cannot train on one sample alone, which on one device none of a short batch's would be.
+        BatchNorm cannot train on a micro-batch of one sample; on one device it would get the whole short
+        batch.
         """
         parts, full = min(self._parts, samples), self._samples or samples
         self._samples = max(full, samples)
@@ -252,7 +256,7 @@ class BatchFeed(Feed):
         return max(1, min(parts, samples // 2)) if is_short else parts
 
     def _share_out(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
-        """Cut a batch into the pipelines' shares; they draw what one pipeline would draw for the whole of it."""
+        """Split a batch into the pipelines' shares; they draw the random numbers of a single pipeline."""
         counts = sizes_of(whole.micro_batches, self._plan.pipelines)
         first = 0
         for count, own in zip(counts, share_out(weights, counts, self._sums_loss)):
@@ -268,13 +272,13 @@ class BatchFeed(Feed):
             first += count
 
     def end(self) -> None:
-        """Let the pipelines run dry, as no other batch comes for now."""
+        """Let the pipelines run empty, as no other batch follows for now."""
         with self._worker.running():
             for row in self._worker.rows:
                 row.drain()
 
     def drain(self, prefetch: bool = False) -> None:
-        """Finish all batches. ``prefetch``: as of :meth:`finish_oldest`."""
+        """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
         self.end()
         while self._in_flight:
             self.finish_oldest(prefetch)
@@ -283,7 +287,7 @@ class BatchFeed(Feed):
         self._worker.scheduler.pause()
 
     def fetch(self) -> bool:
-        """Begin the loader's next batch; False, and the end of all, if there is none."""
+        """Begin the loader's next batch; if there is none, end and return False."""
         start = time.perf_counter()
         batch = self._loader.next()
         if batch is None:
@@ -296,7 +300,7 @@ class BatchFeed(Feed):
         return True
 
     def finish_oldest(self, prefetch: bool = False) -> None:
-        """Run until the oldest batch's result is there. ``prefetch``: fetch the loader's next batch meanwhile."""
+        """Run until the oldest batch has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
         batch, samples, weights = self._in_flight[0]
         worker = self._worker
         scheduler, mailbox = worker.scheduler, worker.mailbox
@@ -321,11 +325,11 @@ class BatchFeed(Feed):
 
             scheduler.run_until(ended, fetch if prefetch else lambda: False, list(messages.values()))
             if worker.streams is not None:
-                # All is only issued. Issue what the other batches can do, and see to the next one, before the host
-                # waits for the device to tell this one's loss.
+                # All steps are only issued. Issue what the other batches can run, and prepare the next one,
+                # before the host waits for this one's loss from the device.
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
-                fetch()  # before the caller goes on, had there been time or not: see Prefetch
+                fetch()  # before returning to the caller, whether there was time or not: see Prefetch
             told = {i: mailbox.take(key) for i, key in messages.items()}
             states = {i: [lane.finish(batch) for lane in own] for i, own in lanes.items()}
             worker.wait_for_device()
@@ -345,7 +349,7 @@ class BatchFeed(Feed):
 def result_of(
     end: BatchEnd, batch: int, pipeline: int | None, samples: int, options: TrainingOptions
 ) -> tuple[BatchResult, float]:
-    """Return a result, and the weight of its loss among others."""
+    """Return a result, and the weight of its loss."""
     norm = end.grad_norm
     is_skipped = norm is not None and options.skips and not math.isfinite(norm)
     result = BatchResult(end.loss, batch, pipeline, samples, end.metrics, norm, end.lr, is_skipped)
@@ -353,13 +357,13 @@ def result_of(
 
 
 def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
-    """Return how a batch has ended on some stages here: all of them know the loss and the norm."""
+    """Return the end of a batch from the states of stages here: each of them knows the loss and the norm."""
     lr = next((state.lr for state in states if state.lr is not None), None)
     return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
 def cut(values: list[Any], parts: list[int], samples: list[int], dims: Any) -> list[Any]:
-    """Cut each of several values into as many micro-batches as ``parts`` says, and return all in a row."""
+    """Split each value into its number of micro-batches, from ``parts``; return all in one list."""
     return [piece for value, p, n in zip(values, parts, samples) for piece in split(value, p, n, dims)]
 
 
@@ -371,20 +375,22 @@ def _autocasts() -> bool:
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
-_LEFT = 4  # iterators left with a batch ahead that are remembered, for they may be given again
+_LEFT = 4  # abandoned iterators with a batch ahead that are remembered, as they may be passed again
 
 
 class Prefetch:
-    """Yields batches of loaders, opened one after another: ``count`` pairs at a time, with what ``copy`` made of them.
+    """Yields ``count`` pairs at a time of loaders opened in turn, with what ``copy`` returned for them.
 
-    The end of a loader may leave fewer. What a loader raises costs the pairs that would have come with it.
+    At the end of a loader there may be fewer. An exception of the loader loses the pairs that were fetched
+    with it.
 
-    Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need to know nothing of
-    threads and their calls keep their order. What a loader raises comes out of :meth:`next`, where it would have
-    without. A batch is always ahead when a result is handed out, had there been time to fetch it or not: what the
-    loader and the caller draw from one generator must not depend on timing.
+    Fetching happens in the scheduler's thread, when it would wait otherwise, so loaders need not be
+    thread-safe and their calls keep their order. :meth:`next` raises what a loader raises, in the place where
+    it would be raised without prefetching. A batch is always ahead when a result is returned, whether there
+    was time to fetch it or not: what the loader and the caller draw from one generator must not depend on
+    timing.
 
-    What a caller gives, and what is given back, comes before what is fetched.
+    Batches that a caller gives, or that are given back, go before fetched ones.
     """
 
     def __init__(self, copy: Callable[[Pairs], ReadyOnEvent | None], count: int = 1) -> None:
@@ -392,9 +398,9 @@ class Prefetch:
         self._source: Iterator[Any] = iter(())
         self._loader: Any = None
         self._state: Any = None  # of the loader, before the newest batch was fetched from it
-        self._ahead: list[Any] = []  # a batch, or what was raised instead; before it what was given back
+        self._ahead: list[Any] = []  # batches given back, then a batch, or the exception raised instead
         self._given: list[Pairs] = []
-        self._is_open = True  # whether what is given is of the loader
+        self._is_open = True  # whether batches in ``_given`` are from the loader
         self._left: deque[tuple[Iterator[Any], list[Any]]] = deque(maxlen=_LEFT)
         self._ended = False
 
@@ -402,7 +408,7 @@ class Prefetch:
         self._put_ahead()
         source, self._is_open = iter(loader), True
         self._loader, self._state = loader, None
-        # An iterator that is given again goes on with the batch that was fetched from it already.
+        # An iterator that is passed again continues with the batch that was already fetched from it.
         if source is not self._source:
             if self._ahead:
                 self._left.append((self._source, self._ahead))
@@ -417,17 +423,17 @@ class Prefetch:
         self._given, self._is_open = batches, False
 
     def give_back(self, batches: list[Pairs]) -> None:
-        """Yield once more, next, those that were yielded last."""
+        """Yield the batches that were yielded last once more, next."""
         self._given = batches + self._given
 
     def _put_ahead(self) -> None:
-        """Keep what was given back for the loader that it came from."""
+        """Keep batches that were given back for the loader that they are from."""
         if self._is_open:
             self._ahead[:0] = [(pairs, None) for pairs in self._given]
         self._given = []
 
     def fetch(self, outside: Callable[[], AbstractContextManager[None]] = nullcontext) -> bool:
-        """Fetch a batch unless one is there, inside ``outside()``; whether there was something to do."""
+        """Fetch a batch inside ``outside()``, unless one is ahead; return whether there was one to fetch."""
         if self._ahead or self._ended or not self._is_open:
             return False
         with outside():
@@ -437,16 +443,16 @@ class Prefetch:
     def _fetch(self) -> None:
         tell = getattr(self._loader, "state_dict", None)
         try:
-            # What it would give next if it began anew: the batch that is fetched now may never be trained on.
+            # The state to restart from: the batch that is fetched now may never be trained on.
             self._state = tell() if callable(tell) else None
             was = _autocasts()
             pairs = [pair(batch) for batch in islice(self._source, self._count)]
             if _autocasts() and not was:
                 if isinstance(self._source, Generator):
-                    self._source.close()  # ends it, so that what comes after the refusal is not cast
+                    self._source.close()  # so that code after the refusal does not run under autocast
                 raise ValueError(
                     "the loader has left torch.autocast on, as a generator does that yields inside of it: which layers "
-                    "it reaches would depend on when batches are fetched. Yield outside of it, and train with "
+                    "it affects would depend on when batches are fetched. Yield outside of it, and train with "
                     "Pipeline(..., autocast=torch.bfloat16) if that is what you want"
                 )
             self._ended = len(pairs) < self._count
@@ -466,14 +472,14 @@ class Prefetch:
             )
         if self._loader is not None and self._loader is not loader:
             raise ValueError(
-                f"train was given a {type(self._loader).__name__} and not this {type(loader).__name__}, whose place it "
-                "cannot tell: give it the loader itself"
+                f"train was given a {type(self._loader).__name__} and not this {type(loader).__name__}, whose position "
+                "is unknown: pass the loader itself to train"
             )
         return self._state if self._ahead else tell()
 
     @property
     def has_more(self) -> bool:
-        """Whether there is another batch, or something was raised instead."""
+        """Whether there is another batch, or an exception raised instead."""
         if self._given or not self._is_open:
             return bool(self._given)
         if not self._ahead and not self._ended:
@@ -488,5 +494,5 @@ class Prefetch:
         if isinstance(batch, BaseException):
             raise batch
         pairs, copied = batch
-        # What was not fetched has no copy on the device yet.
+        # A batch that was not fetched has no copy on the device yet.
         return pairs, self._copy(pairs) if copied is None else copied

@@ -1,17 +1,19 @@
-"""A stage's forward and backward as CUDA graphs: one launch for all the kernels of a micro-batch.
+"""A stage's forward and backward as CUDA graphs: one launch each for all the kernels of a micro-batch.
 
-A graph reads and writes fixed memory, so each micro-batch of a batch has a pair of its own: what it holds is free again
-when the next batch comes. It is captured when the micro-batch is first seen, on the lane's stream, which is the current
-one then. The two graphs of a micro-batch share a pool of memory. All of a lane could share one only if they were always
-launched in the order of their capture, which an advance that changes, or a short first batch, would break.
+A graph reads and writes fixed memory, so each micro-batch of a batch has its own pair of graphs: its memory
+is free again when the next batch begins. It is captured when the micro-batch first runs, on the lane's
+stream, which is the current one then. The two graphs of a micro-batch share a memory pool. All graphs of a
+lane could share one only if they were always launched in the order of their capture, which an advance that
+changes, or a short first batch, would break.
 
-Gradients are added up inside the graph, in memory that the lane keeps for them and lays out as the weights are. It
-becomes the parameters' ``grad`` with a batch's first backward, when it is set to zero, and stays that until somebody
-drops or replaces it, as updates do. So autograd has no work for each parameter; neither does it call the hooks that sum
-gradients over a group while the backward runs, and the group then begins when the backward has been launched.
+Gradients are summed inside the graph, in memory that the lane keeps for them and lays out like the weights. A
+batch's first backward zeroes this memory and makes it the parameters' ``grad``; it stays that until an update
+or the caller drops or replaces it. So autograd has no work for each parameter; neither does it call the hooks
+that sum gradients over a group while the backward runs, so the group's sums begin when the backward has been
+launched.
 
-Running statistics stay outside: a graph writes what its BatchNorms see of the micro-batch to memory of its own, and the
-batch's end reads it there.
+Running statistics stay outside: a graph writes the moments that its BatchNorms note of the micro-batch to its
+own memory, and the end of the batch reads them there.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured
 
 _log = logging.getLogger("avgpipe")
-_WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and set themselves up
+_WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and initialise themselves
 
 
 class StageGraphs:
-    """Runs a stage that trains by its graphs. What has another shape than the first batch runs without."""
+    """Runs a stage in training by its graphs; inputs of other shapes than the first batch's run without."""
 
     def __init__(self, stage: Stage) -> None:
         check_capturable(stage)
@@ -66,7 +68,7 @@ class StageGraphs:
     def _capture(self, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position) -> _Captured:
         stage = self._stage
         if not self._captured:
-            free_cached(stage.device)  # graphs cannot use it
+            free_cached(stage.device)  # graphs cannot use the allocator's cache
         before = set_position(place)
         try:
             return _Captured(stage, self._gradients, value, tensors, signature, self._warm)
@@ -79,7 +81,7 @@ class StageGraphs:
 
 
 class _Gradients:
-    """Memory in which the graphs of a lane add up its parameters' gradients."""
+    """Memory in which the graphs of a lane sum its parameters' gradients."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         self.parameters = list(parameters)
@@ -87,10 +89,10 @@ class _Gradients:
         self.tensors = self._memory.tensors()
 
     def begin(self, used: Sequence[int]) -> None:
-        """Have the gradients of these parameters be here. Those that have none are zero."""
+        """Make this memory the gradients of these parameters; those that had none begin with zeros."""
         is_new = all(p.grad is None for p in self.parameters)
         if is_new:
-            self._memory.zero_()  # a launch for all
+            self._memory.zero_()  # one launch for all
         for n in used:
             p, here = self.parameters[n], self.tensors[n]
             if p.grad is here:
@@ -103,7 +105,7 @@ class _Gradients:
 
 
 def check_capturable(stage: Stage) -> None:
-    """Refuse, with ValueError, a stage whose forward is not the same kernels every time."""
+    """Refuse, with ValueError, a stage whose forward does not run the same kernels every time."""
     way_out = "leave cuda_graphs out, or use a model without it"
     if stage.carries:
         raise ValueError(
@@ -120,7 +122,7 @@ def check_capturable(stage: Stage) -> None:
 
 
 def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
-    """Whether a forward moves the device's generator or the host's; what it does to buffers is undone."""
+    """Whether a forward advances the device's generator or the host's; its changes of buffers are undone."""
     device = layers.stage.device
     buffers = [(b, b.clone()) for b in layers.buffers()]
 
@@ -136,14 +138,14 @@ def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
 
 
 class _Layers(nn.Module):
-    """A stage's layers as a function from tensors to tensors, as capturing wants it."""
+    """A stage's layers as a function from tensors to tensors, as capture requires."""
 
     stage: Stage
 
     def __init__(self, stage: Stage, value: Any) -> None:
         super().__init__()
         self.layers = stage.layers
-        self.__dict__["stage"] = stage  # not as a module: its parameters are there once already
+        self.__dict__["stage"] = stage  # not as a submodule: its parameters are registered once already
         self._leaves, self._structure = pytree.tree_flatten(value)
         self._leaves = [None if isinstance(x, torch.Tensor) else (x,) for x in self._leaves]
 
@@ -176,9 +178,9 @@ class _Captured:
     """The two graphs of one micro-batch, and the memory that they read and write.
 
     Args:
-        gradients: where parameters' gradients are added.
-        signature: how ``value`` is described.
-        warm: signatures of those inputs for which libraries are set up.
+        gradients: the memory that parameters' gradients are added to.
+        signature: the description of ``value``.
+        warm: signatures of the inputs that have been warmed up.
     """
 
     def __init__(
@@ -194,12 +196,12 @@ class _Captured:
         self._stage, self._gradients = stage, gradients
         self._layers = _Layers(stage, value)
         self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        # The only thing that wants a gradient where no input does.
+        # The only input that requires a gradient if the stage's inputs do not.
         self._anchor = torch.zeros((), device=stage.device, requires_grad=bool(gradients.parameters))
         kind = stage.device.type
         dtype = torch.get_autocast_dtype(kind)
         buffers = [(b, b.clone()) for b in self._layers.buffers()]
-        # Cached casts would be memory of one graph that others read.
+        # Cached casts would be memory of one graph that other graphs read.
         with torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False):
             if signature not in warm:
                 self._warm_up()
@@ -208,7 +210,7 @@ class _Captured:
         with torch.no_grad():  # all these passes have counted batches
             for buffer, kept in buffers:
                 buffer.copy_(kept)
-        # The last pass was the captured one: whenever the graph is launched, it writes these tensors again.
+        # The last pass was the captured one: each launch of the graph writes these tensors again.
         self._noted = [] if stage.statistics is None else stage.statistics.of(position())
 
     def _warm_up(self) -> None:
@@ -217,7 +219,7 @@ class _Captured:
                 f"cuda_graphs=True: a layer of stage {self._stage.index} draws random numbers, which a graph would "
                 "repeat; leave cuda_graphs out"
             )
-        # Whoever counts what is saved for backwards shall count the captured pass alone.
+        # Hooks that count what is saved for backwards must count the captured pass alone.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
             for _ in range(_WARM_UPS):
                 outputs = self._layers(*self._inputs)

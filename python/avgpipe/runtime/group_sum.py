@@ -1,11 +1,12 @@
-"""Gradients added up over the ranks of a torch.distributed group, while the backward that makes them still runs.
+"""Sums gradients over the ranks of a torch.distributed group, while the backward that makes them still runs.
 
-Who waits for the sums, and where:
+What waits for the sums, and where:
 
-    CPU            a thread, in wait(); then the message comes
-    CUDA, by NCCL  nobody on the host: the message comes at once, and who takes it has its stream wait
-    CUDA, by gloo  both: gloo adds up copies in the host's memory, so that wait() keeps the host until they are added up
-                   and their way back is issued, and then has the current stream wait for that
+    CPU            a thread, in wait(); the message follows
+    CUDA, by NCCL  nothing on the host: the message is sent at once, and its receiver makes its stream wait
+    CUDA, by gloo  both: gloo sums copies in host memory, so wait() blocks the host until they are summed and
+    the copy
+                   back is issued, and then makes the current stream wait for that copy
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ from avgpipe.links.message import Key
 from avgpipe.links.nccl import end_communicators
 from avgpipe.ranks.met import Met, transport_reason
 
-_PATIENCE_S = 5.0  # for the thread to end, or for the works of a communicator
+_PATIENCE_S = 5.0  # timeout for the end of the thread, or of a communicator's works
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
 def sum_group(world: Met, ranks: Sequence[int], device: torch.device, backend: str) -> dist.ProcessGroup:
     """Make a group of ``ranks`` for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
-    select(device)  # for whichever thread connects
+    select(device)  # for the thread that connects, whichever it is
     group = world.new_group(ranks, backend)
     if backend == "nccl" and world.rank in ranks:
-        # The first collective connects, and keeps the host until all members have come. In a backward that may be for
-        # ever: one waits there for the other's, which comes after a forward that needs the first one's gradient.
+        # The first collective connects, and blocks the host until all members call it. Inside a backward that
+        # could deadlock: a member would wait for another one's backward, which follows a forward that needs
+        # its gradient.
         dist.all_reduce(torch.zeros(1, device=device), group=group)
     return group
 
@@ -46,9 +48,9 @@ class GroupSum:
     """Sums the gradients of a stage's replicas, bucket by bucket.
 
     Args:
-        parameters: alike on all ranks of ``group``.
-        group: is for this alone, and its tensors are on ``device``.
-        key: names the message that the sums of a batch are there, but for the batch.
+        parameters: the same on all ranks of ``group``.
+        group: used for nothing else; its tensors are on ``device``.
+        key: the key of the message that reports a batch's sums, except for the batch number.
     """
 
     def __init__(
@@ -64,20 +66,20 @@ class GroupSum:
         self._buckets = _buckets(parameters)
         self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
         self._armed = False
-        self._waiting: list[set[int]] = []  # of each bucket, whose gradients the backward has not made yet
+        self._waiting: list[set[int]] = []  # by bucket, the parameters without a gradient so far
         self._last: list[Any] = []  # works of the batch before
-        self._works: list[Any] = []  # of the buckets that are on their way, which is in their order
+        self._works: list[Any] = []  # of the buckets that are in flight, in their order
         self._batches: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        if not self._has_streams or dist.get_backend(group) != "nccl":  # wait() keeps the host
+        if not self._has_streams or dist.get_backend(group) != "nccl":  # wait() blocks the host
             self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
             self._thread.start()
         for n, p in enumerate(parameters):
             hook = partial(self._made, n)
-            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # torch leaves it so
+            p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
 
     def arm(self) -> None:
-        """Begin: the backward that comes is the last one before :meth:`complete`, and what it makes is final."""
+        """Sum in the next backward: it is the last before :meth:`complete`, so its gradients are final."""
         self._waiting = [set(bucket.members) for bucket in self._buckets]
         self._armed = True
 
@@ -90,7 +92,7 @@ class GroupSum:
             self._start(self._buckets[len(self._works)])
 
     def complete(self, batch: int) -> None:
-        """Add up what is left; a message tells when all is there, for who takes it before asking for a total."""
+        """Sum the remaining buckets; a message, to be taken before :meth:`total`, reports all sums ready."""
         self._armed = False
         for bucket in self._buckets[len(self._works) :]:
             self._start(bucket)
@@ -102,8 +104,9 @@ class GroupSum:
             self._mailbox.put(self._key._replace(batch=batch), _Sums(works, batch, self._device))
 
     def _start(self, bucket: _Bucket) -> None:
-        # This memory held the sums of the batch before. On CUDA the copies come after them without a wait of their own:
-        # the lane's stream has waited for their works, and then read them; a backward's hooks run on it, or after it.
+        # This memory held the sums of the batch before. On CUDA the copies are already ordered after them:
+        # the lane's stream waited for their works and then read them, and hooks of a backward run on that
+        # stream, or after it.
         for n, view in bucket.members.items():
             grad = self._parameters[n].grad
             if grad is None:
@@ -140,7 +143,7 @@ class GroupSum:
 
 
 class _Sums(ReadyOnEvent):
-    """The message that a batch's sums are there: who takes it goes on, on its stream, after they are."""
+    """The message that a batch's sums are ready; its receiver makes its stream wait for them."""
 
     __slots__ = ("_batch",)
 
@@ -149,7 +152,7 @@ class _Sums(ReadyOnEvent):
         self._batch = batch
 
     def received(self) -> None:
-        # No record_stream: the buckets live as long as who reads them.
+        # No record_stream: the buckets live as long as their reader.
         _wait_for(self._ready, self._batch)
 
 
@@ -174,7 +177,7 @@ class _Bucket:
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:
-    """Fill buckets from the last parameter to the first: a backward makes gradients in that order, more or less."""
+    """Fill buckets from the last parameter to the first, roughly the order of gradients in a backward."""
     groups: list[list[int]] = []
     size = _BUCKET_BYTES
     for n in reversed(range(len(parameters))):

@@ -1,4 +1,4 @@
-"""Models on the meta device: each process makes and fills what its own stages hold, and no more."""
+"""Models on the meta device: each process allocates and fills its own stages, and no more."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _INDEX = "model.safetensors.index.json"
 
 
 class InitialWeights:
-    """Where the values of a model on the meta device come from.
+    """The source of the values of a model on the meta device.
 
     Args:
         source: a folder or file of safetensors; a mapping from names to tensors; or a function that fills the tensors
             of a stage's modules.
-        prefix: what names may have or lack before them, as where a head was saved with the body, or without.
-        fill_buffers: gives a module the values of buffers that are not saved.
+        prefix: what names may have or lack in front, if a head was saved with the body or without.
+        fill_buffers: gives a module the values of its non-persistent buffers.
 
     Raises:
-        ValueError, TypeError: a source that is none of these, or cannot be read.
+        ValueError, TypeError: if the source is none of these, or cannot be read.
     """
 
     def __init__(self, source: Any, prefix: str = "", fill_buffers: Fill | None = None) -> None:
@@ -52,7 +52,7 @@ class InitialWeights:
             )
 
     def check(self, wanted: Sequence[Sequence[str]]) -> None:
-        """Refuse, with ValueError, a source that lacks a tensor of ``wanted``, which has these names."""
+        """Raise ValueError if the source lacks a tensor; ``wanted``: the possible names of each tensor."""
         if self._fill is not None:
             return
         lost = [names[0] for names in wanted if self._name_of(names) is None]
@@ -64,7 +64,7 @@ class InitialWeights:
             )
 
     def materialise(self, layers: nn.Module, entries: Sequence[Entry], device: torch.device) -> None:
-        """Give every tensor of a stage memory on ``device``, and its value: at once where it will stay."""
+        """Allocate every tensor of a stage on ``device``, in its final place, and fill it."""
         lacking = {name for name, tensor in layers.state_dict(keep_vars=True).items() if tensor.is_meta}
         _allocate(layers, device)
         with torch.no_grad():
@@ -80,8 +80,8 @@ class InitialWeights:
 
     @classmethod
     def of(cls, source: Any, whole: Any, model: Model) -> InitialWeights:
-        """Return what fills ``whole``, or a list of its layers, as ``model`` is cut; read what no stage holds now."""
-        # what models of transformers tell of themselves
+        """Return what fills ``whole``, or its layers, cut as ``model`` is; read now what no stage holds."""
+        # Attributes of models of transformers.
         initial = cls(source, getattr(whole, "base_model_prefix", ""), getattr(whole, "_init_weights", None))
         lacking = {name for name, tensor in named_tensors(whole).items() if tensor.is_meta}
         held = [entry.names for of in model.entries for entry in of if entry.names[0] in lacking]
@@ -91,7 +91,7 @@ class InitialWeights:
         return initial
 
     def read(self, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the values of what no stage holds, by name."""
+        """Return the values of tensors that no stage holds, by name."""
         if names and self._fill is not None:
             raise ValueError(
                 f"the model's forward does not use {names[0]!r}, so no stage has a module of it to fill: take it out "
@@ -117,13 +117,13 @@ class InitialWeights:
             return self._values[name]
         from safetensors import safe_open
 
-        # One by one: what has been read of a file that is open may count as this process's memory.
+        # One by one: pages read of an open file may count as this process's memory.
         with safe_open(self._files[name], framework="pt") as file:
             tensor: torch.Tensor = file.get_tensor(name)
         return tensor
 
     def _make_buffers(self, layers: nn.Module) -> None:
-        """Give buffers that are not saved their values."""
+        """Fill the non-persistent buffers."""
         for name, module in layers.named_modules():
             mine = [b for b in module._non_persistent_buffers_set if _is_unknown(module._buffers[b])]
             if mine and self._fill_buffers is not None:
@@ -145,14 +145,14 @@ def _refuse_unknown(layers: nn.Module) -> None:
 
 
 def _unknown(dtype: torch.dtype) -> float | int:
-    """Return what stands for a value that is not known yet."""
+    """Return the marker for a value that is not known yet."""
     if dtype.is_floating_point or dtype.is_complex:
         return math.nan
     return 0 if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 def _is_unknown(tensor: torch.Tensor | None) -> bool:
-    if tensor is None or tensor.dtype is torch.bool:  # which has no third value
+    if tensor is None or tensor.dtype is torch.bool:  # bool has no third value
         return False
     stands = _unknown(tensor.dtype)
     return bool((tensor != tensor if math.isnan(stands) else tensor == stands).any())
@@ -167,9 +167,9 @@ def _copy(entry: Entry, target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _allocate(layers: nn.Module, device: torch.device) -> None:
-    """Give tensors of the meta device memory: trainable parameters in flat buffers, where they will stay.
+    """Allocate tensors of the meta device: trainable parameters in flat buffers, their final place.
 
-    Others go to ``device`` as they are.
+    Others move to ``device`` as they are.
     """
     trainable = trainable_parameters(layers)
     views = Layout(trainable, device).zeros().tensors()

@@ -1,11 +1,11 @@
-"""Looks for silent corruption: every so many batches, what must be equal is compared, bit for bit.
+"""Detects silent corruption: every ``every`` batches, it compares what must be equal, bit for bit.
 
-- Copies of a parameter that several stages hold, and those of a stage's replicas, in each pipeline; replicas' running
-  statistics of BatchNorm; frozen parameters, wherever they are.
-- Copies of the reference, and of its average over time, where replicas or dedicated pipelines have their own.
-- What each stage makes of one of its micro-batches when it runs twice, forward and backward.
+- Copies of a parameter that several stages hold, and of a stage's replicas, in each pipeline; replicas'
+  running statistics of BatchNorm; all frozen parameters.
+- Copies of the reference, and of its average over time, if replicas or dedicated pipelines have their own.
+- The outputs and gradients of each stage when one of its micro-batches runs twice, forward and backward.
 
-Nothing is in flight meanwhile, and all is afterwards as it was before.
+No batch is in flight meanwhile, and the state afterwards is the same as before.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from avgpipe.runtime.digest import digest
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.worker import Worker
 
-_NAMED = 3  # of all that differ
+_NAMED = 3  # of all differences
 _REMEDY = (
-    "memory or a device has changed bits, or code has changed weights beside the optimizer. Go on from a checkpoint of "
-    "before, and without that host if it happens again"
+    "memory or a device has changed bits, or code other than the optimizer has changed weights. Resume from an earlier "
+    "checkpoint, and without that host if it happens again"
 )
 
 
 class Verification:
-    """Compares after every ``every`` batches, or a few more: at the end of a round of ``per_round``."""
+    """Compares after every ``every`` batches, or a few later: at the end of a round of ``per_round``."""
 
     def __init__(self, worker: Worker, every: int, per_round: int) -> None:
         self._worker, self._every, self._per_round = worker, every, per_round
-        self._since = 0  # batches after which all was well
+        self._since = 0  # batches at the last comparison without a difference
 
     def resume(self, batches: int) -> None:
-        """Go on with weights that were replaced, after ``batches`` in all."""
+        """Continue with weights that were replaced, after ``batches`` in all."""
         self._since = batches
         for lane in self._worker.lanes.values():
             lane.compute.kept = None
@@ -53,13 +53,13 @@ class Verification:
         return batches // self._every > self._since // self._every and batches % self._per_round == 0
 
     def keeps(self, batch: int, pipeline: int) -> bool:
-        """Whether stages keep what a micro-batch is given: on each worker one pipeline does, in the round before."""
+        """Whether stages keep a micro-batch's input: one pipeline of each worker, in the round before."""
         placement = self._worker.placement
         is_first = pipeline == placement.pipelines[0] or placement.is_dedicated
         return is_first and self.is_due(batch - batch % self._per_round + self._per_round)
 
     def verify(self, batches: int) -> None:
-        """Compare, after so many batches; PipelineError, on every rank, names what differs. None is in flight."""
+        """Compare after ``batches``, none in flight; PipelineError on every rank names what differs."""
         worker = self._worker
         with CallerGenerators(worker.device):
             changed = [text for lane in worker.lanes.values() if (text := _unlike_itself(lane, worker))]
@@ -82,7 +82,7 @@ class Verification:
 
 
 class _Copy(NamedTuple):
-    """A tensor of which others hold copies: those with the same ``of`` and ``name``."""
+    """A tensor with copies elsewhere: those with the same ``of`` and ``name``."""
 
     of: str
     name: str
@@ -98,7 +98,7 @@ def _copies(worker: Worker) -> Iterator[_Copy]:
 
 
 def _of_flat_weights(worker: Worker, replica: int) -> Iterator[_Copy]:
-    """What is trained: in each pipeline, in the reference, and its average over time."""
+    """Yield what is trained: in each pipeline, in the reference, and in its average over time."""
     placement, model = worker.placement, worker.model
     k = placement.stage_of(replica)
     has_twins = len(placement.replicas_of(k)) > 1
@@ -106,7 +106,7 @@ def _of_flat_weights(worker: Worker, replica: int) -> Iterator[_Copy]:
     pipelines = placement.pipelines_of(replica)
     held = [(f"pipeline {i}", worker.trained[replica, i].arena.weights, has_twins) for i in pipelines]
     reference, ema = worker.references[replica], worker.emas.get(replica)
-    # Where updates are applied as they come, sums differ in their last bits.
+    # If updates are applied as they arrive, sums differ in their last bits.
     in_order = reference is None or reference.elasticity.staleness != "asynchronous"
     if reference is not None and (in_order or not placement.is_dedicated):
         held.append(("the reference", reference.z.flats, has_twins or placement.is_dedicated))
@@ -120,7 +120,7 @@ def _of_flat_weights(worker: Worker, replica: int) -> Iterator[_Copy]:
 
 
 def _of_others(worker: Worker, replica: int, pipeline: int) -> Iterator[_Copy]:
-    """Frozen parameters, and the statistics of BatchNorms, which all replicas of a stage move alike."""
+    """Yield frozen parameters, and statistics of BatchNorms, which all replicas of a stage update alike."""
     k = worker.placement.stage_of(replica)
     layers = worker.trained[replica, pipeline].stage.layers
     norms = {
@@ -139,7 +139,7 @@ def _of_others(worker: Worker, replica: int, pipeline: int) -> Iterator[_Copy]:
 
 
 def _unequal(worker: Worker, rows: Iterable[Sequence[Any]]) -> Iterator[str]:
-    """Say which copies differ from the others."""
+    """Yield a sentence for each set of copies that differ."""
     copies: dict[tuple[str, str], list[_Copy]] = defaultdict(list)
     for row in rows:
         copy = _Copy(*row)
@@ -167,9 +167,9 @@ def _holder(worker: Worker, replica: int) -> str:
 
 
 def _unlike_itself(lane: Lane, worker: Worker) -> str | None:
-    """Run what was kept twice; say where the two begin to differ, if they do."""
+    """Run the kept micro-batch twice; return where the two runs begin to differ, or None."""
     given, lane.compute.kept = lane.compute.kept, None
-    # A device's own order of sums may differ from run to run, unless torch is told otherwise.
+    # A device's order of sums may differ from run to run, unless torch is set to be deterministic.
     if given is None or (has_streams(worker.device) and not torch.are_deterministic_algorithms_enabled()):
         return None
     first, second = _seen(lane, worker, given), _seen(lane, worker, given)
@@ -184,7 +184,7 @@ def _unlike_itself(lane: Lane, worker: Worker) -> str | None:
 
 
 def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
-    """Run what was given, and return digests of all that layers make of it, in the order in which they do."""
+    """Run the kept micro-batch, and return digests of all that layers compute from it, in order."""
     trained, stage = lane.trained, lane.trained.stage
     seen: list[tuple[str, int]] = []
 

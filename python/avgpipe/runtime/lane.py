@@ -1,8 +1,8 @@
 """One pipeline on one worker: its stages' steps, queued in the order of the schedule's row.
 
-A row's forwards and backwards are one queue. Updates are a queue of their own on each stage: they may have to wait for
-other stages, as for the norm of all gradients, while forwards and backwards of later batches go on where no batch needs
-the update at once.
+A row's forwards and backwards are one queue. Updates have another queue on each stage: they may have to wait
+for other stages, as for the norm of all gradients, while forwards and backwards of later batches run if no
+batch needs the update at once.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class Lane:
     """One pipeline's part of one stage replica: what it computes, its updates, and the batches in flight.
 
     Args:
-        overlaps: whether forwards and backwards may go on while an update waits, as no batch in flight needs it.
+        overlaps: whether forwards and backwards may run while an update waits, as no batch in flight needs
+            it.
         remote: pipelines of other processes, dedicated or isolated; None without any.
         stream: where the steps run; None for a CPU.
-        shared: knows what other pipelines have of batches that they share; None: each is for itself.
+        shared: the other pipelines' part of batches that they share; None if each has its own batches.
     """
 
     def __init__(
@@ -62,16 +63,14 @@ class Lane:
         self._planned: deque[int] = deque()  # batches whose update is not queued yet
         self._overlaps = overlaps
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
-        self.next_versions = [
-            Version(0)
-        ]  # that the batches to come run on, as far as one may be there already
+        self.next_versions = [Version(0)]  # of the next batches, as far as a version may exist already
         self._place = route.replica, route.pipeline
         self._shared = shared
         if shared is not None:
             shared.join(self)
             update.share_factor = partial(shared.factor, self)
             update.squared_norm = partial(shared.squared_norm, self)
-        # They are told of each step of training just before it.
+        # Called just before each step of training.
         self.watchers: tuple[Callable[[Lane, Step], None], ...] = ()
 
     # ---- batches -------------------------------------------------------------------------------------------------
@@ -81,9 +80,9 @@ class Lane:
         return next(iter(self._in_flight), None)
 
     def start(self, work: Work, version: Version, backwards: int, computing: int) -> None:
-        """Take on a batch that runs on a ``version`` of the weights, with so many backwards and steps in all here."""
+        """Begin a batch on a ``version`` of the weights, with its numbers of backwards and of all steps."""
         state = self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
-        if work.micro_batches == 0:  # others have all of the batch
+        if work.micro_batches == 0:  # other pipelines have the whole batch
             state.outcome = torch.zeros((), dtype=torch.float64)
         if self.stream is not None:
             self.stream.begin(work.copied)
@@ -92,7 +91,7 @@ class Lane:
         return self._in_flight[batch].has_ended
 
     def finish(self, batch: int) -> BatchState:
-        """Forget a batch that has ended, and return what is known of it."""
+        """Remove a batch that has ended, and return its state."""
         state = self._in_flight.pop(batch)
         if self.stream is not None:
             self.stream.end(state.issued)
@@ -107,7 +106,7 @@ class Lane:
         return Step(kind, route.stage, batch, micro_batch, route.needs(kind, batch, micro_batch), begins)
 
     def plan_update(self, batch: int) -> None:
-        """Have the update follow the last forward or backward of a batch, and the updates before."""
+        """Queue the update after the last forward or backward of a batch, and after earlier updates."""
         self._planned.append(batch)
         self._queue_updates()
 
@@ -143,7 +142,7 @@ class Lane:
         return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version.number)
 
     def advance(self, step: Step) -> None:
-        """Perform a step; what it needs must be there."""
+        """Perform a step; the messages that it needs must have arrived."""
         state = self._in_flight[step.batch]
         self.port.sent_at = None
         if self.stream is None:
@@ -196,7 +195,7 @@ class Lane:
     # ---- batches that pipelines share --------------------------------------------------------------------------------
 
     def _knows_enough(self, step: Step, shared: SharedBatches) -> bool:
-        """Whether a step of an update may go on, as far as it asks what the other pipelines have of the batch."""
+        """Whether a step of an update has what it needs to know of the other pipelines' part of the batch."""
         if step.kind is StepKind.ADD_NORM and not shared.has_gradients(step.batch):
             return False
         state = self._in_flight[step.batch]
@@ -208,23 +207,23 @@ class Lane:
         return self._in_flight.get(batch)
 
     def has_gradient(self, batch: int) -> bool:
-        """Whether the gradient of a batch is whole here, and nothing is done with it yet."""
+        """Whether the gradient of a batch is complete here, and not used yet."""
         head = self.updates.head
         return head is not None and head.kind is StepKind.ADD_NORM and head.batch == batch
 
     def finish_gradient(self, batch: int) -> Arena:
-        """Return what holds the gradient of a batch, multiplied with what it must be multiplied with."""
+        """Return what holds the gradient of a batch, multiplied by its late factors."""
         self.update.scale(self._in_flight[batch])
         return self.trained.arena
 
     def wait_for(self, other: Lane) -> None:
-        """Have a device do what comes next here after what the other lane has issued."""
+        """Order what this lane issues next after what the other lane has issued."""
         if self.stream is not None and other.stream is not None:
             self.stream.wait_for(other.stream)
 
     @contextmanager
     def _gradients_of(self, state: BatchState) -> Iterator[None]:
-        """Parameters have the gradients of this batch inside, where those of a later one may be there already."""
+        """Give parameters this batch's gradients inside, as those of a later batch may already be there."""
         if not self._overlaps:
             yield
             return
@@ -235,7 +234,7 @@ class Lane:
         self.trained.put_grads(newer)
 
     def resume(self, batches: int) -> None:
-        """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
+        """Continue with weights that were replaced, after ``batches`` in all; none is in flight."""
         if self.trained.loss_scale is not None:
             self.trained.loss_scale.resume(self.trained.updates)
         if self.remote is not None:
@@ -243,7 +242,7 @@ class Lane:
 
 
 class Queue:
-    """Steps of one pipeline that run in turn, on stages of ``lanes``. ``head``: the next one."""
+    """Steps of one pipeline that run in turn, on the stages of ``lanes``. ``head``: the next one."""
 
     def __init__(self, lanes: Mapping[int, Lane]) -> None:
         self._lanes = lanes
@@ -264,7 +263,7 @@ class Queue:
 
     @property
     def next(self) -> tuple[Lane, Step]:
-        """The next step, of a queue that has one, and its lane."""
+        """The next step, which must exist, and its lane."""
         assert self.head is not None
         return self._lanes[self.head.stage], self.head
 
@@ -290,7 +289,7 @@ class PipelineRow:
         self.follow(row, first_row)
 
     def follow(self, row: Row, first_row: Row) -> None:
-        """Go on by another row; no batch is in flight."""
+        """Switch to another row; no batch is in flight."""
         self._cursor = RowCursor(row, self._weights, first_row, self._warmup)
         self._row = row
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
@@ -300,7 +299,7 @@ class PipelineRow:
         return [self.computing, *(lane.updates for lane in self.lanes.values())]
 
     def start(self, work: Work) -> None:
-        """Take on a batch, and queue the steps that are certain now."""
+        """Begin a batch, and queue the steps whose order is fixed now."""
         for stage, lane in self.lanes.items():
             lane.start(work, self._next_versions(stage)[0], *self._counts(stage, work.micro_batches))
         self._enqueue(self._cursor.begin(work.batch, work.micro_batches))
@@ -308,13 +307,13 @@ class PipelineRow:
     def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
         """Count the backwards, and all forwards and parts of backwards, that a batch has on a stage."""
         found = self._counted.get((stage, micro_batches))
-        if found is None:  # most batches have as many
+        if found is None:  # most batches have the same number
             kinds = [a.kind for a in self._row if a.stage == stage and a.micro_batch in range(micro_batches)]
             found = self._counted[stage, micro_batches] = kinds.count(Kind.FORWARD), len(kinds)
         return found
 
     def drain(self) -> None:
-        """Queue what is left, as no other batch comes for now."""
+        """Queue the remaining steps, as no other batch follows for now."""
         self._enqueue(self._cursor.end())
 
     def evaluate(self, work: Work) -> None:
@@ -328,7 +327,7 @@ class PipelineRow:
                 self.computing.add(Step(StepKind.FORWARD, lane.route.stage, work.batch, m, needs))
 
     def resume(self, batches: int) -> None:
-        """Go on with weights that were replaced, after ``batches`` in all; none is in flight."""
+        """Continue with weights that were replaced, after ``batches`` in all; none is in flight."""
         updates = max(lane.trained.updates for lane in self.lanes.values())
         self._cursor.resume(updates, max(0, self._warmup - batches))
         for lane in self.lanes.values():
@@ -345,7 +344,7 @@ class PipelineRow:
             lane.next_versions = self._next_versions(stage)
 
     def _next_versions(self, stage: int) -> list[Version]:
-        """Return which versions the next batches run on; what later ones run on is not made before this one begins."""
+        """Return the next batches' versions; those of later ones do not exist before this one begins."""
         cursor = self._cursor
         return [
             Version(cursor.version(stage, n), cursor.delay(stage, n))

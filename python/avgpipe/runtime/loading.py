@@ -1,4 +1,4 @@
-"""Weights that are loaded, and parameters that are frozen midway, by the unsplit model's names."""
+"""Loads weights, and freezes parameters during training, by the unsplit model's names."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from avgpipe.runtime.worker import Worker
 _DIFFERENCES = "missing", "unexpected"
 
 
-_EXTRA = "_extra_state"  # what modules tell beside tensors, which no stage dict has
+_EXTRA = "_extra_state"  # state of modules beside tensors, which a Pipeline's state dict does not have
 
 
 class LoadedKeys(NamedTuple):
-    """The names in which a loaded state dict differs from the model's; of the names of torch's own."""
+    """The names in which a loaded state dict differs from the model's; named as in torch."""
 
     missing_keys: list[str]
     unexpected_keys: list[str]
@@ -31,9 +31,9 @@ def load_state(
 ) -> LoadedKeys:
     """Set weights and buffers of all pipelines and the reference; no batch is in flight. Every rank calls this.
 
-    ``sets``: else what there is is only looked at.
+    ``sets``: False only checks the state dict.
 
-    ValueError, on every rank and before anything has changed, for what does not fit.
+    ValueError, on every rank and before anything has changed, if it does not fit.
     """
     keys = LoadedKeys(
         [name for name in model.names if name not in state],
@@ -63,9 +63,9 @@ def load_state(
 
 
 def _share_averages(worker: Worker) -> None:
-    """Let isolated pipelines have for their own the averages of buffers, which are the reference's, as others may stay.
+    """Set isolated pipelines' buffers to their averages, which are the reference's, as some may stay.
 
-    They are of what was told last, and are forgotten when weights are replaced.
+    The averages are over the buffers published last, which are dropped when weights are replaced.
     """
     if worker.others is not None:
         for (replica, _), trained in worker.trained.items():
@@ -75,7 +75,7 @@ def _share_averages(worker: Worker) -> None:
 
 
 def _found_in(state: Mapping[str, torch.Tensor], entries: Sequence[Entry]) -> list[tuple[str, Entry]]:
-    """Return the entries of a stage that are there, with the name to read each by: as in torch, a tied one's last."""
+    """Return a stage's entries in ``state``, each with the name to read: of tied ones the last, as torch."""
     named = ((next((n for n in reversed(e.names) if n in state), None), e) for e in entries)
     return [(name, entry) for name, entry in named if name is not None]
 
@@ -87,7 +87,7 @@ def _set_values(
     entries: Mapping[int, list[tuple[str, Entry]]],
 ) -> None:
     for trained in worker.trained.values():
-        _ = trained.arena  # does the steps that wait for a round's others
+        _ = trained.arena  # performs steps that wait for the other pipelines of a round
     for (replica, _), trained in worker.trained.items():
         layout, buffers = trained.arena.layout, trained.stage.layers.state_dict(keep_vars=True)
         reference = worker.references[replica]
@@ -110,10 +110,10 @@ def _set_values(
 
 
 def find_parameters(model: Model, names: Sequence[str]) -> list[list[int]]:
-    """Return, by stage, the indices of the parameters that ``names`` mean: their own names, or modules that hold them.
+    """Return, by stage, the indices of the parameters that ``names`` give, or that modules so named hold.
 
     Raises:
-        ValueError: for a name of something that no optimizer has.
+        ValueError: for a name without parameters of an optimizer.
     """
     found: list[set[int]] = [set() for _ in range(model.stages)]
     for name in names:
@@ -145,7 +145,8 @@ def find_parameters(model: Model, names: Sequence[str]) -> list[list[int]]:
 def set_requires_grad(worker: Worker, indices: Sequence[Sequence[int]], flag: bool) -> None:
     """Freeze parameters of all pipelines, or let them train; no batch is in flight.
 
-    What is frozen takes the reference's values in every pipeline, or averaging would go on moving it.
+    Frozen parameters take the reference's values in every pipeline; otherwise averaging would keep moving
+    them.
     """
     frozen = []
     for (replica, _), trained in worker.trained.items():
@@ -154,7 +155,7 @@ def set_requires_grad(worker: Worker, indices: Sequence[Sequence[int]], flag: bo
             trained.arena.parameters[n].requires_grad_(flag)
         reference = worker.references[replica]
         if reference is not None and not flag:
-            # by now the steps that wait for a round's others are done
+            # by now the steps that wait for other pipelines of a round are done
             frozen.append((trained, reference, here))
     for trained, reference, here in frozen:
         reference.align(trained.pipeline, trained.arena.layout, here)

@@ -1,4 +1,4 @@
-"""The loss of a micro-batch, what it is scaled by, and losses that are not finite."""
+"""The loss of a micro-batch, the scale of float16 losses, and the warning of nonfinite losses."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _log = logging.getLogger("avgpipe")
 
 
 class Loss(NamedTuple):
-    """A scalar, a mean or a sum. With ``divisor``, a sum, and what to divide it by over the whole batch.
+    """A scalar, a mean or a sum. With ``divisor``, a sum, and its divisor, summed over the whole batch.
 
-    ``metrics``: by name, what is to be averaged, or divided, as the scalar is.
+    ``metrics``: by name, values that are averaged, or divided, as the scalar is.
     """
 
     value: torch.Tensor
@@ -30,7 +30,7 @@ class Loss(NamedTuple):
 
 
 def loss_of(loss_fn: LossFn, output: Any, target: Any) -> Loss:
-    """Return the loss of a micro-batch, refused unless it is one of those that ``LossFn`` may return."""
+    """Return the loss of a micro-batch; refuse other values than those that ``LossFn`` may return."""
     loss, metrics = loss_fn(output, target), None
     if isinstance(loss, torch.Tensor) and loss.dim() == 0:
         return Loss(loss)
@@ -46,12 +46,12 @@ def loss_of(loss_fn: LossFn, output: Any, target: Any) -> Loss:
             return Loss(value, float(count), metrics)
     raise StageError(
         f"loss_fn returned {_got(loss)}; it must return a scalar tensor, the mean or sum over the samples, or a tuple "
-        "(sum, count) of a scalar tensor and what to divide it by; either may come with metrics, as (loss, dict)"
+        "(sum, count) of a scalar tensor and the number to divide it by; either may have metrics, as (loss, dict)"
     )
 
 
 def wide(value: Any, device: torch.device) -> torch.Tensor:
-    """Return a number, or a tensor of one element, as a float64 [] on ``device``, to be added up there."""
+    """Return a number, or a tensor of one element, as a float64 [] on ``device``, to be summed there."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device, torch.float64).reshape(())
     return torch.full((), float(value), dtype=torch.float64, device=device)  # filled there, without a copy
@@ -80,37 +80,37 @@ def _got(value: Any) -> str:
 
 
 def is_mean_by_kind(loss_fn: LossFn) -> bool:
-    """Whether micro-batches of this loss are known to be weighed rightly, without a look.
+    """Whether the weights of micro-batches are known to be right for this loss, without a check.
 
-    True for torch's own modules, and for what says by ``reduction`` that it is a sum.
+    True for torch's own modules, and for a sum declared by ``reduction``.
     """
     return getattr(loss_fn, "reduction", None) == "sum" or (
         isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch.nn.")
     )
 
 
-# Those of torch.amp.GradScaler.
+# As in torch.amp.GradScaler.
 _INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
-_KEPT = 256  # versions of the weights, more than are ever under way
+_KEPT = 256  # versions of the weights, more than are ever in flight
 
 
 class LossScale:
-    """Scales losses of float16, by the rule and the defaults of torch.amp.GradScaler, so that small gradients survive.
+    """Scales float16 losses, by the rule and defaults of torch.amp.GradScaler, to keep small gradients.
 
-    The last stage multiplies the loss; all stages divide their gradients again before anything looks at them, and all
-    skip an update where a gradient on any of them overflowed. Each pipeline has a scale of its own.
+    The last stage multiplies the loss; all stages divide their gradients again before anything reads them,
+    and all skip an update if a gradient on any of them overflowed. Each pipeline has its own scale.
 
     Args:
         fixed: a scale that never changes; None: dynamic.
-        versioned: whether batches run on weights that are not the newest. A batch's scale is then the one that was
-            there when its weights were made, or it would depend on timing.
+        versioned: whether batches run on weights that are not the newest. A batch's scale is then the one at
+            the time its weights were made; otherwise it would depend on timing.
     """
 
     _scale: float
-    _first: float  # for weights that are older than this run
+    _first: float  # for weights older than this run
     _tracker: int
     _updates: int
-    _scales: dict[int, float]  # by updates that the weights had seen
+    _scales: dict[int, float]  # by the number of updates that the weights include
 
     def __init__(self, fixed: float | None, versioned: bool) -> None:
         self._fixed, self._versioned = fixed, versioned
@@ -121,7 +121,7 @@ class LossScale:
         return self._scales.get(version, self._first) if self._versioned else self._scale
 
     def update(self, overflowed: bool) -> None:
-        """Go on after a batch. ``overflowed``: a gradient of it, on any stage, was not finite."""
+        """Adapt the scale after a batch. ``overflowed``: whether its gradient on any stage was not finite."""
         if self._fixed is None:
             self._tracker = 0 if overflowed else self._tracker + 1
             if overflowed:
@@ -133,7 +133,7 @@ class LossScale:
         self._scales.pop(self._updates - _KEPT, None)
 
     def resume(self, updates: int) -> None:
-        """Go on with weights that were replaced by those after so many updates."""
+        """Continue with weights that were replaced by those after ``updates`` updates."""
         self._updates, self._first = updates, self._scale
         self._scales = {updates: self._scale}
 
@@ -146,19 +146,19 @@ class LossScale:
         self.resume(0)
 
 
-_FEW = 16  # numbers that are read faster one by one than put together
+_FEW = 16  # numbers that are read faster one by one than stacked
 _REMEDY = (
-    "training goes on with what that makes of the weights. To leave such batches out, train with skip_nonfinite=True; "
+    "training goes on with the resulting weights. To leave such batches out, train with skip_nonfinite=True; "
     "else lower the learning rate, or limit gradients by clip_grad_norm. The option of avgpipe train is "
-    "--skip-nonfinite. This is told once"
+    "--skip-nonfinite. This is reported once"
 )
 
 
 class NonfiniteNotice:
-    """Warns of infinities and NaN where they are first seen: once in a run, by one rank.
+    """Warns of infinities and NaN where they first occur: once in a run, by one rank.
 
     Attributes:
-        watches: whether nothing else sees to them, as ``skip_nonfinite`` does.
+        watches: False if another option, such as ``skip_nonfinite``, handles them.
     """
 
     def __init__(self, world: World, placement: Placement, watches: bool) -> None:
@@ -166,7 +166,7 @@ class NonfiniteNotice:
         self.watches = watches
 
     def loss(self, loss: float, batch: int, pipeline: int) -> None:
-        """Look at the loss of a whole batch, on every rank."""
+        """Check the loss of a whole batch, on every rank."""
         if self.watches and not math.isfinite(loss):
             replica = self._placement.first_replicas(pipeline)[-1]
             if self._placement.rank_of(replica) == self._world.rank:
@@ -180,7 +180,7 @@ class NonfiniteNotice:
         batch: int,
         pipeline: int,
     ) -> None:
-        """Look at a stage's gradients, on the CPU. ``outcome``: the batch's loss, if known, which may be the cause."""
+        """Check a stage's gradients, on the CPU. ``outcome``: the batch's loss, if known, may explain it."""
         if _are_finite(grads):
             return
         if outcome is not None:
@@ -200,7 +200,7 @@ def _are_finite(grads: Sequence[torch.Tensor]) -> bool:
     grads = [grad._values() if grad.is_sparse else grad for grad in grads]
     if not grads:
         return True
-    # A number that is finite if all are, and an exact look only if it is not.
+    # A number that is finite if all are; if it is not, an exact check.
     norms = torch._foreach_norm(grads)
     total = sum(map(float, norms)) if len(norms) <= _FEW else float(torch.stack(norms).sum())
     return math.isfinite(total) or all(bool(grad.isfinite().all()) for grad in grads)

@@ -1,4 +1,7 @@
-"""Whether a loss function is what it is taken for, on outputs and targets of the run itself.
+"""Checks, on outputs and targets of the run, that a loss function is a mean, a sum or a sum with a count.
+
+A micro-batch's loss is weighted by its samples, or divided by a count, as if it were a mean over them, or a
+sum. And it is called once for each micro-batch, on the outputs of a copy of the caller's model.
 
 A micro-batch's loss is weighed by its samples, or divided by a count, as if it were a mean over them, or a sum. And it
 is called once for each micro-batch, beside a copy of the caller's model.
@@ -28,10 +31,10 @@ from avgpipe.runtime.options import Callers
 
 _log = logging.getLogger("avgpipe")
 _LOOKED_AT = 8  # samples of a micro-batch, at most
-# Batches that are looked at, and later every hundredth: all micro-batches of the first one, of the others one.
+# Batches that are checked, and later every hundredth: all micro-batches of the first one, one of the others.
 _FIRST, _EVERY = 3, 100
-_NEWS = 20  # batches that are looked at as their targets are new, at most
-# Of the loss, by its dtype: rounding does less, and what is no mean is further off where outputs differ.
+_NEWS = 20  # batches that are checked because their targets are new, at most
+# Of the loss, by its dtype: rounding errors are smaller, and errors of a loss that is no mean are larger.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
 _TOLERANCE_16 = 1e-2
 
@@ -39,7 +42,7 @@ _Part = tuple[Any, Any]  # output and target
 
 
 class _Looked(NamedTuple):
-    """What was found of some samples: the loss of all, that of each, and how far rounding may part them."""
+    """Results for some samples: the loss of all, that of each, and the tolerance for rounding."""
 
     whole: Loss
     each: list[Loss]
@@ -47,11 +50,11 @@ class _Looked(NamedTuple):
 
 
 class _Again:
-    """Calls a loss function with the same random numbers, and buffers of its own, each time."""
+    """Calls a loss function with the same random numbers, and its own copy of buffers, each time."""
 
     def __init__(self, loss_fn: LossFn, device: torch.device) -> None:
         self._loss_fn = loss_fn
-        if isinstance(loss_fn, nn.Module):  # one with a state of its own keeps it
+        if isinstance(loss_fn, nn.Module):  # the caller's module keeps its state unchanged
             with suppress(Exception):
                 self._loss_fn = copy.deepcopy(loss_fn)
         self._drawn = [(g, g.get_state()) for g in generators_of(device)]
@@ -80,8 +83,8 @@ class LossCheck:
     """Checks a loss function in the first batches, and in some later ones.
 
     Args:
-        weighs: whether a scalar is taken for a mean over samples.
-        callers: parameters of the model that was given.
+        weighs: whether a scalar counts as a mean over samples.
+        callers: parameters of the caller's own model.
     """
 
     def __init__(
@@ -95,9 +98,9 @@ class LossCheck:
         self._callers = {id(p): name for name, of in (callers or {}).items() if (p := of()) is not None}
         self._given = callers or {}
         self._first: int | None = None  # batch
-        self._batch: int | None = None  # whose parts these are
+        self._batch: int | None = None  # that ``_parts`` are from
         self._is_looked_at = False
-        self._parts: list[_Part] = []  # of too few samples, until there are two
+        self._parts: list[_Part] = []  # with too few samples, until there are two
         self._extremes: list[float] = []  # of targets
         self._news = 0
         self.has_called = False
@@ -107,7 +110,7 @@ class LossCheck:
     # ---- the first call ----------------------------------------------------------------------------------------------
 
     def call(self, output: Any, target: Any) -> Loss:
-        """Return the loss of a first micro-batch; StageError for what a loss function cannot do here."""
+        """Return the loss of a first micro-batch; StageError if loss_fn does what a Pipeline forbids."""
         self.has_called = True
         tensors, ran = wanting_gradients(output), list[int]()
         ends = {t.grad_fn for t in tensors}
@@ -124,14 +127,14 @@ class LossCheck:
         if (name := self._caller_in(loss.value, ends)) is not None:
             raise StageError(
                 f"loss_fn uses {name!r} of the model that was given, of which a Pipeline trains a copy: its gradient "
-                "would reach nothing that is trained. Let the model return what the loss needs of it, or give a "
-                "penalty on weights to the optimizer, as weight_decay"
+                "would reach nothing that is trained. Let the model return what the loss needs of it, or use an "
+                "option of the optimizer, such as weight_decay, for a penalty on weights"
             )
         self._callers, self._given = {}, {}
         return loss
 
     def _caller_in(self, loss: torch.Tensor, ends: set[Any]) -> str | None:
-        """Name a parameter of the caller's model that the loss leads back to beside the outputs; None for none."""
+        """Return the name of a parameter of the caller's model that the loss depends on directly, or None."""
         for variable in leaves_of([loss], ends):
             name = self._callers.get(id(variable))
             if name is not None and self._given[name]() is variable:
@@ -141,17 +144,18 @@ class LossCheck:
     # ---- means, sums and counts --------------------------------------------------------------------------------------
 
     def look(self, batch: int, output: Any, target: Any, counts: bool) -> None:
-        """Look at a micro-batch, and warn, once. ``counts``: whether the loss function has returned a count.
+        """Check a micro-batch, and warn, once. ``counts``: whether the loss function has returned a count.
 
-        Samples are evaluated together and one by one, in float64, on outputs that differ more than those of a new
-        model: to it all targets are as likely, so that one that is hidden would not be missed. What finds nothing says
-        nothing: where outputs do not have their samples in dimension 0 there is no telling.
+        Samples are evaluated together and one by one, in float64, on outputs that differ more than a new
+        model's: a new model gives all targets the same probability, so a masked target would make no
+        difference. No warning is given without a finding: if outputs do not have their samples in dimension
+        0, nothing can be said.
         """
         if self.done or not (self.weighs or counts) or not self._is_due(batch, target):
             return
         if batch != self._batch:
             self._batch, self._parts, self._is_looked_at = batch, [], False
-        # A loss function may write to what it is given.
+        # A loss function may write to its arguments.
         part = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), (output, target))
         self._parts.append(part)
         samples = sum(map(self._samples, self._parts))
@@ -166,18 +170,18 @@ class LossCheck:
 
     def _is_due(self, batch: int, target: Any) -> bool:
         self._first = batch if self._first is None else self._first
-        # One that is hidden may come late, as padding does.
+        # The first masked target may be in a late batch, as padding is.
         has_news = self._news < _NEWS and self._has_news(target)
         if batch == self._batch:
             return batch == self._first or not self._is_looked_at
         return has_news or batch - self._first < _FIRST or not batch % _EVERY
 
     def _has_news(self, target: Any) -> bool:
-        """Whether targets that are whole numbers, on the CPU, are smaller or larger than all before."""
+        """Whether integer targets, on the CPU, are smaller or larger than all before."""
         before = self._extremes
         words = [t for t in tensors_of(target) if t.device.type == "cpu" and not _is_real(t)]
         if not words:
-            self._news = _NEWS  # there is none in later targets, either
+            self._news = _NEWS  # later targets have none, either
         for t in words:
             if t.numel() > 1:
                 low, high = (float(x) for x in torch.aminmax(t))
@@ -187,18 +191,18 @@ class LossCheck:
         return self._extremes != before
 
     def _tries(self, spread: Callable[[Any, Any], _Part], output: Any, target: Any, samples: int) -> bool:
-        """Evaluate, and warn of what is found; whether that could be."""
+        """Evaluate, and warn of a finding; return whether the evaluation was possible."""
         call = _Again(self._loss_fn, _device_of(output))
         try:
             looked = self._evaluate(call, *spread(output, target), samples)
-        except Exception:  # of any kind: the function was not made for such shapes or dtypes
+        except Exception:  # of any kind: the function may not support such shapes or dtypes
             return False
         finally:
             call.put_back()
         return looked is not None
 
     def _evaluate(self, call: _Again, output: Any, target: Any, samples: int) -> bool | None:
-        """Evaluate samples together and one by one, and warn of what is found; None where there is no telling."""
+        """Evaluate samples together and one by one; warn of a finding; None if nothing can be concluded."""
         dims = self._dims
         if dims == SAMPLES_FIRST and any(
             t.shape[0] % samples for t in tensors_of((output, target)) if t.dim() > 0
@@ -216,10 +220,10 @@ class LossCheck:
         if value != float(again.value):
             return self._warn(
                 "loss_fn gives another value for the same outputs, targets and random numbers when it is called again: "
-                "it counts its calls, or keeps something of them, and is called once for each micro-batch. Keep what "
+                "it counts its calls, or keeps state from them, and is called once for each micro-batch. Keep what "
                 "changes outside, as in the body of the training loop"
             )
-        if call.has_drawn and whole.divisor is None:  # other numbers for each sample than for all of them
+        if call.has_drawn and whole.divisor is None:  # draws for each sample differ from those for all
             return None
         tolerance = _TOLERANCES.get(whole.value.dtype, _TOLERANCE_16)
         looked = _Looked(whole, [call(x, y) for x, y in each], tolerance)
@@ -233,7 +237,7 @@ class LossCheck:
     def _tell_of_counts(self, looked: _Looked) -> bool:
         counts = [float(of.divisor) for of in looked.each if of.divisor is not None]
         whole = float(looked.whole.divisor or 0.0)
-        # A count may be limited to 1 from below, where nothing counts.
+        # A count may be clamped to at least 1, when nothing counts.
         spare = sum(float(of.value) == 0 for of in looked.each)
         slack = looked.tolerance * max(map(abs, (whole, *counts)))
         if whole - slack <= sum(counts) <= whole + spare + slack:
@@ -256,9 +260,9 @@ class LossCheck:
             )
         return self._warn(
             "loss_fn is no mean over the samples: on outputs that differ from each other, %d samples have the loss "
-            "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighed by their samples, so training "
-            "differs from that with whole batches: let loss_fn return (sum, count), where some targets are ignored the "
-            "count of the others, or give loss_weight; a loss that compares samples with each other needs "
+            "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighted by their samples, so training "
+            "differs from that with whole batches: let loss_fn return (sum, count), with the count of targets that are "
+            "not ignored, or give loss_weight; a loss that compares samples with each other needs "
             "micro_batches=1",
             *(len(each), whole, sum(each) / len(each)),
         )
@@ -269,14 +273,14 @@ class LossCheck:
         return batch_size(part[0], self._dims.outputs)
 
     def _joined(self, parts: Sequence[_Part]) -> _Part:
-        """Join outputs, and targets, of which one without samples is the first's."""
+        """Join outputs, and targets; leaves without a dimension of samples are taken from the first."""
         if len(parts) == 1:
             return parts[0]
         outputs, targets = zip(*parts)
         return _join(outputs, self._dims.outputs), _join(targets, self._dims.targets)
 
     def counts_nothing(self, loss: torch.Tensor, output: Any) -> bool:
-        """Whether a loss is NaN, of finite outputs: a mean over nothing, as where all targets are hidden."""
+        """Whether a loss is NaN of finite outputs: a mean over nothing, such as with all targets masked."""
         if not self.weighs or not math.isnan(loss.item()):
             return False
         if not all(bool(t.isfinite().all()) for t in tensors_of(output)):
@@ -284,8 +288,8 @@ class LossCheck:
         if not self._warned_of_nan:
             self._warned_of_nan = True
             _log.warning(
-                "loss_fn is NaN for a micro-batch whose outputs are finite, as the mean over no target is: it counts "
-                "for nothing. Let loss_fn return (sum, count), and whole batches have the right loss"
+                "loss_fn is NaN for a micro-batch whose outputs are finite, as the mean over no target is: the "
+                "micro-batch is left out. Let loss_fn return (sum, count), and whole batches have the right loss"
             )
         return True
 
@@ -304,16 +308,16 @@ def _device_of(value: Any) -> torch.device:
 
 
 def _wanting(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy that wants a gradient, as an output does in training; no leaf, which cannot be written to."""
+    """Return a copy that requires a gradient, like an output, and is no leaf, so it can be written to."""
     if not tensor.is_floating_point():
         return tensor.clone()
     return tensor.detach().requires_grad_(True).clone()
 
 
 def _spread(output: Any, target: Any) -> _Part:
-    """Return output and target in float64, each element of the output nearer to zero, by another part.
+    """Return output and target in float64, each element of the output moved towards zero by a random factor.
 
-    So probabilities stay such, and logarithms of them below zero.
+    So probabilities stay probabilities, and their logarithms stay below zero.
     """
     draw = torch.Generator().manual_seed(0)
 
@@ -328,7 +332,7 @@ def _spread(output: Any, target: Any) -> _Part:
 
 
 def _small(output: Any, target: Any) -> _Part:
-    """As :func:`_spread`, with samples of norm 1 at most: products of large ones leave a softmax nothing to choose."""
+    """Do as :func:`_spread`, with samples of norm 1 at most: products of large ones saturate a softmax."""
 
     def small(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_floating_point() or not tensor.dim():
@@ -355,5 +359,5 @@ def _join(values: Sequence[Any], dims: Any) -> Any:
 
 
 def _near(a: float, b: float, parts: list[float], tolerance: float) -> bool:
-    """Whether two losses differ by no more than rounding may do. False for NaN."""
+    """Whether two losses differ by no more than rounding allows. False for NaN."""
     return abs(a - b) <= tolerance * max(abs(a), abs(b), sum(map(abs, parts)) / len(parts))

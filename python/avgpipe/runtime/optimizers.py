@@ -1,4 +1,4 @@
-"""The optimizer of a stage: what the caller's function returns, and several optimizers as one."""
+"""The optimizer of a stage: what the caller's function returns, with several optimizers joined into one."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
 
 
 def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | None = None) -> Maker:
-    """Return what makes the optimizer of parameters that have these names, in their order; several become one.
+    """Return a function that makes the optimizer of parameters with these names; several become one.
 
-    ``of_whole``: the options that they must have; by default any.
+    ``of_whole``: the options that the parameters must have; by default any.
     """
     function, has_warned = with_names(function, names), False
 
@@ -49,7 +49,7 @@ def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | Non
         has_warned = has_warned or bool(left)
         if left:
             _log.warning(
-                "optimizer leaves out %s, which want gradients and so stay as they are: freeze them by "
+                "optimizer leaves out %s, which require gradients and so stay unchanged: freeze them by "
                 "requires_grad_(False), or give them to it",
                 _listed(left),
             )
@@ -59,14 +59,14 @@ def maker_of(function: OptimizerFn, names: Sequence[str], of_whole: Groups | Non
 
 
 def _left_out(made: torch.optim.Optimizer, parameters: dict[str, torch.Tensor]) -> list[str]:
-    """Name the parameters that an optimizer does not step, if its own are all of them parameters."""
+    """Return the names of parameters that an optimizer leaves out, if it has nothing but parameters."""
     stepped = {id(p) for group in made.param_groups for p in group["params"]}
     known = {id(p) for p in parameters.values()}
     return [name for name, p in parameters.items() if id(p) not in stepped] if stepped <= known else []
 
 
 def _check_shared_out(made: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless each parameter is in one optimizer."""
+    """Raise ValueError unless each parameter is in exactly one optimizer."""
     counts = Counter(id(p) for one in made for group in one.param_groups for p in group["params"])
     for found, what in (
         ([name for name, p in parameters.items() if not counts[id(p)]], "none has"),
@@ -75,7 +75,7 @@ def _check_shared_out(made: Sequence[torch.optim.Optimizer], parameters: dict[st
         if found:
             raise ValueError(
                 f"of the {len(made)} optimizers, {what} {_listed(found)}: put every trainable parameter into exactly "
-                "one, and freeze what shall stay as it is"
+                "one, and freeze parameters that must not change"
             )
 
 
@@ -87,14 +87,15 @@ def _listed(names: Sequence[str], most: int = 5) -> str:
 class Optimizers(torch.optim.Optimizer):
     """Several optimizers of different parameters as one, stepped in turn.
 
-    The groups are those of all, one after another, and so are numbered in ``state_dict``. All work on one ``state``.
+    Its groups are all groups of its members, in order, and are so numbered in ``state_dict``. All share one
+    ``state``.
     """
 
     def __init__(self, members: Iterable[torch.optim.Optimizer]) -> None:
         self.members = list(members)
         self.defaults = {}
         self._share_state()
-        super().__setstate__({})  # the base class's __init__ would build groups and state of its own
+        super().__setstate__({})  # the base class's __init__ would build its own groups and state
 
     def _share_state(self) -> None:
         whole: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -116,7 +117,7 @@ class Optimizers(torch.optim.Optimizer):
         return [group for member in self.members for group in member.param_groups]
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Step all; gradients must be there."""
+        """Step all; gradients must exist."""
         for member in self.members:
             member.step()
 
@@ -124,12 +125,12 @@ class Optimizers(torch.optim.Optimizer):
         raise TypeError("several optimizers take no group together: add it to one of .members")
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give every member its part; ValueError for another number of groups."""
+        """Give every member its part; ValueError if the number of groups differs."""
         groups, state = state_dict["param_groups"], state_dict["state"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
                 f"the state has {len(groups)} parameter groups and these {len(self.members)} optimizers "
-                f"{len(self.param_groups)}: make them as those that were saved"
+                f"{len(self.param_groups)}: make them like those that were saved"
             )
         rest = iter(groups)
         for member in self.members:
@@ -145,12 +146,12 @@ class Optimizers(torch.optim.Optimizer):
 
 
 def members_of(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that step one after another as this one."""
+    """Return the optimizers that this one steps in turn."""
     return optimizer.members if isinstance(optimizer, Optimizers) else [optimizer]
 
 
 def with_modes(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """Return those that keep other weights for evaluation than for training: ``train()`` and ``eval()`` swap them."""
+    """Return the optimizers with other weights for evaluation: their ``train()`` and ``eval()`` swap them."""
 
     def has_both(one: torch.optim.Optimizer) -> bool:
         return all(callable(getattr(one, name, None)) for name in ("train", "eval"))
@@ -167,7 +168,8 @@ class Schedules:
 
     def step(self) -> None:
         for optimizer, schedule in zip(self._optimizers, self._schedules):
-            # For torch's warning of schedules that go first: the reference's optimizer may have made the step.
+            # Prevents torch's warning of schedules before steps: the reference's optimizer may have made the
+            # step.
             optimizer._opt_called = True
             schedule.step()
 
@@ -184,9 +186,9 @@ class Schedules:
 
 
 def rescheduled(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the state of a stage's schedule for another stage, whose ``optimizer`` has other groups of parameters.
+    """Return the state of a stage's schedule for another stage, whose ``optimizer`` has different groups.
 
-    Its rates are those of these groups, which a schedule has noted there at its beginning.
+    Its rates are those of these groups, which a schedule stored in them when it was made.
     """
     if "schedules" in state:
         pairs = zip(state["schedules"], members_of(optimizer))
@@ -197,7 +199,7 @@ def rescheduled(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict
         "_last_lr": [group["lr"] for group in groups],
     }
     fitting = {name: rates.get(name, value) for name, value in state.items()}
-    if "_schedulers" in state:  # of several in turn, or at once
+    if "_schedulers" in state:  # of a SequentialLR or ChainedScheduler
         fitting["_schedulers"] = [rescheduled(of_one, optimizer) for of_one in state["_schedulers"]]
     return fitting
 

@@ -1,4 +1,4 @@
-"""How all lanes of a pipeline train."""
+"""The training options that all lanes of a pipeline share."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ CHECKS = "first-batch", "every", "full", "off"
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What a Pipeline was asked for, beside its plan; see there.
+    """The options of a Pipeline, beside its plan; see there.
 
     Attributes:
-        loss_weight: says what a micro-batch with these targets weighs.
+        loss_weight: returns the weight of a micro-batch from its targets.
         measures: whether one forward of each stage counts what it saves for its backward.
         accumulate: how many batches of a loader make an update.
         verify_wire: whether messages between processes carry checksums.
-        verify_every: after how many batches copies are compared; None: they are not.
+        verify_every: after how many batches copies are compared; None: never.
         copies: whether processes keep copies of each other's state.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
-            :class:`avgpipe.runtime.prepared.Prepared`; None: it stays as it is.
-        check: how it is looked whether training is what was asked for.
-        keeps_modes: whether modules that were given in evaluation mode stay there in training.
+            :class:`avgpipe.runtime.prepared.Prepared`; None: it stays unchanged.
+        check: how training is checked; see Pipeline.
+        keeps_modes: whether modules in evaluation mode stay in it in training.
         loss_modes: of a loss function that is a module.
-        batch_dims: where the samples of a batch are.
-        callers: parameters of the model that was given.
-        groups: what ``optimizer`` gives parameters where it is given all of them, by name; see
-            :mod:`avgpipe.runtime.together`.
+        batch_dims: the dimensions of the samples of a batch.
+        callers: parameters of the caller's own model.
+        groups: by name, the options that ``optimizer`` gives each parameter when it gets all of them at once;
+            see :mod:`avgpipe.runtime.together`.
     """
 
     loss_fn: LossFn
@@ -86,37 +86,37 @@ class TrainingOptions:
 
     @property
     def needs_norm(self) -> bool:
-        """Whether somebody asks for the norm of the gradients of all stages."""
+        """Whether an option needs the norm of the gradients of all stages."""
         return self.clip_grad_norm is not None or self.skips
 
     @property
     def skips(self) -> bool:
-        """Whether updates are left out whose gradients are not finite."""
+        """Whether updates are left out if their gradients are not finite."""
         return self.skip_nonfinite or self.loss_scale is not None
 
     @property
     def may_be_no_mean(self) -> bool:
-        """Whether the loss function may return something else than what micro-batches are weighed for."""
+        """Whether the loss function may return something else than the mean or sum that is assumed."""
         return self.loss_weight is None and not is_mean_by_kind(self.loss_fn)
 
     @property
     def scales_late(self) -> bool:
-        """Whether what gradients must be multiplied with may be known after the backwards only."""
+        """Whether factors of the gradients may be known only after the backwards."""
         return self.loss_scale is not None or self.may_be_no_mean
 
     @property
     def sums_loss(self) -> bool:
-        """Whether the loss function returns a sum that nothing divides."""
+        """Whether the loss function returns a sum that is not divided."""
         return self.loss_weight is None and getattr(self.loss_fn, "reduction", "mean") == "sum"
 
     def shared_text(self) -> tuple[str, str]:
-        """Name the options that must be alike on all ranks, and write them down."""
+        """Return the names of the options that must be the same on all ranks, and their values as text."""
         values = ", ".join(f"{name}={getattr(self, name)!r}" for name in _SHARED)
         return f"{', '.join(_SHARED[:-1])} or {_SHARED[-1]}", values
 
 
 def callers(parameters: Mapping[str, torch.Tensor]) -> Callers:
-    """Return what is needed to know the caller's parameters again, without keeping them."""
+    """Return weak references by which the caller's parameters are recognised."""
     return {name: ref(p) for name, p in parameters.items()}
 
 
@@ -124,7 +124,7 @@ WHOLE = "whole"  # the form of a parameter that is no DTensor
 
 
 def preparing(hook: PrepareStage, mesh: DeviceMesh | None) -> Callable[[Any], Any]:
-    """Return what has ``hook`` prepare a stage; see Pipeline."""
+    """Return a function that lets ``hook`` prepare a stage; see Pipeline."""
     if not callable(hook):
         raise TypeError(f"prepare_stage must be a function of (module, stage, mesh), not {hook!r}")
     if mesh is None:
@@ -133,7 +133,7 @@ def preparing(hook: PrepareStage, mesh: DeviceMesh | None) -> Callable[[Any], An
             "along which the stages lie"
         )
     from avgpipe.ranks.mesh import whole_mesh
-    from avgpipe.runtime.prepared import prepare  # only now: it imports what takes long
+    from avgpipe.runtime.prepared import prepare  # only now: its imports are slow
 
     return partial(prepare, hook=hook, mesh=whole_mesh(mesh))
 
@@ -142,9 +142,9 @@ _NAMED = ("named_params", "named_parameters")  # torch's names for pairs (name, 
 
 
 def with_names(optimizer: OptimizerFn, names: Sequence[str]) -> OptimizerFn:
-    """Return what makes the optimizer of parameters that have these names, in their order.
+    """Return a function that makes the optimizer of parameters with these names, in their order.
 
-    ``optimizer`` gets pairs (name, parameter) where its first parameter is called ``named_params`` or
+    ``optimizer`` gets pairs (name, parameter) if its first parameter is called ``named_params`` or
     ``named_parameters``, else the parameters alone.
     """
     if _first_parameter(optimizer) not in _NAMED:
@@ -153,10 +153,10 @@ def with_names(optimizer: OptimizerFn, names: Sequence[str]) -> OptimizerFn:
 
 
 def _first_parameter(function: Callable[..., Any]) -> str | None:
-    """Name what a function's first positional argument is for; of a partial, of those that are left."""
+    """Return the name of a function's first positional parameter; of a partial, of those that are left."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # no signature to be had
+    except (TypeError, ValueError):  # it has no signature
         return None
     ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return next((p.name for p in parameters if p.kind in ones), None)

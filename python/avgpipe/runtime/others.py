@@ -1,4 +1,4 @@
-"""What a worker has to do with pipelines in other processes; those who are asked for bring their code."""
+"""Protocols for pipelines in other processes; the modules that implement them are imported on demand."""
 
 from __future__ import annotations
 
@@ -17,37 +17,37 @@ if TYPE_CHECKING:
 
 
 class Peers(Protocol):
-    """The pipelines of other processes that train a stage replica's reference, too."""
+    """The pipelines of other processes that also train a stage replica's reference."""
 
     def collect(self) -> None:
-        """Take in what they have sent, as far as it is due."""
+        """Apply what they have sent, as far as it is due."""
 
     def may_step(self, batch: int) -> bool:
-        """Whether the step of a batch may be made."""
+        """Whether the step of a batch may run."""
 
     def missing(self, batches: int | None = None) -> list[Key]:
-        """Return the messages that are awaited next, of the first ``batches`` alone if they are given."""
+        """Return the messages that are awaited next, only of the first ``batches`` if given."""
 
     def resume(self, batches: int) -> None:
-        """Go on with a batch, and a state to which all before have come."""
+        """Continue with a batch, from a state that includes all before it."""
 
 
 class IsolatedPeers(Peers, Protocol):
-    """Those of isolated pipelines, which read what each of them publishes."""
+    """Peers of isolated pipelines, which read what each of them publishes."""
 
     def tell(self, state: BatchState) -> None:
-        """Publish what a step has come to."""
+        """Publish the result of a step."""
 
 
 class Others(Protocol):
-    """The other pipelines, where each has processes of its own."""
+    """The other pipelines, if each has its own processes."""
 
     def peers(self, route: Route, stream: LaneStream | None) -> IsolatedPeers: ...
 
     def buffers(self, replica: int) -> Sequence[dict[str, torch.Tensor]]:
-        """Return the buffers of a stage replica that are averaged, as each pipeline has published them last."""
+        """Return the buffers of a stage replica that are averaged, as each pipeline published them last."""
 
     def serve(self, scheduler: Scheduler) -> None:
-        """Say to others what this process is doing, and have it complain of those that are late."""
+        """Publish what this process is doing, and let its scheduler report pipelines that are late."""
 
     def close(self) -> Any: ...

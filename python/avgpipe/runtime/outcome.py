@@ -1,4 +1,4 @@
-"""How a batch has ended: its loss and metrics as they are added up, as others learn them, and as a result has them."""
+"""The end of a batch: its loss and metrics, as sums, as messages to other stages, and as results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from avgpipe.runtime.loss import wide
 
 
 class Metrics(NamedTuple):
-    """What a loss function tells beside its losses: names, and values that are added up as the losses, float64 [n].
+    """What a loss function returns beside the loss: names, and values that add up like losses, float64 [n].
 
-    ``parts``: of how many micro-batches they are sums.
+    ``parts``: the number of micro-batches that the values are sums over.
     """
 
     names: tuple[str, ...]
@@ -26,7 +26,7 @@ class Metrics(NamedTuple):
 
     @classmethod
     def of(cls, given: Mapping[str, Any], factor: float, device: torch.device) -> Metrics:
-        """Return those of one micro-batch, whose loss has this factor."""
+        """Return the metrics of one micro-batch, whose loss has this factor."""
         values = torch.stack([wide(value, device) for value in given.values()])
         return cls(tuple(given), values.mul_(factor))
 
@@ -40,15 +40,15 @@ class Metrics(NamedTuple):
 
 
 def encode_outcome(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
-    """Return what others learn: the 1 or 3 numbers of the outcome, then the metrics and their names."""
-    # Numbers by themselves, which no narrow wire rounds.
+    """Return a message: the 1 or 3 numbers of the outcome, then the metrics and their names."""
+    # As separate numbers, which a narrow wire dtype does not round.
     numbers = outcome.unbind() if outcome is not None and outcome.dim() else [outcome]
     return [*numbers] if metrics is None else [*numbers, *metrics.values.unbind(), *metrics.names]
 
 
 def decode_outcome(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
     """Invert :func:`encode_outcome`."""
-    if len(message) == 1:  # mostly
+    if len(message) == 1:  # the usual case
         return message[0], None
     names = tuple(name for name in message if isinstance(name, str))
     end = len(message) - len(names)
@@ -58,12 +58,12 @@ def decode_outcome(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
 
 
 class BatchEnd(NamedTuple):
-    """How a batch has ended for a pipeline, as numbers of the host.
+    """The end of a batch for a pipeline, as numbers on the host.
 
     Attributes:
-        weight: of the loss among others.
-        grad_norm: None where nobody asked for it.
-        lr: None where there is no optimizer.
+        weight: of the loss in a mean over batches or shares.
+        grad_norm: None if no option needs it.
+        lr: None without an optimizer.
     """
 
     loss: float
@@ -74,12 +74,12 @@ class BatchEnd(NamedTuple):
 
     @classmethod
     def of(cls, outcome: Any, metrics: Metrics | None, norm: Any, lr: Any, weight: float) -> BatchEnd:
-        """Read what is known of a batch; see :class:`avgpipe.runtime.compute.BatchState`.
+        """Read the values of a batch from its device; see :class:`avgpipe.runtime.compute.BatchState`.
 
-        ``weight``: of the loss, unless its loss function says it.
+        ``weight``: of the loss, unless the loss function returns it.
         """
         if not outcome.dim() and metrics is None and norm is None and not isinstance(lr, torch.Tensor):
-            return cls(float(outcome), weight, {}, None, lr)  # mostly
+            return cls(float(outcome), weight, {}, None, lr)  # the usual case
         rate = lr if isinstance(lr, torch.Tensor) else None
         values = None if metrics is None else metrics.values
         loss, norms, rates, found = _read(outcome, norm, rate, values)
@@ -93,16 +93,16 @@ class BatchEnd(NamedTuple):
 
     @classmethod
     def received(cls, message: Sequence[Any], weight: float) -> BatchEnd:
-        """Read what :func:`end_message` gave elsewhere."""
+        """Read a message that :func:`end_message` made in another process."""
         norm, lr, *rest = message
         return cls.of(*decode_outcome(rest), norm, lr, weight)
 
     @classmethod
     def whole(cls, shares: Sequence[BatchEnd], is_sum: bool) -> BatchEnd:
-        """Return how a batch has ended from the ends of its shares. ``is_sum``: its loss is a sum."""
+        """Return the end of a batch from the ends of its shares. ``is_sum``: whether its loss is a sum."""
         if len(shares) == 1:
             return shares[0]
-        counted = [share for share in shares if share.weight]  # one with nothing to count has any loss
+        counted = [share for share in shares if share.weight]  # a share without targets to count has any loss
         weight = 1.0 if is_sum else sum(share.weight for share in shares)
 
         def mean(values: Iterable[float]) -> float:
@@ -115,7 +115,7 @@ class BatchEnd(NamedTuple):
         names = next((share.metrics for share in counted if share.metrics), {})
         having = [
             share for share in counted if share.metrics or not is_sum
-        ]  # of a sum an empty share has none
+        ]  # an empty share of a sum has none
         return cls(
             mean(share.loss for share in counted),
             weight,
@@ -126,7 +126,7 @@ class BatchEnd(NamedTuple):
 
 
 def _read(*tensors: torch.Tensor | None) -> list[list[float]]:
-    """Return the numbers of each tensor, none of what is None; the host waits for a device once at most."""
+    """Return the numbers of each tensor, none for None; the host waits for a device once at most."""
     there = [t.reshape(-1) for t in tensors if t is not None]
     if len(there) == 1:
         numbers = iter(there[0].tolist())
@@ -139,6 +139,6 @@ def _read(*tensors: torch.Tensor | None) -> list[list[float]]:
 def end_message(
     outcome: torch.Tensor, metrics: Metrics | None, norm: torch.Tensor | None, lr: Any
 ) -> list[Any]:
-    """Return what a process learns of a batch that it has no part in."""
+    """Return the message to a process that has no part in the batch."""
     rate = None if lr is None else wide(lr, outcome.device)
     return [norm, rate, *encode_outcome(outcome, metrics)]

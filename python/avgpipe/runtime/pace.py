@@ -1,8 +1,8 @@
-"""How quick this worker is at its micro-batches; and, on the first rank, the warning that names a slow one.
+"""How fast this worker runs micro-batches; and, on the first rank, the warning that names a slow worker.
 
-A worker is compared with itself, for the largest stage is no straggler; with those that have the same work, for a
-worker may be slow from the beginning; and with all others, for what makes everybody slower, as longer sentences do, is
-nobody's fault.
+A worker is compared with its own past, as the largest stage is no straggler; with workers that have the same
+work, as a worker may be slow from the beginning; and with all other workers, as what slows all of them, such
+as longer sentences, is no fault of one.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _log = logging.getLogger("avgpipe")
 SLOW, WELL = (
     1.5,
     1.2,
-)  # times as long as expected, and as the others: above the first it is named, below the second well
-IN_A_ROW = 5  # readings that must agree, and the first ones by which later ones are measured
-_WINDOW_S = 5.0  # of which a reading is made, or longer: until there are enough actions of each kind
+)  # slowdowns against itself and the others: above the first a worker is slow, below the second well again
+IN_A_ROW = 5  # readings that must agree, and the first ones that later ones are compared with
+_WINDOW_S = 5.0  # of one reading, or longer, until there are enough actions of each kind
 _ENOUGH = 5
 _KINDS = frozenset(kind.value for kind in ACTIONS) - {EventKind.UPDATE.value}
 
 
 class Pace:
-    """Reads the scheduler's record at batches' ends, in its thread; a watchdog's thread tells what is read.
+    """Reads the scheduler's record as batches end, in its thread; a watchdog's thread publishes the readings.
 
     Attributes:
-        told: the newest reading, as text; "" before there is one.
+        told: the newest reading, as text; "" before the first.
     """
 
     def __init__(self, scheduler: Scheduler, world: World, placement: Placement) -> None:
@@ -49,11 +49,11 @@ class Pace:
         self._stragglers = Stragglers([world.name(rank) for rank in ranks], alike)
 
     def note(self) -> None:
-        """A batch has ended."""
+        """Record that a batch has ended."""
         now = time.perf_counter()
         if now < self._end:
             return
-        if self._end:  # the first batch, in which much is new, does not count
+        if self._end:  # the first batch, which sets much up, does not count
             seconds = self._micro_batch_s()
             if seconds is None:
                 return
@@ -62,7 +62,7 @@ class Pace:
         self._begin, self._end = now, now + _WINDOW_S
 
     def _micro_batch_s(self) -> float | None:
-        """Return what a micro-batch takes all stages here, forward and backward; None where there were too few."""
+        """Return the seconds of a forward and backward in all stages here; None after too few of them."""
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
         for replica, _, _, _, kind, start, end, _ in self._scheduler.rows_since(self._begin):
             if kind in _KINDS:
@@ -72,7 +72,7 @@ class Pace:
         return sum(map(median, taken.values()))
 
     def compare(self, told: Sequence[str | None]) -> None:
-        """Warn of workers that have become slow, by what all have told."""
+        """Warn of workers that have become slow, from the readings that all have published."""
         for text in self._stragglers.look([_reading(text) for text in told]):
             _log.warning("%s", text)
 
@@ -83,7 +83,7 @@ def _reading(text: str | None) -> Reading | None:
 
 
 class Reading(NamedTuple):
-    """What a micro-batch's forward and backward have taken a worker lately. ``number``: rises with each new one."""
+    """Recent seconds of a forward and backward on a worker. ``number``: rises with each reading."""
 
     number: int
     seconds: float
@@ -93,19 +93,19 @@ class Stragglers:
     """Follows the readings of all workers.
 
     Args:
-        names: of the workers, in words.
-        alike: for each, the others that have the same work.
+        names: of the workers, for messages.
+        alike: for each, the other workers with the same work.
     """
 
     def __init__(self, names: Sequence[str], alike: Sequence[Collection[int]]) -> None:
         self._names, self._alike = names, alike
         self._read = [-1] * len(names)  # the number of the newest reading
         self._first: list[list[float]] = [[] for _ in names]
-        self._last: list[list[float]] = [[] for _ in names]  # as many, the newest at the end
+        self._last: list[list[float]] = [[] for _ in names]  # equally many, the newest at the end
         self._named = [False] * len(names)
 
     def look(self, readings: Sequence[Reading | None]) -> list[str]:
-        """Take in the newest readings; return a sentence for each worker that is slow now, or well again."""
+        """Add the newest readings; return a sentence for each worker that is slow now, or well again."""
         new = [n for n, r in enumerate(readings) if r is not None and r.number != self._read[n]]
         for n in new:
             self._take(n, readings[n])
@@ -120,7 +120,7 @@ class Stragglers:
         self._last[n] = [*self._last[n], reading.seconds][-IN_A_ROW:]
 
     def _expected(self, n: int) -> float | None:
-        """Return what a micro-batch took worker ``n`` at first, or most of its like if that is less; None at first."""
+        """Return the first seconds of a worker's micro-batch, or its peers' if less; None at first."""
         at_first = [
             median(of) if len(of := self._first[m]) == IN_A_ROW else None for m in (n, *self._alike[n])
         ]

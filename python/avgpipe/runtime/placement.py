@@ -1,9 +1,9 @@
-"""Placement: which worker and process runs which stage, for which pipelines.
+"""Placement: the worker and process that runs each stage, and for which pipelines.
 
-A *stage replica* is one copy of a stage. Replicas are numbered through all stages; where each stage has one, replica k
-is stage k. Micro-batches go round robin, m to replica m % R of each stage, and back through the same ones. Pipelines
-share all replicas, or have dedicated ones. A worker holds one replica, or those that the schedule gives it; a process
-(rank) is a worker, or all of them.
+A *stage replica* is one copy of a stage. Replicas are numbered over all stages; if each stage has one,
+replica k is stage k. Micro-batches go round robin, m to replica m % R of each stage, and back through the
+same ones. Pipelines share all replicas, or have dedicated ones. A worker holds one replica, or those that the
+schedule gives it; a process (rank) runs one worker, or all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from avgpipe.plan import Plan
 class StageReplica(NamedTuple):
     stage: int
     replica: int  # among those of the stage
-    group: int  # of pipelines: 0, or the pipeline where each has replicas of its own
+    group: int  # of pipelines: 0, or the pipeline if each has its own replicas
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the stage replicas of a plan live.
+    """The workers and processes of a plan's stage replicas.
 
     Attributes:
         replicas: all of them, by their numbers.
@@ -41,7 +41,7 @@ class Placement:
     def of(cls, plan: Plan, ranks: int, isolated: int | None = None) -> Placement:
         """Place ``plan`` on ``ranks`` processes; ValueError unless they are one, or as many as it has workers.
 
-        ``isolated``: the pipeline that these processes run, where each has processes of its own.
+        ``isolated``: the pipeline that these processes run, if each pipeline has its own processes.
         """
         if ranks not in (1, plan.workers):
             raise ValueError(
@@ -120,16 +120,16 @@ class Placement:
         return replicas[micro_batch % len(replicas)]
 
     def first_replicas(self, pipeline: int = 0) -> list[int]:
-        """Return the first replica of each stage: it evaluates, and tells what all replicas of its stage know."""
+        """Return each stage's first replica: it evaluates, and sends what all replicas of its stage know."""
         return [self.replicas_of(stage, pipeline)[0] for stage in range(self.stages)]
 
     def source_for(self, replica: int, stage: int) -> int:
-        """Return the replica of another stage that tells ``replica`` what all of that stage know."""
+        """Return the replica of another stage that sends that stage's results to ``replica``."""
         _, number, group = self.replicas[replica]
         return self.replica_for(stage, number, group)
 
     def receivers_of(self, replica: int, stage: int) -> list[int]:
-        """Return the replicas of another stage that ``replica`` tells what all of its stage know."""
+        """Return the replicas of another stage that ``replica`` sends its stage's results to."""
         own, _, group = self.replicas[replica]
         return [other for other in self.replicas_of(stage, group) if self.source_for(other, own) == replica]
 
@@ -137,12 +137,12 @@ class Placement:
         return any(pipeline in self.pipelines_of(replica) for replica in self.held_by(rank))
 
     def label(self, worker: int) -> str:
-        """Name a worker's row in a picture."""
+        """Return the label of a worker's row in a plot."""
         held = self.workers[worker]
         return self.name(held[0]) if len(held) == 1 else f"worker {worker}"
 
     def describe(self, rank: int) -> str:
-        """Say in words what a process does."""
+        """Return a process's stage replicas in words."""
         return "; ".join(map(self.name, self.held_by(rank)))
 
     def name(self, replica: int) -> str:

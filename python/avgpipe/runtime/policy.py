@@ -1,4 +1,4 @@
-"""What a run does about processes that are lost, replaced, or join: nothing, unless it was asked for."""
+"""How a run reacts to processes that are lost, replaced, or join: by default, not at all."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ T = TypeVar("T")
 
 
 class Policy:
-    """Ends with the first process that is lost; ``avgpipe.fault`` has policies that go on.
+    """Ends with the first process that is lost; ``avgpipe.fault`` has policies that continue.
 
     Attributes:
-        pipeline: which one this process is a part of, where each has processes of its own; else None.
-        join: connects this process's worker with the other pipelines, where it is a part of one.
+        pipeline: the one of this process, if each pipeline has its own processes; else None.
+        join: connects this process's worker with the other pipelines, if pipelines are isolated.
     """
 
     pipeline: int | None = None
     join: Callable[[Worker], Others] | None = None
 
     def check(self, spec: Spec) -> None:
-        """Raise ValueError for what it cannot be had with."""
+        """Raise ValueError for options that the policy does not support."""
 
     def opened(self, session: Session) -> None:
-        """The ranks have met, and a worker is made; for the first time, or once more."""
+        """React to connected ranks with a new worker, for the first time or again."""
 
     def begin(self, session: Session) -> None:
-        """All is ready for the first time."""
+        """React to the first moment at which all is ready."""
 
     def make_feed(self, session: Session) -> Feed:
         spec = session.spec
@@ -44,41 +44,42 @@ class Policy:
     # ---- ranks that are lost -----------------------------------------------------------------------------------------
 
     def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
-        """Return what ``act()`` returns, a call of the user's; ``given``: its arguments."""
+        """Return what ``act()`` returns, a call of the user's with the arguments ``given``."""
         return act()
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
-        """Come to the result that the caller has last once more; raises ``loss`` where that cannot be.
+        """Return to the last result that the caller has; raise ``loss`` if that is impossible.
 
-        ``in_call``: whether the caller has called something after that result.
+        ``in_call``: whether the caller has called something since that result.
         """
         raise loss
 
     def before_batch(self, session: Session) -> None:
-        """Another batch may begin."""
+        """React to a batch that is about to begin."""
 
     def settle(self) -> None:
-        """No batch is in flight: what is being copied is to be whole."""
+        """Finish copies of the state; no batch is in flight."""
 
     def loaded(self, session: Session) -> None:
-        """Training goes on with weights that were loaded."""
+        """React to weights that were loaded."""
 
     def froze(self, names: Sequence[str], flag: bool) -> None:
-        """Parameters of these names want gradients, or none, from now on."""
+        """React to parameters of these names that require gradients from now on, or do not."""
 
-    # ---- pipelines that come and go ----------------------------------------------------------------------------------
+    # ---- pipelines that join and leave
+    # -------------------------------------------------------------------------------
 
     @property
     def is_new(self) -> bool:
-        """Whether this pipeline has come to others that train, and has begun no batch yet."""
+        """Whether this pipeline has joined others in training, and has begun no batch yet."""
         return False
 
     def enter(self, session: Session) -> int:
-        """Become a part of the run; return how many results the others have had."""
+        """Join the run; return how many results the others have had."""
         return 0
 
     def come_in(self, session: Session) -> None:
-        """Have the run's state, before it is used, where others train already."""
+        """Get the run's state, before it is used, if others train already."""
 
     def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
         """Return what ``find()`` returns, here or in one of the other pipelines."""

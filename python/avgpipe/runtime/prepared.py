@@ -1,12 +1,12 @@
-"""Stages that the caller has made parallel inside, over other ranks than those of the pipeline.
+"""Stages that the caller has made parallel inside, over ranks outside of the pipeline.
 
     hook returns               what it is                                   gradients
     DistributedDataParallel    each rank of its group has the stage         averaged in the last backward
     nothing, or the stage      FSDP2: ``fully_shard``, or ``replicate``     averaged in the last backward
     likewise                   tensor parallelism: layers hold DTensors     complete after each backward
 
-Gradients are accumulated over the micro-batches of a batch, and go over the network in its last backward alone. All
-ranks of a group must therefore run the same forwards and backwards, in one order.
+Gradients are accumulated over the micro-batches of a batch, and go over the network in its last backward
+only. So all ranks of a group must run the same forwards and backwards, in one order.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PrepareStage: TypeAlias = Callable[[nn.Module, int, DeviceMesh], Any]
 
 
 class Prepared:
-    """A stage whose layers are parallel, or that the hook has left as it was.
+    """A stage whose layers are parallel, or unchanged by the hook.
 
     Attributes:
         averages: Whether gradients are averaged over ranks that train on other batches.
@@ -49,14 +49,14 @@ class Prepared:
         return (ShardedArena if is_sharded else Arena)(self._parameters)
 
     def forms(self) -> list[str]:
-        """Say how each parameter lies on its mesh."""
+        """Return how each parameter is placed on its mesh, in words."""
         return [_form(p) for p in self._parameters]
 
     def begin_backward(self, is_last: bool) -> None:
-        """Be told that the backward of a micro-batch comes. ``is_last``: of its batch."""
+        """Prepare for the backward of a micro-batch. ``is_last``: of its batch."""
 
     def end_evaluation(self) -> None:
-        """Be told that the weights may change without a forward and backward of training."""
+        """Prepare for weights that may change without a forward and backward of training."""
 
     def refuse_late_factors(self) -> None:
         """Refuse a loss function whose gradients can only be scaled after the last backward."""
@@ -78,7 +78,7 @@ class _FullySharded(Prepared):
             if not isinstance(p, DTensor):
                 raise ValueError(
                     f"prepare_stage has sharded a part of stage {stage.index} and left out {name!r}, whose gradients "
-                    "nobody would average: end with fully_shard(module, mesh=...) of the stage itself, which takes in "
+                    "would not be averaged: end with fully_shard(module, mesh=...) of the stage itself, which includes "
                     "what is left"
                 )
         self._roots, self._syncs = roots, True
@@ -90,10 +90,11 @@ class _FullySharded(Prepared):
         for root in self._roots:
             root.set_requires_gradient_sync(is_last)
             root.set_is_last_backward(is_last)
-            root.set_reshard_after_backward(is_last)  # it is needed again at once
+            root.set_reshard_after_backward(is_last)  # the next micro-batch needs it at once
 
     def end_evaluation(self) -> None:
-        # A module that evaluates may keep its whole weights for the next forward, and not see that they are replaced.
+        # A module in evaluation may keep its whole weights for the next forward, and miss that they are
+        # replaced.
         for root in self._roots:
             for module in root.modules():  # type: ignore[attr-defined]
                 if isinstance(module, FSDPModule):
@@ -103,8 +104,8 @@ class _FullySharded(Prepared):
 class _Replicated(Prepared):
     """DistributedDataParallel of the whole stage.
 
-    Its forward is left out. It readies its reducer, private as it is, for a backward that comes right after, which here
-    is another micro-batch's; torch.distributed.pipelining does likewise.
+    Its forward is left out. It prepares its reducer (private) for a backward that follows at once, but here
+    another micro-batch's follows; torch.distributed.pipelining does likewise.
     """
 
     averages = True
@@ -115,15 +116,15 @@ class _Replicated(Prepared):
 
     def begin_backward(self, is_last: bool) -> None:
         if is_last:
-            self._reducer._rebuild_buckets()  # once, in the order in which the first backward has made gradients
+            self._reducer._rebuild_buckets()  # once, in the order of gradients in the first backward
             self._reducer.prepare_for_backward([])
 
 
 def prepare(stage: Stage, hook: PrepareStage, mesh: DeviceMesh) -> Prepared:
-    """Have the caller's hook change a stage in place, or wrap it.
+    """Let the caller's hook change a stage in place, or wrap it.
 
     Raises:
-        TypeError, ValueError: For what a stage cannot become.
+        TypeError, ValueError: If the hook has done what a stage does not support.
     """
     layers, before = list(stage.layers), _outlines(stage)
     made = hook(stage, stage.index, mesh)
@@ -171,7 +172,7 @@ def _form(parameter: nn.Parameter) -> str:
 
 
 class _Outline(NamedTuple):
-    """What a hook must leave of a parameter. ``first``: its first name, as those that are tied have several."""
+    """What a hook must not change of a parameter. ``first``: its first name, as tied ones have several."""
 
     shape: torch.Size
     trains: bool
@@ -196,6 +197,6 @@ def _check_layers(stage: Stage, layers: list[nn.Module], before: dict[str, _Outl
     if changed or any(now is not then for now, then in zip(stage.layers, layers, strict=True)):
         what = f"the name, shape or requires_grad of {', '.join(changed[:3])}" if changed else "layers"
         raise ValueError(
-            f"prepare_stage has changed {what} of stage {stage.index}, when weights have their stages and names "
-            "already: change the model before the Pipeline is made"
+            f"prepare_stage has changed {what} of stage {stage.index}, but weights are already assigned to stages by "
+            "name: change the model before the Pipeline is made"
         )

@@ -1,4 +1,4 @@
-"""Dedicated pipelines of other processes: what they add to a reference."""
+"""Dedicated pipelines of other processes, and their updates of a reference."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class RemoteUpdates:
-    """Takes in what dedicated pipelines of other processes add to the reference: a message for each of their batches.
+    """Receives reference updates of dedicated pipelines of other processes: a message for each batch.
 
-    So every worker has the whole of each round, and the rules of averaging are those of pipelines that share a worker:
+    So every worker has the whole of each round, and averaging works as for pipelines that share a worker:
     sums in the order of pipelines, rounds of any staleness, and a last round that is left unfinished.
 
     Args:
         route: of this process's replica.
-        turns: after how many batches it is a pipeline's turn again; batch j is pipeline j % ``turns``'s, or all's.
+        turns: batches in a cycle of the pipelines; batch j is pipeline j % ``turns``'s, or all's if it is 1.
         stream: of its lane; None on a CPU.
     """
 
@@ -45,16 +45,16 @@ class RemoteUpdates:
         )
 
     def resume(self, batches: int) -> None:
-        """Go on after ``batches`` in all, whose updates are in the reference."""
+        """Continue after ``batches`` in all, whose updates are in the reference."""
         n = self._turns
         self._next = {i: key._replace(batch=batches + (i - batches) % n) for i, key in self._next.items()}
 
     def collect(self) -> None:
-        """Take in what is there and whose turn it is."""
+        """Apply the updates that have arrived and are due."""
         for i, key in self._next.items():
             while key in self._mailbox and self._reference.ready(i):
-                # The scheduler asks between steps, when the current stream is the caller's: that one comes neither
-                # after the updates that a round is made of nor before the steps that read what it makes.
+                # The scheduler calls this between steps, when the current stream is the caller's, which is
+                # ordered neither after the updates of the round nor before the steps that read their result.
                 with self._averaging():
                     update = self._mailbox.take(key)
                     if update is not None:  # else it was not the last batch of a period
@@ -62,10 +62,10 @@ class RemoteUpdates:
                 key = self._next[i] = key._replace(batch=key.batch + self._turns)
 
     def may_step(self, batch: int) -> bool:
-        """Whether the step of a batch may be made, as far as messages go: the reference says more."""
+        """Whether a batch's step may run, as far as messages go: the reference has further conditions."""
         return True
 
     def missing(self, batches: int | None = None) -> list[Key]:
-        """Return what is awaited next of each pipeline, of the first ``batches`` alone if they are given."""
+        """Return the next awaited message of each pipeline, only of the first ``batches`` if given."""
         keys = [key for key in self._next.values() if key not in self._mailbox]
         return [key for key in keys if batches is None or key.batch < batches]

@@ -1,8 +1,8 @@
-"""Forwards that run twice, as recomputation has them: the second begins where the first began, and leaves no trace.
+"""Forwards that run twice, for recomputation: the second starts from the same state, and leaves no trace.
 
-Layers may move state when they run: a codebook, running statistics, the vectors of a spectral norm, numbers that are
-drawn from Python's or NumPy's generator. On one device a forward moves it once, and so it does here: the second one
-finds what the first one found, in memory of its own, and what it writes there is dropped.
+Layers may change state when they run: a codebook, running statistics, the vectors of a spectral norm, numbers
+drawn from Python's or NumPy's generator. On one device a forward changes it once, and so it does here: the
+second one reads the state before the first, from its own memory, and what it writes there is dropped.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from avgpipe.model.context import callers_generators, moved, set_generators
 
 
 class Repeated:
-    """Knows what the layers of a stage move."""
+    """Tracks the state that the layers of a stage change."""
 
     def __init__(self, layers: nn.Module) -> None:
         self._layers = layers
-        # Names of buffers that forwards write to; None before the first one.
+        # Names of buffers that forwards write to; None before the first forward.
         self._moving: set[str] | None = None
 
     def forward(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what runs ``run`` at its first call, and later as if it were that call."""
+        """Return a function that calls ``run``, and in later calls repeats the first from the same state."""
         began: dict[str, torch.Tensor] = {}
         drew: dict[str, Any] = {}
         has_run = False
@@ -52,17 +52,17 @@ class Repeated:
     def _note(
         self, buffers: dict[str, torch.Tensor], versions: dict[str, int], began: dict[str, torch.Tensor]
     ) -> None:
-        """See what has moved; forget what has not."""
+        """Record the buffers that have changed; drop the copies of the others."""
         here = dict(self._layers.named_buffers())
         found = {
             name for name, t in buffers.items() if t._version != versions[name] or here.get(name) is not t
         }
-        if self._moving is None:  # some operators write without saying so, as that of BatchNorm does
+        if self._moving is None:  # some operators, such as BatchNorm's, do not raise the version
             found |= {name for name, t in buffers.items() if not torch.equal(t, began[name])}
         late = found - began.keys()
         if late:
             raise StageError(
-                f"buffer {min(late)!r} was written to in a forward, and in none before: recomputation would move it "
+                f"buffer {min(late)!r} was written to in a forward, and in none before: recomputation would change it "
                 "twice. Have the layer write to it in its first forward, too, or leave recompute out"
             )
         self._moving = found if self._moving is None else self._moving | found
@@ -71,7 +71,7 @@ class Repeated:
 
     @contextmanager
     def _as_it_was(self, began: dict[str, torch.Tensor]) -> Iterator[None]:
-        """Have buffers with values of before in place of those that have moved."""
+        """Replace the buffers that have changed by their earlier values inside."""
         if not began:
             yield
             return
@@ -94,7 +94,7 @@ class Repeated:
 
 @contextmanager
 def _drawing(from_: dict[str, Any]) -> Iterator[None]:
-    """Draw from these states of Python's and NumPy's generators inside, and go on from the present ones afterwards."""
+    """Draw from these states of Python's and NumPy's generators inside; restore the present ones after."""
     if not from_:
         yield
         return

@@ -1,4 +1,4 @@
-"""What a model, an optimizer, a learning-rate schedule and options must be. Each refusal says the way out."""
+"""Requirements on a model, an optimizer, a learning-rate schedule and options. Errors give a remedy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from avgpipe.schedule import Kind
 _log = logging.getLogger("avgpipe")
 
 _WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-# By name: their packages take long to import.
+# By name: their packages are slow to import.
 _SHARDING = ("FSDPModule", "FullyShardedDataParallel")
 _SHARDED = "DTensor"
 
 
 def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = False) -> None:
-    """Refuse what communicates by itself, and what has no values yet, unless it ``may_be_meta``."""
+    """Refuse modules that communicate themselves, and tensors without values, unless it ``may_be_meta``."""
     whole = (
         model if isinstance(model, nn.Module) else nn.ModuleList(m for m in model if isinstance(m, nn.Module))
     )
@@ -74,7 +74,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             )
     for name, parameter in whole.named_parameters():
         if parameter.requires_grad and type(parameter.data) is not torch.Tensor:
-            # It would go on training in memory of its own, and flat buffers would keep its first values.
+            # It would keep training in its own memory, and flat buffers would keep its first values.
             raise ValueError(
                 f"parameter {name!r} trains, and its values are a {type(parameter.data).__name__}, a tensor made of "
                 "others, which cannot lie in flat memory: leave it plain. Layers for fp8 with "
@@ -88,7 +88,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
 
 
 def check_memory(model: nn.Module | Sequence[nn.Module]) -> None:
-    """Refuse trainable parameters that lie in each other's memory, or in a buffer's, and are not the same tensor."""
+    """Refuse trainable parameters that overlap in memory with each other, or with a buffer."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     placed: list[_Placed] = []
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
@@ -98,16 +98,16 @@ def check_memory(model: nn.Module | Sequence[nn.Module]) -> None:
             begin = tensor.data_ptr()
             end = begin + extent * tensor.element_size()
             placed.append(_Placed(str(tensor.device), begin, end, name, tensor))
-    before: list[_Placed] = []  # what reaches as far as the next one begins
+    before: list[_Placed] = []  # those that may reach into the next one
     for one in sorted(placed, key=lambda row: row[:3]):
         before = [other for other in before if other.device == one.device and other.end > one.begin]
         for other in before:
             learns = one.tensor.requires_grad or other.tensor.requires_grad
             if learns and not _may_interleave(one.tensor, other.tensor):
                 raise ValueError(
-                    f"{other.name!r} and {one.name!r} are two tensors in the same memory, which a Pipeline would part, "
-                    "as it copies each of them: let both be one parameter (a.weight = b.weight, not a.weight.data = "
-                    "b.weight.data)"
+                    f"{other.name!r} and {one.name!r} are two tensors in the same memory, which a Pipeline would "
+                    "split, as it copies each of them: let both be one parameter (a.weight = b.weight, not "
+                    "a.weight.data = b.weight.data)"
                 )
         before.append(one)
 
@@ -121,12 +121,12 @@ class _Placed(NamedTuple):
 
 
 def _may_interleave(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of overlapping extents may have no element in common, as columns of a matrix have none."""
+    """Whether two tensors of overlapping extents may have no element in common, like columns of a matrix."""
     return not (a.is_contiguous() and b.is_contiguous())
 
 
 def warn_of_hooks(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Warn of hooks of parameters that see the gradient of a share of a batch."""
+    """Warn of hooks of parameters that get the gradient of a share of a batch."""
     hooked = [name for name, p in parameters.items() if p._backward_hooks]
     if hooked and plan.shares > 1:
         _log.warning(
@@ -138,7 +138,7 @@ def warn_of_hooks(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
-    """Refuse layers that hold what is not in the model whose names they take: no checkpoint could name it."""
+    """Refuse layers that hold tensors of no name in the model: a checkpoint could not name them."""
     known = {id(t) for t in names_of.state_dict(keep_vars=True).values()}
     for n, layer in enumerate(layers):
         parameters = dict(layer.named_parameters(remove_duplicate=False))
@@ -154,7 +154,7 @@ def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
 
 
 def check_options(options: TrainingOptions) -> None:
-    """Refuse values that no model and device could do with."""
+    """Refuse values that are wrong for every model and device."""
     _check_functions(options)
     limit, scale = options.clip_grad_norm, options.loss_scale
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
@@ -185,7 +185,7 @@ def check_options(options: TrainingOptions) -> None:
 
 
 def _check_functions(options: TrainingOptions) -> None:
-    """Refuse what should be a function, and is what such a function returns, or something else."""
+    """Refuse a value that is no function, such as what the function would return."""
     for name, value, example in (
         ("loss_fn", options.loss_fn, "nn.CrossEntropyLoss(), or lambda output, target: ..."),
         ("optimizer", options.optimizer, "lambda params: torch.optim.AdamW(params, lr=1e-3)"),
@@ -215,7 +215,7 @@ def _check_functions(options: TrainingOptions) -> None:
 
 
 def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
-    """Refuse layers that carry values from one batch to the next where several batches are trained on as one."""
+    """Refuse layers that carry values between batches if several batches are accumulated."""
     if options.accumulate > 1 and any(isinstance(m, Carry) for layer in layers for m in layer.modules()):
         raise ValueError(
             f"accumulate={options.accumulate} trains on several batches as one, and the model has a Carry, which goes "
@@ -224,7 +224,7 @@ def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None
 
 
 def check_dtypes(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
-    """Refuse trained weights in the other 16 bits than those of autocast."""
+    """Refuse trained weights in the other 16-bit dtype than that of autocast."""
     halves = {torch.bfloat16, torch.float16}
     for layer in layers if options.autocast in halves else ():
         for name, p in layer.named_parameters():
@@ -238,7 +238,7 @@ def check_dtypes(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
 def check_device(
     options: TrainingOptions, weights: str | None, device: torch.device, layers: Sequence[nn.Module]
 ) -> None:
-    """Refuse options that ``device`` or the plan's ``weights`` cannot have."""
+    """Refuse options that ``device`` or the plan's ``weights`` do not support."""
     refuse_elsewhere(options.link, device.type)
     if options.verify_wire:
         refuse_unverified(options.link, device.type)
@@ -258,7 +258,7 @@ def check_device(
 
 
 def check_prepared(options: TrainingOptions, plan: Plan, ranks: int) -> None:
-    """Refuse what stages cannot have that ``prepare_stage`` changes. ``ranks``: of the pipeline."""
+    """Refuse options that ``prepare_stage`` does not support. ``ranks``: of the pipeline."""
     rows = plan.build_schedule().rows
     splits = any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row)
     stages = max(len({a.stage for a in row}) for row in rows) if ranks > 1 else plan.stages
@@ -292,7 +292,7 @@ def check_prepared(options: TrainingOptions, plan: Plan, ranks: int) -> None:
 
 
 def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
-    """Refuse a correction with which copies of a parameter would part. ``shared``: by stage, others that share some."""
+    """Refuse a correction that makes copies of a parameter differ. ``shared``: by stage, its sharers."""
     if plan.correction in (None, "predicted"):
         return
     delays = plan.delays
@@ -307,7 +307,7 @@ def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
 
 
 def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
-    """Warn where updates wait for other stages, and forwards for updates. ``shares``: whether stages share weights."""
+    """Warn if forwards wait for updates, and these for other stages. ``shares``: if stages share weights."""
     if plan.weights in ("stash", "predicted") and plan.stages > 1 and (options.needs_norm or shares):
         _log.warning(
             "weights=%r with %s: a stage's next forward waits for the first stage's backward; "
@@ -325,27 +325,27 @@ def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
 
 
 def checked_optimizer(made: Any) -> torch.optim.Optimizer:
-    """Return ``made``, which the caller's function returned; refuse what no optimizer of a Pipeline can be."""
+    """Return ``made``, which the caller's function returned; refuse optimizers that a Pipeline cannot use."""
     if not isinstance(made, torch.optim.Optimizer):
         raise TypeError(
             "optimizer must return a torch.optim.Optimizer, or a list of them for different parameters, not "
             f"{_kind(made)}"
         )
-    # the class's own: a schedule puts another on the object, whose signature has self
+    # the class's own: a schedule replaces the object's, and its signature has self
     if _required(type(made).step.__get__(made)):
         raise TypeError(
-            f"{type(made).__name__} evaluates the loss anew in each step (step needs a closure), which a pipeline "
-            "cannot: use an optimizer whose step() does with the gradients that are there"
+            f"{type(made).__name__} evaluates the loss again in each step (step needs a closure), which a pipeline "
+            "cannot: use an optimizer whose step() only uses existing gradients"
         )
     return made
 
 
 def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: bool) -> None:
-    """Refuse what schedule-free optimizers cannot have, which keep other weights for evaluation than for training.
+    """Refuse options that schedule-free optimizers do not support: these have other weights for evaluation.
 
     Args:
-        made: those of them that a stage has.
-        alone: whether there is one pipeline, so that nothing else moves the weights.
+        made: the schedule-free optimizers of a stage.
+        alone: whether there is one pipeline, so that nothing else changes the weights.
         corrected: whether the plan corrects late gradients.
         has_ema: whether an average of the weights is kept.
     """
@@ -369,7 +369,7 @@ def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: b
 
 
 def check_dense(made: Sequence[Any], *, alone: bool) -> None:
-    """Refuse an optimizer for sparse gradients where pipelines average theirs, which makes them dense."""
+    """Refuse an optimizer for sparse gradients if pipelines average theirs, which makes them dense."""
     if not alone and any(isinstance(one, torch.optim.SparseAdam) for one in made):
         raise ValueError(
             "SparseAdam takes sparse gradients alone, and those of several pipelines are averaged as dense ones: use "
@@ -378,7 +378,7 @@ def check_dense(made: Sequence[Any], *, alone: bool) -> None:
 
 
 def check_lr_scheduler(made: Any) -> None:
-    """Refuse what cannot step by itself. ``made``: what the caller's function returned."""
+    """Refuse a schedule whose step needs arguments. ``made``: what the caller's function returned."""
     if not callable(getattr(made, "step", None)):
         raise TypeError(
             f"lr_scheduler must return something with a method step, not {_kind(made)}; for several schedules return "
@@ -396,10 +396,10 @@ def _ranks() -> int:
 
 
 def _required(method: Any) -> bool:
-    """Whether a method cannot be called without arguments."""
+    """Whether a method has required arguments."""
     try:
         parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # no signature to be had
+    except (TypeError, ValueError):  # it has no signature
         return False
     ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.kind in ones and p.default is inspect.Parameter.empty for p in parameters)

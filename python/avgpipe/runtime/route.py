@@ -18,17 +18,17 @@ from avgpipe.runtime.placement import Placement
 
 
 class StepKind(str, Enum):
-    """What a stage replica does in one go: a schedule's actions, and what an update is made of.
+    """A step of a stage replica: a schedule's action, or a part of an update.
 
     Attributes:
-        SHARE_PART: tell the other replicas of the stage this one's part of gradients, loss and statistics.
-        SUM_REPLICAS: add up theirs, in the order of replicas.
+        SHARE_PART: send this replica's gradients, loss and statistics to the other replicas of the stage.
+        SUM_REPLICAS: sum the replicas', in the order of replicas.
         SEND_TIED: send the gradients of parameters that other stages hold too.
-        SUM_TIED: receive theirs and add up, in stage order, so that all holders step alike.
-        ADD_NORM: add this stage's squared gradient norm to that of the stages behind it, when somebody asks for the
-            norm; before SUM_TIED where earlier stages count all that is shared.
+        SUM_TIED: receive theirs and sum, in stage order, so that all holders step alike.
+        ADD_NORM: add this stage's squared gradient norm to that of the later stages, if an option needs the
+            norm; before SUM_TIED if earlier stages count all shared parameters.
         UPDATE: scale the gradients by the norm of all stages, or drop them; step the optimizer, average.
-        RECEIVE_LOSS: learn the batch's loss, where it did not come with a gradient.
+        RECEIVE_LOSS: receive the batch's loss, if it did not arrive with a gradient.
     """
 
     FORWARD = "F"
@@ -48,13 +48,13 @@ class StepKind(str, Enum):
 
 @dataclass(frozen=True)
 class Route:
-    """One pipeline's stage replica, and where its messages come from and go to.
+    """One pipeline's stage replica, and the sources and targets of its messages.
 
     Attributes:
         shared: the other stages that hold parameters of this one.
-        norm: whether the norm of all stages' gradients is asked for.
-        skips: what comes and goes past other stages.
-        scales_late: whether what gradients must be multiplied with may come with the loss.
+        norm: whether the norm of all stages' gradients is needed.
+        skips: the tensors that skip stages on their way to or from here.
+        scales_late: whether factors of the gradients may arrive with the loss.
     """
 
     placement: Placement
@@ -81,7 +81,7 @@ class Route:
         return self.stage == self.placement.stages - 1
 
     def at(self, stage: int, micro_batch: int) -> int:
-        """Return the replica of another stage that has to do with a micro-batch of this pipeline."""
+        """Return the replica of another stage that computes a micro-batch of this pipeline."""
         replicas = self._replicas[stage]
         return replicas[micro_batch % len(replicas)]
 
@@ -101,7 +101,7 @@ class Route:
 
     @cached_property
     def learns_the_loss(self) -> bool:
-        """Whether the loss comes by a message of its own: where several replicas know parts, no gradient carries it."""
+        """Whether the loss has its own message: if several replicas know parts, no gradient carries it."""
         return self.placement.is_replicated and not self.last
 
     @cached_property
@@ -110,14 +110,14 @@ class Route:
 
     @cached_property
     def loss_receivers(self) -> list[int]:
-        """The replicas of stages before that learn the loss from this one by a message: no gradient brings it."""
+        """The replicas of earlier stages that get the loss in a message from here, not with a gradient."""
         if self.replica != self.loss_source or not self.placement.is_replicated:
             return []
         return [n for k in range(self.stage) for n in self.placement.replicas_of(k, self.pipeline)]
 
     @cached_property
     def result_receivers(self) -> list[int]:
-        """One replica of each process that has no part in the batch, which learns from this one how it has ended."""
+        """One replica of each process without a part in the batch, to which the batch's result is sent."""
         placement = self.placement
         if self.replica != self.loss_source:
             return []
@@ -138,10 +138,11 @@ class Route:
 
     @cached_property
     def update_steps(self) -> tuple[StepKind, ...]:
-        """What an update takes, in order."""
+        """The steps of an update, in order."""
         K = StepKind
-        # An earlier stage counts the norm of what both hold: where that is so of all that is shared, this stage's part
-        # need not wait for the sums, and the first stage, whose backward ends last, need not wait for anybody.
+        # An earlier stage counts the norm of what both hold: if it does so for all shared parameters, this
+        # stage's part need not wait for the sums, and the first stage, whose backward ends last, need not
+        # wait at all.
         early = self.norm and bool(self.shared) and max(self.shared) < self.stage
         norm, tied = [K.ADD_NORM] * self.norm, bool(self.shared)
         learns = [K.RECEIVE_LOSS] * self.learns_the_loss
@@ -172,7 +173,7 @@ class Route:
         return tuple(keys)
 
     def sums_key(self, batch: int) -> Key:
-        """Name the message that a group's sums of gradients are there."""
+        """Return the key of the message that a group's sums of gradients are ready."""
         return Key(Message.SUMS_READY, self.pipeline, self.replica, self.replica, batch, -1)
 
     def evaluation_needs(self, batch: int, micro_batch: int) -> tuple[Key, ...]:
@@ -182,13 +183,13 @@ class Route:
         return tuple(self.evaluation_key(k, self.stage, batch, micro_batch) for k in sources)
 
     def evaluation_key(self, source: int, target: int, batch: int, micro_batch: int) -> Key:
-        """Name the activation of an evaluation that goes from one stage to another."""
+        """Return the key of an evaluation's activation from one stage to another."""
         replicas = self.placement.first_replicas(self.pipeline)
         pipeline = evaluation_pipeline(self.placement, self.pipeline)
         return Key(Message.EVALUATION, pipeline, replicas[source], replicas[target], batch, micro_batch)
 
     def _sources(self, kind: StepKind, m: int) -> list[tuple[Message, int]]:
-        """Return the kinds of the messages that a step takes, each with the replica that it comes from."""
+        """Return the kinds of the messages that a step takes, each with its source replica."""
         placement, stage, K = self.placement, self.stage, StepKind
         if kind is K.FORWARD:
             before = [] if self.first else [(Message.ACTIVATION, self.at(stage - 1, m))]
@@ -215,10 +216,10 @@ class Route:
         return []
 
     def channels(self) -> list[Channel]:
-        """List the channels that end here, in an order that every rank computes alike."""
+        """Return the channels that end here, in an order that every rank computes alike."""
         replicas = [len(self.placement.replicas_of(k, self.pipeline)) for k in range(self.placement.stages)]
         own = self.placement.replicas[self.replica].replica
-        # as many micro-batches as it takes to meet everybody
+        # as many micro-batches as it takes to reach every replica
         mine = range(own, lcm(*replicas), replicas[self.stage])
         steps = [(kind, m) for kind in (StepKind.FORWARD, StepKind.BACKWARD) for m in mine]
         steps += [(kind, -1) for kind in self.update_steps]
@@ -234,21 +235,21 @@ class Route:
 
 
 def loss_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Key:
-    """Name the message by which a process that has no part in a batch learns its loss."""
+    """Return the key of the message with a batch's loss to a process that has no part in the batch."""
     source, target = placement.first_replicas(pipeline)[-1], placement.held_by(rank)[0]
     return Key(Message.LOSS, pipeline, source, target, batch, -1)
 
 
 def result_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Key:
-    """Name the message by which a process learns an evaluation's result."""
+    """Return the key of the message with an evaluation's result to a process."""
     source, target = placement.first_replicas(pipeline)[-1], placement.held_by(rank)[0]
     return Key(Message.RESULT, evaluation_pipeline(placement, pipeline), source, target, batch, -1)
 
 
 def copy_key(placement: Placement, rank: int, number: int) -> Key:
-    """Name the message by which a process gets the beginning of a copy of the state of the process before it.
+    """Return the key of the message that begins a copy of the state of the process before this one.
 
-    ``number``: of the copy, as batches may come again when a checkpoint is loaded.
+    ``number``: of the copy, as batch numbers are repeated after a checkpoint is loaded.
     """
     before = (rank - 1) % placement.ranks
     source, target = placement.held_by(before)[0], placement.held_by(rank)[0]
@@ -256,14 +257,14 @@ def copy_key(placement: Placement, rank: int, number: int) -> Key:
 
 
 def evaluation_pipeline(placement: Placement, pipeline: int) -> int:
-    """Return the pipeline that an evaluation's messages name: one serves all that share their replicas."""
+    """Return the pipeline that an evaluation's messages name: one for all that share their replicas."""
     return pipeline if placement.is_dedicated else placement.evaluates
 
 
 def channels_into(
     rank: int, placement: Placement, routes: Sequence[Route], copies: bool = False
 ) -> list[Channel]:
-    """List the channels from other processes into ``rank``, whose routes are given; every rank finds the same order."""
+    """Return the channels from other processes into ``rank``, with these routes, in a global order."""
     found = [channel for route in routes for channel in route.channels()]
     evaluated = placement.pipelines if placement.is_dedicated else [placement.evaluates]
     found += [Channel.of(result_key(placement, rank, i, 0)) for i in evaluated]

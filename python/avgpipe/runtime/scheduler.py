@@ -1,4 +1,4 @@
-"""Multiplexes a worker's pipelines on its device: of the steps whose inputs are there, the most urgent runs.
+"""Multiplexes a worker's pipelines on its device: runs the most urgent step whose inputs have arrived.
 
 One thread issues all work, so there is no lock on the hot path and a run's order is explainable. Backwards go before
 forwards, for they free memory and unblock the stages before; among equals the oldest batch goes first.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
-from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # which torch does not list
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # missing in torch's stubs
 from torch.profiler import record_function
 
 from avgpipe.errors import PipelineTimeout
@@ -39,8 +39,8 @@ _SHOWN.update(dict.fromkeys((kind.value for kind in _HOST), EventKind.HOST.value
 _SEND = EventKind.SEND.value
 # As faults name them.
 _ACTIONS = {kind: kind.name.lower().replace("_", " ") for kind in StepKind}
-_POLL_S = 50e-6  # between two looks at what a device does
-_SHORTEST_HOST_S = 20e-6  # less between two steps is the scheduler itself
+_POLL_S = 50e-6  # between two queries of a device's progress
+_SHORTEST_HOST_S = 20e-6  # a shorter time between two steps is the scheduler itself
 
 
 class Scheduler:
@@ -61,15 +61,16 @@ class Scheduler:
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
         self._running: tuple[Lane, Step] | None = None
-        self._waiting: Waiting | None = None  # until something is waited for
-        # As Event, but on the clock of time.perf_counter, and made by the ten thousand.
+        self._waiting: Waiting | None = None  # made at the first wait
+        # Like Event, but on the clock of time.perf_counter, and cheap, as there are tens of thousands.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
-        self.background: Callable[[], bool] = lambda: False  # as ``idle``, of every run
-        # Where messages have not come in time: whether somebody else is told, who sees to it that they need not come.
+        self.background: Callable[[], bool] = lambda: False  # like ``idle``, for every run
+        # Called at the timeout of a wait: whether it reported the missing messages to a process that handles
+        # it.
         self.complains: Callable[[], bool] = lambda: False
 
     def forget(self) -> None:
-        """Let go of the lanes; nothing runs any more."""
+        """Drop the lanes, so that their memory is freed; nothing runs after this."""
         self._lanes, self._queues, self._running = [], [], None
 
     def run_until(
@@ -82,15 +83,15 @@ class Scheduler:
         """Run steps until ``done()``.
 
         Args:
-            done: asked before every step.
-            idle: called when nothing can run; may do a piece of other work, and says if it did.
+            done: checked before every step.
+            idle: called when nothing can run; may do some other work, and returns whether it did.
             awaited: messages that may end the run, beside those that steps wait for.
-            recorded: whether :meth:`events` shows the steps; it shows training.
+            recorded: whether :meth:`events` shows the steps; true for training.
         """
         mailbox, clock, note = self._mailbox, time.perf_counter, self._events.append
         if recorded:
             self._note_caller()
-        # Neither begins before the caller is at it again.
+        # Neither can be switched on before this call returns to the caller.
         watched = bool(_profiler_enabled() or probe.armed)
         while not done():
             mailbox.collect()
@@ -106,7 +107,7 @@ class Scheduler:
             else:
                 lane.advance(step)
             queue.pop()
-            if lane.stream is not None or not recorded:  # the device's clock tells when it ran
+            if lane.stream is not None or not recorded:  # the device's clock measures when it ran
                 continue
             end = clock()
             sent_at = lane.port.sent_at
@@ -120,7 +121,7 @@ class Scheduler:
         self._left_at = clock() if recorded else None
 
     def _advance_watched(self, lane: Lane, step: Step, phase: str) -> None:
-        """Perform a step that a profiler shows, or in which a test has something fail."""
+        """Perform a step under a profiler, or one in which a test injects a fault."""
         place = {
             "rank": self._world.rank,
             "pipeline": lane.pipeline,
@@ -139,10 +140,10 @@ class Scheduler:
                 fault.damage(lane)
 
     def run_until_done(self, event: Any, recorded: bool = True) -> None:
-        """Run steps until the device has done what an ``event`` was recorded after.
+        """Run steps until the device has completed the work before ``event``.
 
-        The host asks, and does not wait in one call: others' messages come meanwhile, and a device that never gets
-        there, as after a peer's death, ends in PeerLost or PipelineTimeout.
+        The host polls instead of blocking in one call: it receives messages meanwhile, and if the device
+        never completes, as after a peer's death, the wait ends in PeerLost or PipelineTimeout.
         """
         mailbox = self._mailbox
         deadline = time.monotonic() + self._world.timeout_s
@@ -151,17 +152,17 @@ class Scheduler:
             mailbox.raise_failure()
             if time.monotonic() > deadline:
                 raise PipelineTimeout(
-                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for its device to do what it was "
-                    "told. Raise timeout_s if it is that slow; else a transfer that it waits for has never come"
+                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for its device to complete its work. "
+                    "Raise timeout_s if it is that slow; else a transfer that it waits for has never arrived"
                 )
             mailbox.pause(_POLL_S)
             return True
 
-        self._left_at = None  # the caller has not been at it since the run before
+        self._left_at = None  # the caller has run no code since the run before
         self.run_until(event.query, pause, recorded=recorded)
 
     def stalled(self) -> bool:
-        """Whether every pipeline waits for something, or has nothing to do."""
+        """Whether every pipeline waits for something, or has no work."""
         return self._most_urgent() is None
 
     def note_host(self, what: str, batch: int, start: float, end: float) -> None:
@@ -173,7 +174,7 @@ class Scheduler:
             )
 
     def pause(self) -> None:
-        """Leave what happens until the next run out of the record: it is not part of training."""
+        """Leave the time until the next run out of the record: it is not part of training."""
         self._left_at = None
 
     def _note_caller(self) -> None:
@@ -201,7 +202,7 @@ class Scheduler:
         ]
 
     def rows_since(self, start: float) -> list[Row]:
-        """Return what began after ``start``, on the clock of time.perf_counter; of a device, what has ended."""
+        """Return what began after ``start`` (time.perf_counter); of a device's work, what has ended."""
         rows = self._events if self._device_clock is None else self._device_clock.ended()
         return list(takewhile(lambda row: row[5] > start, reversed(rows)))
 
@@ -225,7 +226,7 @@ class Scheduler:
     # ---- waiting -------------------------------------------------------------------------------------------------
 
     def _wait(self, awaited: Sequence[Key], recorded: bool) -> None:
-        """Wait until a step can run, or all of ``awaited`` have come that are not there yet."""
+        """Wait until a step can run, or all messages of ``awaited`` have arrived."""
         waiting = [queue.next for queue in self._queues if queue.head is not None]
         oldest = min(waiting, key=lambda queued: queued[1].batch, default=None)
         assert oldest or awaited, "the scheduler was asked to wait while nothing has work"
@@ -255,9 +256,9 @@ class Scheduler:
         arrived: Callable[[], bool] | None = None,
         awaited: Callable[[], Sequence[Key]] | None = None,
     ) -> None:
-        """Wait until ``arrived`` (default: all ``keys`` are there); ``keys`` name what is awaited in errors.
+        """Wait until ``arrived`` (default: all ``keys`` have arrived); errors name the messages by ``keys``.
 
-        ``awaited()``: all messages that are (default: those of ``keys`` that are not there).
+        ``awaited()``: all missing messages (default: those of ``keys``).
         """
         if self._waiting is None:
             from avgpipe.runtime.waiting import Waiting
@@ -271,7 +272,7 @@ class Scheduler:
         self._doing = doing, time.monotonic()
 
     def doing(self) -> str:
-        """Say what this worker is at, for the other ranks; asked from another thread."""
+        """Return what this worker is doing, for the other ranks; called from another thread."""
         running = self._running
         if running is None:
             return since(*self._doing)
@@ -279,7 +280,7 @@ class Scheduler:
         return f"{step}, pipeline {lane.pipeline}, {self._placement.name(lane.route.replica)}"
 
     def _range_name(self, lane: Lane, step: Step) -> str:
-        """What torch.profiler calls a step."""
+        """Return the name of a step in torch.profiler."""
         micro_batch = "" if step.micro_batch < 0 else step.micro_batch
         action, stage = f"{step.kind.value}{micro_batch}", self._placement.name(lane.route.replica)
         return f"avgpipe: {action} {stage} pipeline {lane.pipeline} batch {step.batch}"

@@ -1,4 +1,4 @@
-"""A session: what a spec becomes once the ranks have met. It can be opened anew, as where a rank was replaced."""
+"""The connected part of a Pipeline, made from its spec. It is opened again after a rank was replaced."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")
 LOST = PeerLost, PipelineTimeout
-_FAILED_PATIENCE_S = 0.5  # for which the other workers may need what was sent last
+_FAILED_PATIENCE_S = 0.5  # for the other workers to receive the last messages
 
 
 class Session:
-    """The ranks of a pipeline that have met, and this one's part of it.
+    """The connected ranks of a pipeline, and this rank's part of it.
 
     Attributes:
-        spec: what it is made of.
-        policy: what is done about processes that are lost, or join.
+        spec: what it is made from.
+        policy: how it reacts to processes that are lost, or join.
         loader: the caller's batches, one of them fetched ahead.
         world: the ranks.
-        worker: what this one runs.
+        worker: what this rank runs.
         feed: the batches in flight.
-        verification: compares copies bit for bit; None: nothing does.
-        saving: writes and reads checkpoints; None until it is asked for the first time.
-        auto: chooses the advance; None where the plan says it.
+        verification: compares copies bit for bit; None if it is off.
+        saving: writes and reads checkpoints; None before its first use.
+        auto: chooses the advance; None if the plan gives it.
     """
 
     def __init__(self, spec: Spec, policy: Policy) -> None:
@@ -51,11 +51,11 @@ class Session:
         self.open()
 
     def open(self) -> None:
-        """Meet the other ranks, and make this one's part."""
+        """Connect to the other ranks, and make this rank's part."""
         self.world = meet(self.spec.timeout_s, self.spec.members)
         try:
             self._make_part()
-        except Exception as error:  # the other ranks may have nothing to refuse
+        except Exception as error:  # the other ranks may have no error
             self.world.report(error)
             raise
 
@@ -76,7 +76,7 @@ class Session:
         self.saving: Any = None
         self.verification: Any = None
         if options.verify_every is not None:
-            # A turn of isolated pipelines has as many batches as there are just now.
+            # A step of isolated pipelines has as many batches as there are members at the moment.
             per_round = plan.batches_per_round if self.policy.pipeline is None else 1
             made = named("avgpipe.runtime.integrity:Verification")
             self.verification = made(self.worker, options.verify_every, per_round)
@@ -84,7 +84,7 @@ class Session:
         self.feed = self.policy.make_feed(self)
 
     def _agree(self) -> Placement:
-        """Refuse, on every rank, what differs between ranks; return who has which stages."""
+        """Refuse, on every rank, what differs between ranks; return the placement of the stages."""
         spec, world, options = self.spec, self.world, self.spec.options
         world.require_same("plan", spec.plan.to_json())
         placement = Placement.of(spec.plan, world.size, self.policy.pipeline)
@@ -96,7 +96,8 @@ class Session:
             "cut of the model, which follows from the shapes of example_inputs,",
             json.dumps(spec.model.bounds),
         )
-        # Stages step their copies of a tied parameter alike, so the copies must be equal from the beginning.
+        # Stages update their copies of a tied parameter alike, so the copies must be equal from the
+        # beginning.
         if spec.initial is None:
             shared = json.dumps(spec.model.shared_values(spec.layers))
             world.require_same("initial value of shared parameters", shared)
@@ -109,7 +110,7 @@ class Session:
         return placement
 
     def _check_shared(self) -> None:
-        """Refuse stages that each have filled their own copy of a tied parameter, and not alike."""
+        """Refuse stages that have filled their own copies of a tied parameter differently."""
         try:
             found = [row for rows in self.world.gather(self.worker.shared_values()) for row in rows]
             known = dict(found)
@@ -129,7 +130,7 @@ class Session:
     # ---- batches -----------------------------------------------------------------------------------------------------
 
     def train_on(self) -> bool:
-        """Train until there are results; whether there is nothing more to train on."""
+        """Train until there are results; return whether there is nothing left to train on."""
         feed = self.feed
         if self.auto is not None:
             self.auto.look(self)
@@ -138,10 +139,10 @@ class Session:
             if not feed.fetch():
                 break
         if feed.results:
-            self.loader.fetch()  # as where the batch ends only now: see Prefetch
+            self.loader.fetch()  # as if the batch had ended only now: see Prefetch
             return False
         if self.is_due:
-            feed.drain(prefetch=True)  # so that the loader and the caller draw in turn as ever
+            feed.drain(prefetch=True)  # keeps the order of draws of loader and caller
             self.verify()
             return False
         if feed.is_empty:
@@ -157,7 +158,7 @@ class Session:
         self.feed.drain()
 
     def until_done(self, act: Callable[[], None], in_call: bool = False) -> None:
-        """Do it, once more after each rank that was replaced meanwhile. ``in_call``: see :meth:`Policy.recover`."""
+        """Call ``act``, and again after each rank replaced meanwhile. ``in_call``: see Policy.recover."""
         while True:
             try:
                 act()
@@ -181,13 +182,13 @@ class Session:
     # ---- between batches ---------------------------------------------------------------------------------------------
 
     def idle(self, harmless: type[Exception] | tuple[()] = ()) -> AbstractContextManager[CallerModes]:
-        """Finish the batches that are in flight. What fails inside ends the pipeline, but for what is ``harmless``."""
+        """Finish the batches in flight. An exception inside ends the pipeline, unless it is ``harmless``."""
         self.feed.drain()
         return self.settling(harmless)
 
     @contextmanager
     def settling(self, harmless: type[Exception] | tuple[()] = ()) -> Iterator[CallerModes]:
-        """As :meth:`idle`, where batches may be in flight. Without any, what is being copied is whole before."""
+        """Do as :meth:`idle`, but leave batches in flight; with none, finish pending copies first."""
         with self.worker.running(harmless) as modes:
             self.settle()
             yield modes
@@ -199,12 +200,12 @@ class Session:
             self.policy.settle()
 
     def go_on(self) -> None:
-        """Go on with weights that were loaded; nobody is to go back to what there was before."""
+        """Continue with weights that were loaded; no rank returns to an earlier state."""
         self.resume()
         self.policy.loaded(self)
 
     def resume(self) -> None:
-        """Go on with the feed's next batch."""
+        """Continue with the feed's next batch."""
         self.worker.alike.begin_anew()
         if self.verification is not None:
             self.verification.resume(self.feed.next_batch)

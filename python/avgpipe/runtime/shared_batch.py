@@ -1,10 +1,10 @@
-"""What pipelines that share a batch must know of each other's shares, for the batch to be what it is on one device.
+"""What pipelines that share a batch exchange, so that the batch is computed as on one device.
 
-Each of them has the gradient of its share, and the batch's is the mean of theirs. Two things cannot be said of a share
-alone. What a loss function returns as (sum, count) is divided by the count of the whole batch. And the norm of the
-batch's gradient is that of the mean: a share's has more noise, and a limit would bite harder the more pipelines there
-are. So the lanes of a stage, one for each pipeline, wait here for each other before they go on with their gradients of
-a batch, where one of the two is asked for.
+Each pipeline has the gradient of its share, and the batch's is their mean. Two values do not follow from one
+share alone. A loss returned as (sum, count) is divided by the count of the whole batch. And the norm of the
+batch's gradient is that of the mean: a share's has more noise, and a limit would clip more the more pipelines
+there are. So if an option needs one of the two, the lanes of a stage, one for each pipeline, wait here for
+each other before they use their gradients of a batch.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ if TYPE_CHECKING:  # which imports this
 
 
 class SharedBatches:
-    """Puts together what the lanes of a stage replica have of each batch."""
+    """Combines the lanes' values of each batch, for one stage replica."""
 
     def __init__(self) -> None:
         self._lanes: list[Lane] = []
         self._norms: dict[int, torch.Tensor] = {}  # squared, by batch
-        self._left: dict[int, int] = {}  # by batch, how many lanes have not taken it
+        self._left: dict[int, int] = {}  # by batch, how many lanes have not taken the norm
 
     def join(self, lane: Lane) -> None:
         self._lanes.append(lane)
 
     @contextmanager
     def _reading(self, here: Lane) -> Iterator[None]:
-        """A device reads inside what the other lanes have made, and these go on after that."""
+        """Order a device's reads inside after the other lanes' work, and their next work after the reads."""
         others = [lane for lane in self._lanes if lane is not here]
         for lane in others:
             here.wait_for(lane)
@@ -50,7 +50,7 @@ class SharedBatches:
         return all(state is not None and state.outcome is not None for state in states)
 
     def factor(self, here: Lane, state: BatchState) -> torch.Tensor | None:
-        """Return what a share's gradient is multiplied with, so that the batch's count divides it; None for nothing."""
+        """Return the factor on a share's gradient that divides it by the batch's count; None without one."""
         weights, own = state.work.weights, state.outcome
         if own is None or not own.dim() or weights is None or not weights.scale:
             return None
@@ -64,11 +64,11 @@ class SharedBatches:
     # ---- the norm ----------------------------------------------------------------------------------------------------
 
     def has_gradients(self, batch: int) -> bool:
-        """Whether the gradients of all shares are whole, or their norm is known."""
+        """Whether the gradients of all shares are complete, or their norm is known."""
         return batch in self._norms or all(lane.has_gradient(batch) for lane in self._lanes)
 
     def squared_norm(self, here: Lane, batch: int, without: Collection[int]) -> torch.Tensor:
-        """Return the square of the norm, float64 []. ``without``: numbers of parameters that another stage counts."""
+        """Return the squared norm, float64 []. ``without``: parameters that another stage counts."""
         if batch not in self._norms:
             with self._reading(here):  # before the others change their gradients
                 self._norms[batch], self._left[batch] = self._norm(batch, without), len(self._lanes)

@@ -1,4 +1,4 @@
-"""What a Pipeline trains, and how: one value, which every session of it is made of."""
+"""What a Pipeline trains, and how: one value from which each of its sessions is made."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Spec:
-    """What is trained, and how; alike on every rank.
+    """What is trained, and how; the same on every rank.
 
     Attributes:
         given: the model as the caller gave it.
-        layers: of it.
-        model: what is known of the layers and their cut.
+        layers: of the model.
+        model: the names and shapes of the layers, and their cut.
         named: gives parameters and buffers their names: the model, or that of ``names_of``.
-        estimate: of what layers cost.
-        traffic: where an example says it, bytes of a micro-batch that go from stage to stage.
-        plan: of the loader's batches.
-        options: all else that was asked for.
+        estimate: of the cost of layers.
+        traffic: with an example, bytes of a micro-batch that go from stage to stage.
+        plan: for the loader's batches.
+        options: all other options.
         device: of this rank.
-        seed: what the layers draw follows from it.
+        seed: of the random numbers that layers draw.
         timeout_s: the limit of every wait for another rank.
         members: the group that has the pipeline's ranks; None: the default one.
         initial: gives the weights their values; None: the layers have them.
@@ -84,7 +84,7 @@ class Spec:
         names_of: nn.Module | None = None,
         example_inputs: Any = None,
     ) -> Spec:
-        """Cut a model by a plan; ValueError or TypeError for what does not fit each other."""
+        """Cut a model by a plan; ValueError or TypeError if the arguments do not fit each other."""
         check_options(options)
         may_be_meta = weights_from is not None
         check_model(given, may_be_meta=may_be_meta)
@@ -105,7 +105,7 @@ class Spec:
         learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
         warn_of_hooks(plan, learning)
         if options.check != "off":
-            # Before the optimizers that train: a script may keep the last one that it has made.
+            # Before the optimizers that train: a script may keep a reference to the last one that it made.
             groups = groups_of_whole(options.optimizer, learning)
             options = replace(options, groups=groups, callers=callers(learning))
             if plan.stages > 1 and os.environ.get("RANK", "0") == "0":
@@ -126,7 +126,7 @@ class Spec:
 
     @cached_property
     def running(self) -> Plan:
-        """The plan of what is trained on as one batch, with the micro-batches of all the loader's that make it."""
+        """The plan of one update's batch, with the micro-batches of all the loader's batches in it."""
         return replace(self.plan, micro_batches=self.plan.micro_batches * self.options.accumulate)
 
 

@@ -10,8 +10,8 @@ and the upstream nodes that pass gradients to these, the bundle's *feeders*.
     I   runs the upstream nodes, and a hook on each feeder keeps the gradient that reached it
     W   runs each bundle from those gradients, and no upstream node but its feeders
 
-A feeder thus runs twice, and autograd computes each time only what is asked for: of a Linear or a convolution one
-product in I and one in W. Bundles whose feeders stand at the same depth share one run of the engine.
+A feeder thus runs twice, and autograd computes each time only what is requested: of a Linear or a convolution
+one product in I and one in W. Bundles whose feeders have the same depth share one run of the engine.
 
 What is not split, and runs as a whole in I:
 - a bundle in which one feeder leads to another, as when a weight is used twice in a chain (a recurrence in Python, a
@@ -19,11 +19,12 @@ What is not split, and runs as a whole in I:
 - a bundle with a feeder whose kernel gives all gradients together: BatchNorm, fused recurrent layers, PReLU, attention
   on a learned query, and every custom autograd.Function;
 - a bundle whose tensors were saved through hooks, as ``torch.utils.checkpoint`` does: each run would recompute them.
-If nothing is left to wait, I is one ordinary backward, and so it is with ``checkpoint(use_reentrant=True)`` somewhere,
-which refuses to run for some leaves only. If no input wants a gradient, W is the ordinary backward.
+If nothing is left for W, I is one ordinary backward, and so it is with ``checkpoint(use_reentrant=True)``
+somewhere, which refuses to run for some leaves only. If no input requires a gradient, W is the ordinary
+backward.
 
-Memory. What nodes outside of waiting bundles had saved is free after I. Feeders keep all they saved until W, besides
-the gradients that reached them; after W nothing is left.
+Memory. What nodes outside of waiting bundles had saved is free after I. Feeders keep all they saved until W,
+as well as the gradients that reached them; after W nothing is left.
 
 Not promised: a hook on the output of a feeder runs in both parts (its effect on the gradient counts once), and so does
 ``retain_grad`` of such a tensor, which then adds up twice.
@@ -44,18 +45,18 @@ from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 _Grads = tuple[torch.Tensor | None, ...]
 
-# Nodes whose kernels compute the gradients of activations and of weights in one go.
+# Nodes whose kernels compute the gradients of activations and of weights together.
 _JOINT = re.compile("BatchNorm|Rnn|Lstm|Gru|Prelu|Attention")
 
 
 def input_backward(
     roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> Deferred:
-    """I: add to ``.grad`` of ``inputs`` what ``run_backward(roots, grads)`` would; W is the result's ``run``.
+    """Run I: add to ``.grad`` of ``inputs`` as ``run_backward(roots, grads)``; W is the result's ``run``.
 
-    ``inputs``: the leaves whose gradients are wanted now; ValueError for any other tensor. Together, I and W call each
-    leaf's hooks once, and leave the ``.grad`` that a whole backward leaves. The graph is used up: another backward
-    through it fails, or gives wrong gradients.
+    ``inputs``: the leaves whose gradients are needed now; ValueError for any other tensor. Together, I and W
+    call each leaf's hooks once, and leave the ``.grad`` that a whole backward leaves. The graph is consumed:
+    another backward through it fails, or gives wrong gradients.
     """
     for x in inputs:
         if not (x.is_leaf and x.requires_grad):
@@ -86,20 +87,20 @@ def input_backward(
 
 
 class Deferred:
-    """What :func:`input_backward` left to do: W of one backward."""
+    """The rest of a backward that :func:`input_backward` left: W."""
 
     def __init__(self, parts: list[_Part]) -> None:
         self._parts = parts
 
     def run(self) -> None:
-        """Add to the weights' ``.grad`` what is still missing. Once: a second call does nothing."""
+        """Add to the weights' ``.grad`` what is still missing. A second call does nothing."""
         while self._parts:
-            # Taken off the list, so that it is free when it is done.
+            # Removed from the list first, so that its memory is freed when it is done.
             self._parts.pop(0).run()
 
 
 class _Part(NamedTuple):
-    """One run of the engine in W: from ``roots``, and from what reached ``feeders``, to ``leaves``; [] is to all."""
+    """One run of the engine in W, from ``roots`` and ``feeders`` to ``leaves``; [] means all."""
 
     roots: list[GradientEdge]
     grads: list[torch.Tensor]
@@ -118,10 +119,10 @@ class _Part(NamedTuple):
 
 
 class _ArrivedGradients:
-    """A hook that keeps the gradients that reach a node in I, and lets the same reach it in W.
+    """A hook that keeps the gradients that reach a node in I, and passes the same on to it in W.
 
-    In W the hooks of the node's outputs come first once more; what they make of the gradients is dropped here.
-    It must not know its node: the collector does not see a cycle through autograd.
+    In W the hooks of the node's outputs run first once more; their changes of the gradients are dropped here.
+    It must not refer to its node: the garbage collector does not find a cycle through autograd.
     """
 
     __slots__ = ("grads",)
@@ -143,14 +144,14 @@ class _Feeder(NamedTuple):
 
 
 class _Graph(NamedTuple):
-    """A backward graph. ``nexts``: where each node's gradients go. ``depth``: the longest way to an input, or 0."""
+    """A backward graph. ``nexts``: where a node's gradients go. ``depth``: longest path to an input, or 0."""
 
     nexts: dict[Node, list[Node]]
     depth: dict[Node, int]
 
 
 def _explore(roots: Sequence[GradientEdge], wanted: set[int]) -> _Graph:
-    """Walk through the graph behind ``roots``. ``wanted``: identities of the input leaves."""
+    """Walk the graph behind ``roots``. ``wanted``: identities of the input leaves."""
     nexts: dict[Node, list[Node]] = {}
     depth: dict[Node, int] = {}
     # Without recursion: a graph may be deeper than Python's stack.
@@ -180,7 +181,7 @@ def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Pl
         [number[edge.node] for edge in roots],
         leaves,
     )
-    # A reentrant checkpoint, of torch or written after it, asks the engine whether all leaves are wanted.
+    # A reentrant checkpoint, torch's or one like it, asks the engine whether all leaves are needed.
     if any("Checkpoint" in kind.__name__ for kind in shape.kinds):
         return _Plan(shape, [], [], frozenset(), [])
     runs: dict[int, _Run] = {}
@@ -193,7 +194,7 @@ def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Pl
             now += mine
             continue
         depths = {graph.depth[node] for node in feeders}
-        # Feeders at one depth cannot lead to each other; those at several have a run to themselves.
+        # Feeders at one depth cannot lead to each other; those at several have a run of their own.
         key = -len(runs) - 1 if len(depths) > 1 else max(depths, default=0)
         run = runs.setdefault(key, _Run([], []))
         run.leaves.extend(number[node] for node in mine)
@@ -250,7 +251,7 @@ class _Shape(NamedTuple):
                     nodes[place] = after
                 elif nodes[place] is not after:
                     return None
-        if len(set(nodes)) < len(nodes):  # what was apart is one
+        if len(set(nodes)) < len(nodes):  # two different nodes of the shape are one here
             return None
         for n, is_input in self.leaves.items():
             if (id(_variable(nodes[n])) in wanted) is not is_input:
@@ -263,8 +264,8 @@ class _Plan(NamedTuple):
 
     Attributes:
         runs: of W; none if nothing can wait.
-        of_roots: the run in which a root's gradient goes in, or -1.
-        kept: what the runs need; none of it has saved through hooks.
+        of_roots: the run that a root's gradient enters, or -1.
+        kept: the nodes that the runs need; none of them has saved tensors through hooks.
         now: leaves that cannot wait.
     """
 
@@ -277,7 +278,7 @@ class _Plan(NamedTuple):
     def parts(
         self, nodes: list[Node], roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
     ) -> list[_Part]:
-        """Return the runs of W for a graph of these nodes, whose feeders note what reaches them from now on."""
+        """Return the runs of W for a graph of these nodes; from now on, hooks keep the feeders' gradients."""
         parts = []
         for run in self.runs:
             feeders = [_Feeder(nodes[n], _ArrivedGradients()) for n in run.feeders]
@@ -295,7 +296,7 @@ _KEPT_PLANS = 16  # stages of a worker, and shapes of their graphs
 
 
 class _Plans(threading.local):
-    """Plans of this thread's last graphs, the last one used first."""
+    """Plans of this thread's latest graphs, the most recently used first."""
 
     def __init__(self) -> None:
         self.newest: deque[_Plan] = deque(maxlen=_KEPT_PLANS)
@@ -305,9 +306,9 @@ _plans = _Plans()
 
 
 def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_Plan, list[Node]] | None:
-    """Return how to split the graph behind ``roots``, and its nodes; None if it leads to no input.
+    """Return the plan and the nodes of the graph behind ``roots``; None if it leads to no input.
 
-    Most graphs look like one before, node by node and edge by edge: its plan is theirs.
+    Most graphs equal an earlier one, node by node and edge by edge, and use its plan.
     """
     plans = _plans.newest
     for place, plan in enumerate(plans):
@@ -337,7 +338,7 @@ def _bundles(graph: _Graph) -> Iterable[list[Node]]:
 
 
 def _join(of: dict[Node, list[Node]], bundle: list[Node], node: Node) -> list[Node]:
-    """Return ``bundle`` with ``node`` and all that hangs together with it."""
+    """Return ``bundle`` with ``node`` and everything connected to it."""
     other = of.get(node)
     if other is bundle:
         return bundle
@@ -394,7 +395,7 @@ def _is_joint(kind: type) -> bool:
 
 @lru_cache(maxsize=1024)
 def _saved_names(kind: type) -> tuple[tuple[str, str], ...]:
-    """Return a kind of node's attributes: each saved tensor (or tuple) as it is kept, and as it is given out."""
+    """Return a node type's attributes: of each saved tensor (or tuple), the raw one and the unpacked one."""
     raw = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     custom = issubclass(kind, BackwardCFunction)
     return tuple((name, "saved_tensors" if custom else name[len("_raw") :]) for name in raw)
@@ -405,7 +406,7 @@ def _several(value: Any) -> tuple[Any, ...]:
 
 
 def _has_saved_through_hooks(node: Node) -> bool:
-    # Loops, and no generators: this is asked of each node of each backward.
+    # Loops instead of generators: this runs for each node of each backward.
     for name, _ in _saved_names(type(node)):
         kept = getattr(node, name)
         if isinstance(kept, tuple):
@@ -420,7 +421,7 @@ def _has_saved_through_hooks(node: Node) -> bool:
 def _shelve(node: Node, shelf: list[torch.Tensor]) -> None:
     """Move what ``node`` has saved to ``shelf``, where it finds it until the shelf is cleared.
 
-    I must retain the graph for W's sake, and the engine knows no other way to let go of a part of it.
+    I must retain the graph for W, and the engine has no other way to free a part of it.
     """
 
     def put(tensor: torch.Tensor) -> int:
@@ -430,9 +431,9 @@ def _shelve(node: Node, shelf: list[torch.Tensor]) -> None:
     if _has_saved_through_hooks(node):
         return
     for name, given in _saved_names(type(node)):
-        # Giving out refuses a tensor that was overwritten since, as the engine does unless there are hooks.
+        # Unpacking refuses a tensor that was overwritten since, as the engine does unless there are hooks.
         for kept, tensor in zip(_several(getattr(node, name)), _several(getattr(node, given))):
-            # scalars may stand for Python's numbers, and free nothing
+            # scalars may be Python's numbers, and free nothing
             if tensor is not None and tensor.dim():
                 kept.register_hooks(put, shelf.__getitem__)
 
@@ -443,7 +444,7 @@ def _run(
     leaves: Sequence[torch.Tensor],
     keep_graph: bool = False,
 ) -> None:
-    """Run a backward through what leads to ``leaves`` alone; [] is all."""
+    """Run a backward only through nodes that lead to ``leaves``; [] means all."""
     _engine_run_backward(
         tuple(roots),
         tuple(grads),

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 class Stage(nn.Module):
-    """Layers ``first``, ``first + 1``, ... of the model; each receives what the one before returned.
+    """Layers ``first``, ``first + 1``, ... of the model; each gets what the one before returned.
 
-    The layers are copied, and compiled by ``compiler``. ``materialise``: gives the copies memory on ``device``, and
-    values, where they have none. ``keeps_modes``: whether what is in evaluation mode stays there in training.
-    ``statistics``: what their BatchNorms have seen of the batch in hand, to be committed when it is done. ``sends``:
-    whether another stage follows.
+    The layers are copied, and compiled by ``compiler``. ``materialise``: allocates copies on the meta device
+    on ``device``, and fills them. ``keeps_modes``: whether modules in evaluation mode stay in it in training.
+    ``statistics``: what their BatchNorms have noted of batches in flight, to be committed at the end.
+    ``sends``: whether another stage follows.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class Stage(nn.Module):
         self.inputs = Inputs(index)
         self.carries = [m for m in self.layers.modules() if isinstance(m, Carry)]
         self._see: Callable[[int, Any], None] | None = None
-        self._chain = list(enumerate(self.layers, first))  # quicker to walk than a ModuleList
-        self._repeated: Repeated | None = None  # until a forward runs twice
+        self._chain = list(enumerate(self.layers, first))  # faster to iterate than a ModuleList
+        self._repeated: Repeated | None = None  # made when a forward first runs twice
 
     def train(self, mode: bool = True) -> Stage:
         self.training = mode
@@ -74,7 +74,7 @@ class Stage(nn.Module):
         return self
 
     def forward(self, value: Any, place: Position, again: bool = False) -> Any:
-        """Run the layers. ``again``: the same value comes for another forward."""
+        """Run the layers. ``again``: whether another forward will use the same value."""
         before = set_position(place)
         try:
             return self.inputs.run(self._run, value, place, self.training, again)
@@ -101,7 +101,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def observed(self, see: Callable[[int, Any], None]) -> Iterator[None]:
-        """Inside, ``see`` gets the number of each layer, when it has run, and what it returned."""
+        """Call ``see`` inside with the number and the output of each layer that has run."""
         self._see = see
         try:
             yield
@@ -110,7 +110,7 @@ class Stage(nn.Module):
 
     @contextmanager
     def undisturbed(self, place: Position) -> Iterator[None]:
-        """Forwards at a ``place`` may run inside, between batches: buffers, what is carried, and statistics stay."""
+        """Allow forwards at a ``place`` inside, between batches, that change no buffers or other state."""
         held = [(m, name, t) for m in self.modules() for name, t in m._buffers.items() if t is not None]
         before = [t.clone() for _, _, t in held]
         try:
@@ -128,7 +128,8 @@ class Stage(nn.Module):
 
     def recomputed(self, value: Any, place: Position) -> Any:
         """Run the layers, keep only ``value``, and run them again in the backward."""
-        # Torch's generators are keyed, so the second forward draws what the first one drew without saving their state.
+        # Torch's generators are keyed, so the second forward draws the same numbers without saving their
+        # state.
         if self._repeated is None:
             from avgpipe.runtime.repeated import Repeated
 
@@ -151,7 +152,7 @@ class Stage(nn.Module):
 
 
 def folds(layers: Sequence[nn.Module]) -> bool:
-    """Whether views may be made anew behind a cut: values of recorded layers have names, and may skip stages."""
+    """Whether views may be rebuilt behind a cut; not for recorded layers: their values may skip stages."""
     return not any(isinstance(layer, PartLayer) for layer in layers)
 
 
@@ -159,7 +160,7 @@ _Layers = Callable[[Any, Position], Any]
 
 
 class Inputs:
-    """Knows which inputs the layers of stage ``index`` have been seen to write to.
+    """Tracks the inputs that the layers of stage ``index`` write to.
 
     Attributes:
         output: of the first forward, on the meta device; None before it.
@@ -168,26 +169,26 @@ class Inputs:
     def __init__(self, index: int) -> None:
         self._index = index
         self.output: Any = None
-        # Leaves of the input, by whether the layers train: they may do otherwise when they are evaluated.
+        # Leaves of the input, by whether the layers train: in evaluation they may write to others.
         self._written: dict[bool, set[int]] = {}
 
     @property
     def known(self) -> bool:
-        """Whether a forward that trains has run, so that the next one copies no more than it must."""
+        """Whether a forward in training has run, so that the next one copies only what it must."""
         return True in self._written
 
     def run(self, layers: _Layers, value: Any, place: Position, training: bool, again: bool) -> Any:
-        """Return ``layers(value, place)``; ``value`` stays as it is. ``again``: it is needed for another forward."""
+        """Return ``layers(value, place)`` without changing ``value``. ``again``: another forward needs it."""
         written = self._written.get(training)
         if written is None or written or again:
             return self._checked(layers, value, place, training, again)
         try:
-            # the common case, and no look at it: torch itself refuses to change a leaf
+            # the common case, without a check: torch itself refuses to change a leaf
             return layers(value, place)
         except StageError as error:
             if not writes_to_a_leaf(error):
                 raise
-        self._written[training] = set(range(len(pytree.tree_leaves(value))))  # torch does not say to which
+        self._written[training] = set(range(len(pytree.tree_leaves(value))))  # torch does not name the leaf
         return self._checked(layers, value, place, training, again)
 
     def _checked(self, layers: _Layers, value: Any, place: Position, training: bool, again: bool) -> Any:
@@ -201,8 +202,8 @@ class Inputs:
         try:
             output = layers(pytree.tree_unflatten(leaves, structure) if copied else value, place)
         except StageError as error:
-            # A layer that writes for the first time, as those do that are left out at random: torch does not say to
-            # which leaf, and has changed none.
+            # A layer that writes for the first time, such as one that is skipped at random: torch does not
+            # name the leaf, and has changed none.
             if written is None or copied == tensors.keys() or not writes_to_a_leaf(error):
                 raise
             self._written[training] = set(tensors)
@@ -222,11 +223,11 @@ class Inputs:
 
 
 def shown_shapes(value: Any) -> str:
-    """Describe a value for people: shapes and dtypes of its tensors, or itself where it has none."""
+    """Describe a value in messages: shapes and dtypes of its tensors, or its repr if it has none."""
     return ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors_of(value)) or repr(value)
 
 
 def writes_to_a_leaf(error: StageError) -> bool:
-    """Whether torch has refused to change a tensor whose gradient is wanted."""
+    """Whether torch has refused to change a tensor that requires a gradient."""
     text = str(error.__cause__)
     return "leaf Variable that requires grad" in text and "in-place" in text

@@ -1,6 +1,6 @@
-"""The streams of a worker on an accelerator: of its lanes, and of copies; and the clock of what they do.
+"""The streams of a worker on an accelerator: its lanes' and the one for copies; and the clock of their work.
 
-Each lane has a stream. What it makes and another stream reads is handed over with an event:
+Each lane has a stream. A tensor that it computes and another stream reads is passed on with an event:
 
     lane's stream     F3 ── record(ready) ── F4 ─ ...
     reader's stream            └─ wait(ready) ── record_stream(tensors) ── reads
@@ -10,11 +10,12 @@ Weights, reference and updates of a stage are shared by its lanes. Their updates
     lane 0's stream   ... B7 ── U ── record(averaged) ── F0 of its next batch ...
     lane 1's stream   ... B7 ─────────└─ wait(averaged) ── U ── record(averaged) ...
 
-Where an update moves the weights of other lanes too (staleness 0), their next batch waits for that event as well.
-Updates from pipelines in other processes are a part of the chain, on the stream of the lane that applies them.
-A batch begins after what the caller's stream held then; the caller's stream waits for a lane when its batch's loss is
-read, and for no later one. Nothing else waits, and the host waits for nothing but that loss, by asking again and again:
-meanwhile it issues what else can run, and sees to it that no wait lasts for ever.
+If an update changes the weights of other lanes too (staleness 0), their next batch waits for that event as
+well. Updates from pipelines in other processes are a part of the chain, on the stream of the lane that
+applies them. A batch begins after the work on the caller's stream at that time; the caller's stream waits for
+a lane when its batch's loss is read, and for no later one. No other stream waits, and the host waits only for
+that loss, by
+polling: meanwhile it issues other steps, and ends the wait at the timeout.
 """
 
 from __future__ import annotations
@@ -34,27 +35,28 @@ from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, ready_o
 
 _log = logging.getLogger("avgpipe")
 
-_POOL = 32  # streams that torch has for a device; further ones are these again
+_POOL = 32  # streams that torch has for a device; further ones are reused
 
 
 _KEPT = 40_000  # rows of a clock
 
 
-_UNREAD = 512  # spans that a clock leaves unread before it looks which have ended
+_UNREAD = 512  # spans that a clock leaves unread before it checks which have ended
 
 
-_REBASE_MS = 10_000.0  # events tell the time between them in float32
+_REBASE_MS = 10_000.0  # events measure the time between them in float32
 
 
 @contextmanager
 def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
-    """Capture what the block issues on the current stream, instead of doing it; yields a graph, to be replayed later.
+    """Capture what the block issues on the current stream, instead of running it; yield the graph.
 
-    ``torch.cuda.graph`` does this too, but each time waits for the device, empties the allocator's cache, and forbids
-    all threads what a capture cannot bear, as if it were theirs.
+    ``torch.cuda.graph`` does this too, but waits for the device each time, empties the allocator's cache, and
+    forbids calls that break a capture in all threads, not only in its own.
 
     Args:
-        pool: the ``pool()`` of a graph after whose replay this one is always replayed, and which then shares memory.
+        pool: the ``pool()`` of a graph after which this one is always replayed, and with which it shares
+            memory.
     """
     graph = devices.backend.graph(device)
     shared = {} if pool is None else {"pool": pool}
@@ -62,7 +64,7 @@ def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
     try:
         yield graph
     except BaseException:
-        with suppress(RuntimeError):  # it says only that something went wrong
+        with suppress(RuntimeError):  # it reports only that something went wrong
             graph.capture_end()
         raise
     graph.capture_end()
@@ -87,7 +89,7 @@ class Streams:
         """
         idle = devices.backend.idle[self._device]
         self._of_lanes.append(idle.pop() if idle else devices.backend.Stream(self._device))
-        if len(self._of_lanes) == _POOL:  # with the one for copies there would be one too many
+        if len(self._of_lanes) == _POOL:  # the one for copies makes one too many
             _log.warning(
                 "a worker has %d lanes or more on %s, and torch %d streams for all of them: some lanes share one and "
                 "take turns; plan fewer pipelines or stages for a worker",
@@ -97,7 +99,7 @@ class Streams:
         return LaneStream(self._device, self._of_lanes[-1], averaged, moves_others, self.clock)
 
     def close(self) -> None:
-        """Leave the lanes' streams to whoever comes next, and with them what cuBLAS keeps for each: tens of MiB."""
+        """Give the lanes' streams, with cuBLAS's tens of MiB for each, back for reuse by the next worker."""
         devices.backend.idle[self._device] += self._of_lanes
         self._of_lanes.clear()
 
@@ -112,7 +114,7 @@ class LaneStream:
         self._clock, self._stream = clock, stream
 
     def begin(self, batch: ReadyOnEvent | None) -> None:
-        """Begin a batch after all that the caller's stream holds: weights that it loaded, inputs that it made."""
+        """Begin a batch after the work on the caller's stream: weights it loaded, inputs it computed."""
         self._stream.wait_stream(current_stream(self._device))
         if batch is not None:
             with self._stream:
@@ -122,17 +124,18 @@ class LaneStream:
     def step(
         self, place: Place | None, begins: bool, updates: bool, receive: Callable[[], None]
     ) -> Iterator[None]:
-        """Run here what the block issues.
+        """Issue the block's work on this stream.
 
         Args:
-            place: Stage, pipeline, batch, micro-batch and kind, for the clock; None: it is no part of training.
+            place: Stage, pipeline, batch, micro-batch and kind, for the clock; None: the step is no part of
+                training.
             begins: Whether it is the first step of a batch.
             updates: Whether it is a part of the chain of updates.
-            receive: Has the current stream wait for what the step needs; to the clock, that is no part of it.
+            receive: Makes the current stream wait for the step's inputs; the clock does not count this wait.
         """
         with self._stream:
             if updates or (begins and self._moves_others):
-                self._stream.wait_event(self._averaged)  # at once if it was never recorded
+                self._stream.wait_event(self._averaged)  # returns at once if it was never recorded
             receive()
             start = None if place is None else self._clock.mark(self._stream)
             yield
@@ -143,23 +146,24 @@ class LaneStream:
 
     @contextmanager
     def averaging(self) -> Iterator[None]:
-        """Run here what the block issues outside of any step, as a part of the chain of updates.
+        """Issue the block's work on this stream outside of any step, as a part of the chain of updates.
 
-        Where updates come from other processes, this is the only lane of its reference here: the chain is its stream.
+        If updates arrive from other processes, this is the only lane of its reference here: the chain is its
+        stream.
         """
         with self._stream:
             yield
 
     def wait_for(self, other: LaneStream) -> None:
-        """Do what comes next here after what the other lane has issued."""
+        """Order what this lane issues next after what the other lane has issued."""
         self._stream.wait_stream(other._stream)
 
     def issued(self) -> Any:
-        """Return the event that all that this lane has issued so far is done."""
+        """Return an event after all that this lane has issued so far."""
         return self._stream.record_event()
 
     def end(self, issued: Any = None) -> None:
-        """Let the caller's stream go on after what this lane had ``issued`` then; by default, after all of it."""
+        """Make the caller's stream wait for what this lane had ``issued`` then; by default, for all of it."""
         current_stream(self._device).wait_event(self.issued() if issued is None else issued)
 
 
@@ -170,14 +174,14 @@ class Copies:
         self._device, self._stream = device, devices.backend.Stream(device)
 
     def start(self, value: Any) -> ReadyOnEvent:
-        """Begin to copy a pytree to the device; the host goes on at once."""
+        """Begin to copy a pytree to the device, without blocking the host."""
         with self._stream:
             return ready_on_event(pytree.tree_map(self._copy, value), self._device)
 
     def _copy(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or on_accelerator(leaf):
             return leaf
-        # The pinned copy may die at once: torch's host allocator keeps it until the stream has read it.
+        # The pinned copy may be freed at once: torch's host allocator keeps it until the stream has read it.
         return devices.backend.pinned(leaf).to(self._device, non_blocking=True)
 
 
@@ -188,7 +192,7 @@ Row = tuple[int, int, int, int, str, float, float, str]
 
 
 class DeviceClock:
-    """Records when the device did what, on the clock of time.perf_counter. Events are used again once they are read."""
+    """Records the device's work on the clock of time.perf_counter. Events are reused once they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -198,7 +202,7 @@ class DeviceClock:
         self._calibrate()
 
     def mark(self, stream: Any) -> Any:
-        """Return an event that is recorded now."""
+        """Return an event recorded now."""
         if not self._free and len(self._unread) >= _UNREAD:
             self._read(waits=False)
         event = self._free.pop() if self._free else devices.backend.Event(self._device, enable_timing=True)
@@ -209,13 +213,13 @@ class DeviceClock:
         self._unread.append((place, start, end))
 
     def rows(self) -> list[Row]:
-        """Return all that was noted; waits until the device has done it."""
+        """Return all spans that were noted; waits until the device has completed them."""
         self._read(waits=True)
         self._calibrate()  # the two clocks drift apart
         return list(self._rows)
 
     def ended(self) -> deque[Row]:
-        """Return what was noted and has ended; nobody waits."""
+        """Return the noted spans that have ended, without waiting."""
         self._read(waits=False)
         return self._rows
 

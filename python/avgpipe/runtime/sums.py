@@ -1,4 +1,4 @@
-"""What a stage adds up with others: gradients with its replicas, and those of parameters that stages share."""
+"""A stage's sums with others: gradients with its replicas, and those of parameters that stages share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Sums:
     """Runs one stage's steps of these sums; the arguments are those of :class:`avgpipe.runtime.update.Update`.
 
     Args:
-        wire_dtype: in which gradients of shared parameters travel; None keeps theirs.
+        wire_dtype: the dtype in which gradients of shared parameters are sent; None keeps theirs.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Sums:
         if self._group_sum is not None:
             part["grads"] = None
         for peer in self._route.peers:
-            # copies: the sums are written over these before a neighbour in this process has read them
+            # copies: the sums overwrite these before a neighbour in this process has read them
             copy = tree_map_only(torch.Tensor, torch.clone, part)
             self._port.send(Message.REPLICA_PART, peer, step.batch, step.micro_batch, copy)
         if self._group_sum is not None:
             self._group_sum.complete(step.batch)
 
     def _sum_replicas(self, state: BatchState, step: Step) -> None:
-        """Take over the sums; what no replica has is zero."""
+        """Take the sums of all replicas; a parameter without a gradient in any has none."""
         parts = {self._route.replica: self._part(state)}
         for key in step.needs:
             message = self._port.take(key)
@@ -75,7 +75,7 @@ class Sums:
                 parts[key.source] = message
                 if (statistics := self._trained.stage.statistics) is not None:
                     statistics.add(step.batch, message["moments"])
-        ordered = [part for _, part in sorted(parts.items())]  # all replicas add up alike
+        ordered = [part for _, part in sorted(parts.items())]  # all replicas sum in the same order
         losses = [part["loss"] for part in ordered if part["loss"] is not None]
         if losses:
             told = [Metrics(*part["metrics"]) for part in ordered if "metrics" in part]
@@ -100,16 +100,16 @@ class Sums:
         grads = self._trained.arena.local_grads()
         for p in self._travels:
             if (grad := grads[p]) is not None:
-                # as the others get it, or sums would differ from stage to stage
+                # rounded as the others receive it, or sums would differ from stage to stage
                 grad.copy_(grad.to(self._narrow))
         for other, mine in self._shared.items():
             for to in self._route.placement.receivers_of(self._route.replica, other):
-                # a copy: the sum is written over these before a neighbour in this process has read them
+                # a copy: the sum overwrites these before a neighbour in this process has read them
                 copies = [None if (grad := grads[p]) is None else grad.clone() for p in mine]
                 self._port.send(Message.TIED_GRADIENTS, to, step.batch, step.micro_batch, copies)
 
     def _on_several_ranks(self) -> set[int]:
-        """Return the parameters of this stage whose holders are not all at one rank; all of them find the same."""
+        """Return this stage's parameters whose holders are on several ranks; all holders find the same."""
         placement, stage = self._route.placement, self._route.stage
         ranks = {
             k: {placement.rank_of(n) for n in placement.replicas_of(k, self._route.pipeline)}

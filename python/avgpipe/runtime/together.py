@@ -1,8 +1,9 @@
-"""What a function makes of a model's parameters all together, beside what it makes of each stage's.
+"""Compares what an optimizer function does with all of a model's parameters and with each stage's.
 
-A pipeline has an optimizer for each stage, of copies of the stage's parameters. One device has a single one, of all of
-them, which the caller's function may count on: it may choose groups by a parameter's place in the list, or know the
-parameters of its own model; and a step may depend on all gradients, as by their norm.
+A pipeline has an optimizer for each stage, of copies of the stage's parameters. One device has a single one,
+of all parameters, and the caller's function may rely on that: it may choose groups by a parameter's position
+in the list, or by identity with its own model's parameters; and a step may depend on all gradients, as by
+their norm.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ _log = logging.getLogger("avgpipe")
 
 Groups = Mapping[str, Mapping[str, Any]]  # by name of a parameter, the options of its group
 
-_SIDE = 3  # elements of a stand-in along each dimension, at most
+_SIDE = 3  # elements of a substitute along each dimension, at most
 _STEPS = 2
-_TOLERANCE = 1e-2  # of a step: where operators work through several tensors at once, rounding differs
+_TOLERANCE = 1e-2  # of a step: operators that process several tensors at once round differently
 
 
 def groups_of_whole(function: OptimizerFn, parameters: Mapping[str, torch.Tensor]) -> Groups:
-    """Return the groups of one optimizer of the caller's own parameters; none where the function makes none of them.
+    """Return the groups of one optimizer of all the caller's parameters; empty if the function fails on them.
 
-    ValueError for one that has other tensors beside them.
+    ValueError if it has other tensors beside them.
     """
     try:
         with _generators_kept(parameters.values()):
             made = _made(function, list(parameters), list(parameters.values()))
             found = groups_of(made, parameters)
-    except Exception:  # of any kind, of the caller's code: on each stage it will say so in training
+    except Exception:  # of any kind, from the caller's code: each stage raises it in training
         return {}
     check_whose(made, parameters)
     return found
@@ -69,7 +70,7 @@ def _plain(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_whose(made: Sequence[torch.optim.Optimizer], parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError for an optimizer that would step other tensors than these: nothing would be trained."""
+    """Raise ValueError for an optimizer of other tensors than these: nothing would be trained."""
     known = {id(p) for p in parameters.values()}
     memory = {_address(p) for p in parameters.values()}
     for one in made:
@@ -89,14 +90,14 @@ def check_whose(made: Sequence[torch.optim.Optimizer], parameters: Mapping[str, 
 
 
 def _address(p: torch.Tensor) -> int | None:
-    """Where a tensor lies, None if it has no memory of its own; views of a parameter may stand for it."""
+    """Return the address of a tensor's memory, None without one; views of a parameter may represent it."""
     if type(p) not in (torch.Tensor, nn.Parameter) or p.layout != torch.strided:
         return None
     return p.untyped_storage().data_ptr() or None
 
 
 def check_groups(found: Groups, of_whole: Groups) -> None:
-    """Raise ValueError for a parameter that has other options on its stage than in the whole model."""
+    """Raise ValueError for a parameter with other options on its stage than in the whole model."""
     for name, own in found.items():
         expected = of_whole.get(name, own)
         different = [key for key in own if key in expected and own[key] != expected[key]]
@@ -114,14 +115,14 @@ def check_groups(found: Groups, of_whole: Groups) -> None:
 def warn_of_steps(
     function: OptimizerFn, stages: Sequence[Sequence[str]], parameters: Mapping[str, torch.Tensor]
 ) -> None:
-    """Warn of an optimizer whose step of a parameter depends on the others that it has.
+    """Warn of an optimizer whose step of a parameter depends on its other parameters.
 
-    It makes steps of small stand-ins for the parameters, all together and stage by stage. Torch's own optimizers are
-    known not to, unless they have hooks.
+    It steps small substitutes for the parameters, all together and stage by stage. Torch's own optimizers are
+    known not to depend on others, unless they have hooks.
 
     Args:
         function: of the caller.
-        stages: names of each one's parameters.
+        stages: names of each stage's parameters.
         parameters: by name.
     """
     own = [[name for name in names if name in parameters] for names in stages]
@@ -134,7 +135,7 @@ def warn_of_steps(
             for names in own:
                 if names:
                     apart |= _stepped(function, names, kept)
-    except Exception:  # of any kind, of the caller's code: an optimizer may want more than a few elements
+    except Exception:  # of any kind, from the caller's code: an optimizer may need more than a few elements
         return
     for name, moved in together.items():
         if not torch.allclose(moved, apart[name], rtol=_TOLERANCE, atol=1e-12, equal_nan=True):
@@ -151,7 +152,7 @@ def warn_of_steps(
 def _stepped(
     function: OptimizerFn, names: Sequence[str], parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return, by name, how far steps of one optimizer move stand-ins, float64."""
+    """Return, by name, the change of each substitute by the steps of one optimizer, float64."""
     numbers = {name: n for n, name in enumerate(parameters)}
     given = [_stand_in(numbers[name], parameters[name]) for name in names]
     before = [p.detach().clone() for p in given]
@@ -162,7 +163,7 @@ def _stepped(
     if all(map(_is_known, made)):
         return {name: torch.zeros(0) for name in names}
     for step in range(_STEPS):
-        for name, p in zip(names, given):  # larger than what limits are made for
+        for name, p in zip(names, given):  # above the usual limits of clipping
             p.grad = torch.full_like(p, float((1 + step) * (1 + numbers[name] % 3)))
         for one in made:
             one.step()
@@ -176,7 +177,7 @@ def _is_known(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _stand_in(number: int, parameter: torch.Tensor) -> nn.Parameter:
-    """Return a small parameter in the place of one, the same for the same number."""
+    """Return a small substitute for a parameter, the same for the same number."""
     draw = torch.Generator().manual_seed(number)
     shape = [min(size, _SIDE) for size in parameter.shape]
     device = torch.device("cpu") if parameter.is_meta else parameter.device

@@ -1,4 +1,4 @@
-"""One pipeline's copy of one stage: its layers, their weights in flat buffers, and the optimizer that moves them."""
+"""One pipeline's copy of one stage: its layers, their weights in flat buffers, and the optimizer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from avgpipe.runtime.requirements import check_dense, check_modes
 from avgpipe.runtime.stage import Stage
 from avgpipe.schedule.row import Version
 
-if TYPE_CHECKING:  # it imports what takes long, and few need
+if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
     from avgpipe.elastic.ema import MovingAverage
     from avgpipe.elastic.versions import Versions
@@ -33,14 +33,14 @@ class TrainedStage:
     """A stage that one pipeline trains.
 
     Args:
-        reference: None when there is one pipeline: its weights are then themselves what is evaluated and saved.
+        reference: None with one pipeline: then its own weights are evaluated and saved.
         versioned: whether batches run on older weights than the newest.
-        correction: of the steps that their gradients make.
-        delay: how many updates these are late, but for the first ``warmup_rounds`` batches.
-        loss_scale: of a last stage, where losses are scaled.
+        correction: of the steps with their late gradients.
+        delay: how many updates these are late, except in the first ``warmup_rounds`` batches.
+        loss_scale: of a last stage, if losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
-        ema: an average of the weights over updates; None where there is none, or the reference keeps it.
-        prepared: what the caller has made of the stage, if it has.
+        ema: an average of the weights over updates; None without one, or if the reference keeps it.
+        prepared: the stage as ``prepare_stage`` has changed it; None without that option.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainedStage:
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
-        self._modes: list[Any] = []  # optimizers that keep other weights for evaluation than for training
+        self._modes: list[Any] = []  # optimizers with other weights for evaluation than for training
         if arena.parameters:
             inner = self.optimizer = optimizer(arena.parameters)
             self._modes = with_modes(inner)
@@ -105,7 +105,7 @@ class TrainedStage:
 
     @property
     def arena(self) -> Arena:
-        """Weights and gradients after all steps; one that waits for the round's others is done now."""
+        """Weights and gradients after all steps; performs a step that waits for others of the round."""
         if self.elastic is not None:
             self.elastic.complete()
         return self._arena
@@ -116,11 +116,11 @@ class TrainedStage:
         if self.optimizer is None:
             return None
         lr = self.optimizer.param_groups[0].get("lr")
-        return lr.clone() if isinstance(lr, torch.Tensor) else lr  # a schedule would go on changing it
+        return lr.clone() if isinstance(lr, torch.Tensor) else lr  # a schedule would keep changing it
 
     @property
     def bytes(self) -> int:
-        """Bytes of weights, as many of gradients, and optimizer state."""
+        """Bytes of weights, gradients (equally many) and optimizer state."""
         state = self.optimizer.state.values() if self.optimizer is not None else ()
         tensors = [t for of in state for t in of.values() if isinstance(t, torch.Tensor)]
         older = self.versions.bytes if self.versions is not None else 0
@@ -137,11 +137,11 @@ class TrainedStage:
         return self.elastic is None or self.elastic.settled
 
     def has_made(self, version: int) -> bool:
-        """Whether the weights have seen as many updates, as far as versions are counted."""
+        """Whether the weights include this many updates, as far as versions are counted."""
         return self.versions is None or version <= self.versions.newest
 
     def take_grads(self) -> list[torch.Tensor | None]:
-        """Take the parameters' gradients away from them."""
+        """Remove the parameters' gradients and return them."""
         grads = [p.grad for p in self._arena.parameters]
         self._arena.drop_grads()
         return grads
@@ -156,7 +156,7 @@ class TrainedStage:
                 torch._foreach_mul_(grads, factor)
             return
         for grad in self.arena.grads:
-            # a gradient of 16 bits is not multiplied with a factor of as few
+            # a gradient of 16 bits is not multiplied by a factor of 16 bits
             grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
 
     def zero_grads(self) -> None:
@@ -175,17 +175,17 @@ class TrainedStage:
 
     @property
     def updates(self) -> int:
-        """How many the weights have seen, as far as versions are counted."""
+        """How many updates the weights include, as far as versions are counted."""
         return self.versions.newest if self.versions is not None else 0
 
     def show(self, version: Version) -> None:
-        """Have the layers compute with this version of the weights, where there are several."""
+        """Make the layers compute with this version of the weights, if there are several."""
         if self.versions is not None:
             self.versions.show(version)
 
     @property
     def reference_update(self) -> list[torch.Tensor] | None:
-        """What the last step has added to the reference; None if it was not the last of a period."""
+        """The last step's update of the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
     def step(
@@ -195,7 +195,7 @@ class TrainedStage:
 
         ``needed``: the versions of the weights that other batches need. ``skips``: a step without gradients, which
         counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline of a round does the
-        work of all, in one pass over memory where that is possible; until then the replica is not ``settled``.
+        work of all, in one pass over memory if possible; until then the replica is not ``settled``.
         """
         arena = self._arena
         if self.loss_scale is not None:
@@ -224,7 +224,7 @@ class TrainedStage:
             arena.drop_grads()
 
     def idle(self) -> None:
-        """Let a step pass for which other pipelines alone have a batch, so that all keep step with each other."""
+        """Count a step in which only other pipelines have a batch, so that all have equally many steps."""
         if self.elastic is not None:
             self.elastic.idle()
         if self.lr_scheduler is not None:
@@ -241,11 +241,11 @@ class TrainedStage:
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Have the weights inside that the optimizer has for evaluation, where these are others."""
+        """Use the optimizer's weights for evaluation inside, if it has such."""
         if not self._modes:
             yield
             return
-        # There and back again is not the same in every bit, and an evaluation leaves training as it was.
+        # Swapping there and back changes some bits, and an evaluation must leave training unchanged.
         kept = [flat.clone() for flat in self._arena.weights]
         for one in self._modes:
             one.eval()
@@ -259,11 +259,11 @@ class TrainedStage:
 
     @property
     def keeps_weights(self) -> bool:
-        """Whether the optimizer's state has weights in it by now, as that of a schedule-free one."""
+        """Whether the optimizer's state has weights in it by now, like that of a schedule-free one."""
         return self.has_modes and self.optimizer is not None and any(self.optimizer.state.values())
 
     def replaced(self) -> None:
-        """Go on with weights that were replaced; no batch is in flight."""
+        """Continue with weights that were replaced; no batch is in flight."""
         if self.versions is not None:
             self.versions.restore({})
         if self.elastic is not None:
@@ -280,9 +280,9 @@ class TrainedStage:
     def inference(
         self, weights: Sequence[torch.Tensor] | None, buffers: Mapping[str, torch.Tensor] | None = None
     ) -> Iterator[None]:
-        """Be in evaluation mode inside, on the flat ``weights`` (None: its own), with carried state set aside.
+        """Use evaluation mode inside, on the flat ``weights`` (None: its own), with carried state set aside.
 
-        Forwards run without gradients if their caller says so. ``buffers`` stand in for its own of these names.
+        The caller decides whether forwards run without gradients. ``buffers`` replace its own of these names.
         """
         carries = self.stage.carries
         kept = [c.values for c in carries]
@@ -304,9 +304,9 @@ class TrainedStage:
 
     @contextmanager
     def _reading(self, buffers: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Give buffers other values inside the block; no bytes are moved."""
+        """Give buffers other values inside the block, without copying."""
         mine = self.buffers()
-        own = [(mine[name], mine[name].data) for name in buffers]  # of shared ones all names have the same
+        own = [(mine[name], mine[name].data) for name in buffers]  # all names of a shared one have the same
         for name, value in buffers.items():
             mine[name].data = value
         try:

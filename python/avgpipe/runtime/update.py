@@ -1,8 +1,8 @@
-"""What a stage does between a batch's last backward and the next forwards; see :class:`StepKind` for the steps.
+"""The steps of a stage between a batch's last backward and the next forwards; see :class:`StepKind` for them.
 
-Replicas of a stage add up gradients, loss and statistics. Between processes torch.distributed adds up the gradients,
-bucket after bucket while the last backward still computes those of the layers before; the rest is small and travels by
-message. Within a process all of it does.
+Replicas of a stage sum gradients, loss and statistics. Between processes torch.distributed sums the
+gradients, bucket after bucket while the last backward still computes those of earlier layers; the rest is
+small and is sent as messages. Within a process everything is.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning
-# Before these, gradients are multiplied with what was not known before all backwards.
+# Before these steps, gradients are multiplied by factors that are known only after all backwards.
 SCALING = StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE
 
 
@@ -38,17 +38,18 @@ class Update:
     """Runs one stage's steps of an update.
 
     Args:
-        shared: for every other stage, which of this stage's parameters it holds too: indices into its flat buffers'
-            parameters, in an order that both agree on.
-        group_sum: sums gradients over ranks; None where the stage's replicas are all in this process.
-        names: of the parameters, where it is said which have no gradient in the first batch.
-        isolated: the pipelines of other processes, where they are isolated.
+        shared: for every other stage, the parameters of this stage that it holds too: indices into its flat
+            buffers' parameters, in an order that both use.
+        group_sum: sums gradients over ranks; None if the stage's replicas are all in this process.
+        names: of the parameters, if those without a gradient in the first batch are to be reported.
+        isolated: the pipelines of other processes, if they are isolated.
 
     Attributes:
-        share_factor: returns what the gradient of a share of a batch is multiplied with; None: what its outcome says.
-        divides_alone: whether nobody here knows what the other pipelines have of batches that they share.
-        squared_norm: returns the square of the norm of a batch's gradient here, float64 [], but for parameters of these
-            numbers.
+        share_factor: returns the factor on the gradient of a share of a batch; None: the one in its outcome.
+        divides_alone: whether this process does not know the other pipelines' counts in batches that they
+            share.
+        squared_norm: returns the square of the norm of a batch's gradient here, float64 [], without the
+            parameters of these numbers.
     """
 
     def __init__(
@@ -71,9 +72,9 @@ class Update:
         self._trained, self._route, self._port = trained, route, port
         self._group_sum, self._notice = group_sum, notice
         limit = options.clip_grad_norm
-        self._limit = None if limit == math.inf else limit  # which asks for the norm alone
+        self._limit = None if limit == math.inf else limit  # infinity asks for the norm without clipping
         self._on_cpu = not has_streams(trained.stage.device)
-        # Gradients with infinities or NaN, on whichever stage, are dropped; and all traces of their batch.
+        # Gradients with infinities or NaN, on any stage, are dropped, with all effects of their batch.
         self._skips = options.skips
         self._forgets = options.skip_nonfinite
         self.skipped = 0  # updates
@@ -101,9 +102,9 @@ class Update:
             self._sums.perform(state, step)
 
     def scale(self, state: BatchState) -> None:
-        """Multiply the gradients, once, with what was not known before all backwards, if there is such a thing.
+        """Multiply the gradients, once, by the factors that are known only after all backwards, if any.
 
-        Then they are what one device has, and the caller's hooks may see them.
+        After that they equal those of one device, so the caller's hooks may run on them.
         """
         if state.grads_are_scaled:
             return
@@ -114,10 +115,10 @@ class Update:
             if self.divides_alone and state.counts:
                 self.divides_alone = False
                 _log.warning(
-                    "loss_fn returns (sum, count), and pipelines with workers of their own do not tell each other what "
-                    "they count: each divides by the count of its share of a batch, unlike one device where shares "
-                    "count unequally. Let loss_fn return the mean, and give loss_weight, which says of targets what "
-                    "they count"
+                    "loss_fn returns (sum, count), and pipelines with workers of their own do not exchange their "
+                    "counts: each divides by the count of its share of a batch, unlike one device if shares "
+                    "count unequally. Let loss_fn return the mean, and give loss_weight, which returns the count of "
+                    "targets"
                 )
             factor = self.share_factor(state)
             self._trained.scale_grads(state.outcome[1] * shares if factor is None else factor)
@@ -158,19 +159,19 @@ class Update:
             self._isolated.tell(state)
             return
         weights = state.work.weights
-        if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum goes on
+        if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum acts
             self._trained.zero_grads()
         elif self._unseen:
             self._name_those_without_gradients(step.batch)
         norm = state.norm
-        if self._notice.watches and self._on_cpu:  # a device would have to be waited for
+        if self._notice.watches and self._on_cpu:  # on a device, the host would have to wait
             self._watch(state, step)
         skips = norm is not None and self._skips and not bool(norm.isfinite())
         if norm is not None and self._limit is not None and not skips:
-            # as clip_grad_norm_ of torch
+            # like clip_grad_norm_ of torch
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
         self.skipped += skips
-        self._port.sent_at = None  # the norm is passed on before the step, which is no sending
+        self._port.sent_at = None  # passing on the norm before the step is not counted as sending
         state.lr = self._trained.lr
         self._trained.step(step.batch, needed, skips, self._forgets)
         state.updated = True

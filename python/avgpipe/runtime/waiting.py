@@ -1,4 +1,4 @@
-"""Waits for messages of other workers, and what a worker says when none comes."""
+"""Waits for messages of other workers, and raises an error that describes the wait when none arrives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Waiting:
         self._mailbox, self._world, self._placement = mailbox, world, placement
 
     def named(self, keys: Sequence[Key]) -> str:
-        """Say in words what is awaited."""
+        """Name the awaited messages in words."""
         if not keys:
             return "the other pipelines of this worker to finish their round of averaging"
         key, name = keys[0], self._placement.name
@@ -36,10 +36,10 @@ class Waiting:
         awaited: Callable[[], Sequence[Key]] | None,
         complains: Callable[[], bool],
     ) -> None:
-        """Wait as :meth:`avgpipe.runtime.scheduler.Scheduler.wait_for` says.
+        """Wait as :meth:`avgpipe.runtime.scheduler.Scheduler.wait_for` describes.
 
-        ``complains``: at the limit, has somebody else see to it that what is awaited comes, or need not come; False if
-        nobody will.
+        ``complains``: called at the timeout; reports the missing messages to a process that will send them or
+        cancel the wait. False if there is none.
         """
         if awaited is None:
             awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
@@ -53,8 +53,8 @@ class Waiting:
             raise self._final_loss(loss) from None
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
-        """Prefer the first report: the first connection to break may belong to a rank that itself only follows."""
-        deadline = time.monotonic() + (0.0 if is_replaceable() else 1.0)  # nobody is blamed who is replaced
+        """Prefer the first report: the first broken connection may be to a rank that only failed in turn."""
+        deadline = time.monotonic() + (0.0 if is_replaceable() else 1.0)  # a replaced rank needs no report
         while (first := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return first or loss
@@ -65,7 +65,7 @@ class Waiting:
             return head
         rank = self._placement.rank_of(keys[0].source)
         seen = [self._world.last_seen(rank)]
-        # That rank may wait too, for another one: where the chain ends, something else is done, or hangs.
+        # That rank may wait too, for another one: the rank at the end of the chain is busy, or hangs.
         others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
         waits = "waiting for"
         seen += [text for text in map(self._world.last_seen, others) if waits not in text][:_DESCRIBED_RANKS]

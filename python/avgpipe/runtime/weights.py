@@ -16,7 +16,7 @@ from avgpipe.runtime.worker import Worker
 
 
 def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, torch.Tensor]:
-    """Copy all under the unsplit model's names, in its order, on every rank. Buffers of the reference are averages."""
+    """Copy all tensors, in the model's order, on every rank. The reference's buffers are averages."""
     found: dict[str, torch.Tensor] = {}
     pipeline = which if isinstance(which, int) else worker.placement.evaluates
     for k in range(model.stages):
@@ -26,7 +26,7 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
     state: Any = OrderedDict(
         (name, found[name] if name in found else model.unused[name].clone()) for name in model.names
     )
-    # Some modules refuse to load what does not say of which version it is. A copy, as load_state_dict writes in it.
+    # Some modules refuse to load a state without their version. A copy, as load_state_dict writes in it.
     state._metadata = {name: dict(version) for name, version in model.versions.items()}
     return state  # type: ignore[no-any-return]
 
@@ -34,7 +34,7 @@ def gather_state(model: Model, worker: Worker, which: str | int) -> dict[str, to
 def _gather_stage(
     model: Model, worker: Worker, which: str | int, k: int, replica: int
 ) -> dict[str, torch.Tensor]:
-    """Copy all of a stage, whose flat weights ``replica`` has."""
+    """Copy all tensors of a stage, whose flat weights ``replica`` has."""
     placement = worker.placement
     layout, source = Layout(model.shapes[k], worker.device), placement.rank_of(replica)
     held = replica in worker.held
@@ -56,7 +56,7 @@ def _gather_stage(
 def _broadcast_state(
     worker: Worker, k: int, pipeline: int, instead: Mapping[str, torch.Tensor] = MappingProxyType({})
 ) -> dict[str, torch.Tensor]:
-    """Return :func:`stage_state` of a stage of a pipeline, on every rank; who holds it gives some ``instead``."""
+    """Return a pipeline's :func:`stage_state`, on every rank; its holder replaces some by ``instead``."""
     replica = worker.placement.replicas_of(k, pipeline)[0]
     if replica in worker.held:
         own = {**stage_state(worker, replica, pipeline), **instead}
@@ -78,12 +78,12 @@ def stage_state(worker: Worker, replica: int, pipeline: int) -> dict[str, torch.
 def average(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the mean of replicas' values.
 
-    Counters and other whole numbers are those of the first. Values that agree stay what they are, and tensors with more
-    infinities and NaN than others have do not count.
+    Integers, such as counters, are those of the first. Values that agree stay unchanged, and tensors with
+    more infinities and NaN than others do not count.
     """
     if not tensors[0].is_floating_point() or len(tensors) == 1:
         return tensors[0].detach().clone()
-    # Without those of replicas that have come to infinities or NaN. A mask has as many in all of them.
+    # Leave out replicas that have reached infinities or NaN. A mask has equally many in all of them.
     bad = [int(t.detach().isfinite().logical_not().sum()) for t in tensors]
     tensors = [t for t, count in zip(tensors, bad) if count == min(bad)]
     first = tensors[0].detach().clone()
@@ -94,7 +94,7 @@ def average(tensors: list[torch.Tensor]) -> torch.Tensor:
 def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
     """Return floating-point buffers of the reference of a stage, by their names in it, if they are averages.
 
-    Empty where the stage is not. Every rank calls this: dedicated pipelines must tell each other.
+    Empty on ranks without the stage. Every rank calls this: dedicated pipelines must exchange their buffers.
     """
     placement = worker.placement
     if worker.others is not None:
@@ -115,7 +115,7 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
 
 
 def told_average(worker: Worker, replica: int) -> dict[str, torch.Tensor]:
-    """Return the averages of what isolated pipelines have told last of a stage's buffers, by their names in it."""
+    """Return the averages of the stage's buffers that isolated pipelines published last, by local name."""
     assert worker.others is not None
     states = worker.others.buffers(replica)
     return {name: average([told[name] for told in states]).to(worker.device) for name in states[0]}

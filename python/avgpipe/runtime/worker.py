@@ -1,4 +1,4 @@
-"""The part of a pipeline that one process runs: its stage replicas, their lanes, and the links to others."""
+"""The part of a pipeline that one process runs: its stage replicas, their lanes, and its links."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.streams import LaneStream, Streams
 
-_PATIENCE_S = 0.5  # for which others may need what was sent by a worker that is not made after all
+_PATIENCE_S = 0.5  # for other ranks to receive messages of a worker whose construction failed
 
 
 class Running(AbstractContextManager[CallerModes]):
-    """What :meth:`Worker.running` returns."""
+    """Context manager that :meth:`Worker.running` returns."""
 
-    # No generator, which takes longer: a batch enters several of these.
+    # Not a generator, which is slower: a batch enters several of these.
 
     def __init__(self, worker: Worker, harmless: type[Exception] | tuple[()]) -> None:
         self._worker, self._harmless, self._modes = worker, harmless, CallerModes()
@@ -73,23 +73,24 @@ class Running(AbstractContextManager[CallerModes]):
 
 
 class Worker:
-    """What a process holds of a pipeline, ready to run.
+    """What one process holds and runs of a pipeline.
 
     Attributes:
         held: the numbers of its stage replicas.
-        evaluated: batches that passed in evaluations so far.
+        evaluated: number of batches evaluated so far.
         trained: by replica and pipeline.
-        references: by replica; None where a lone pipeline has nobody to agree with.
-        emas: by replica, the average of its reference's weights, or a lone pipeline's; empty without ``ema_decay``.
+        references: by replica; None if the only pipeline has no other to average with.
+        emas: by replica, the average over time of the reference's weights, or of a lone pipeline's; empty
+            without ``ema_decay``.
         lanes: by replica and pipeline.
         others: the other pipelines; None unless they are isolated.
-        preemption: whether its ranks are to stop.
-        alike: compares what its ranks are given.
+        preemption: whether the ranks must stop.
+        alike: compares the batches of all ranks.
         audit: compares the stages with the model, on the first rank.
-        outside: what recorded layers take for constants.
-        rows: one for each pipeline on each worker of the plan that this process is.
-        pace: of this process; None where it is the only one.
-        is_sharded: whether some stage, of whichever process, has parameters that are DTensors.
+        outside: the values outside of the model that recorded layers treat as constants.
+        rows: one for each pipeline on each worker of the plan that this process runs.
+        pace: of this process; None if it is the only one.
+        is_sharded: whether some stage, on any process, has parameters that are DTensors.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Worker:
         world: World,
         join: Callable[[Worker], Others] | None = None,
     ) -> None:
-        """``join``: of isolated pipelines, connects a worker whose stages are made with the others."""
+        """``join``: for isolated pipelines, connects the worker, with its stages made, to the others."""
         options, device = spec.options, spec.device
         self.spec, self.world, self.placement = spec, world, placement
         self.device, self.model = device, spec.model
@@ -135,7 +136,7 @@ class Worker:
             for replica, i in self.trained:
                 self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
             self.is_sharded = options.prepare is not None and self._agree_on_forms()
-        except BaseException:  # of the caller's functions, too
+        except BaseException:  # also from the caller's functions
             # threads inside gloo would abort the process at its end
             self._links.close(_PATIENCE_S)
             if self.others is not None:
@@ -166,12 +167,12 @@ class Worker:
 
     @property
     def place(self) -> dict[str, Any]:
-        """What this process is, as faults name it."""
+        """Return what faults call this process: its rank, stages and pipelines."""
         stages, pipelines = {self.placement.stage_of(n) for n in self.held}, {i for _, i in self.lanes}
         return {"rank": self.world.rank, "stage": stages, "pipeline": pipelines}
 
     def look(self, batch: int, given: Sequence[tuple[Any, Any]]) -> None:
-        """Look whether the batch is the others', too, and whether stages compute on it what the model does."""
+        """Check that all ranks have the same batch, and that the stages compute what the model does."""
         self.alike.batch(batch, *zip(*given))
         self._check_outside()
         for inputs, _ in given:
@@ -182,8 +183,8 @@ class Worker:
     def _check_outside(self) -> None:
         if self.outside is not None and (name := self.outside.changed()) is not None:
             raise ValueError(
-                f"{name!r}, which the model's forward reads, is another one now than when the forward was recorded, "
-                "and stages go on with what it was then. Pass a list of layers, whose forwards read it each time, or "
+                f"{name!r}, which the model's forward reads, has changed since the forward was recorded, and stages "
+                "keep using the old value. Pass a list of layers, whose forwards read it each time, or "
                 'keep it in a buffer of the model. check="off" leaves this out'
             )
 
@@ -192,11 +193,11 @@ class Worker:
         return self._links.bell_place()
 
     def rows_of(self, pipeline: int) -> list[PipelineRow]:
-        """Return this process's rows of a pipeline; none where dedicated pipelines have other workers."""
+        """Return this process's rows of a pipeline; none if a dedicated pipeline has other workers."""
         return [row for row in self.rows if row.pipeline == pipeline]
 
     def shared_values(self) -> list[tuple[str, str]]:
-        """Return the SHA-256 of what this process's stages hold together with others, by name."""
+        """Return the SHA-256 of each tensor that this process's stages share with other stages, by name."""
         return [
             row
             for (replica, _), trained in self.trained.items()
@@ -242,22 +243,22 @@ class Worker:
         return self.world.connect(lambda: sum_group(cast("Met", self.world), ranks, self.device, backend))
 
     def _build_all(self, layers: Sequence[nn.Module]) -> None:
-        """Make the stages of this process. What one rank refuses, as of its optimizer, all ranks do."""
+        """Make this process's stages. An error on one rank, as of its optimizer, is raised on all ranks."""
         refusal = None
         try:
             for replica in self.held:
                 self._build(replica, layers)
-        except Exception as error:  # of the caller's functions, too
+        except Exception as error:  # also from the caller's functions
             refusal = error
         texts: list[str | None] = []
-        # A lost rank is found in the first batch, too, which may have a spare for it.
+        # A lost rank is also found in the first batch, in which a spare may replace it.
         with suppress(PeerLost, PipelineTimeout):
             texts = self.world.gather(None if refusal is None else str(refusal))
         try:
             if refusal is not None:
                 raise refusal
         finally:
-            del refusal  # its traceback has this frame
+            del refusal  # its traceback refers to this frame
         for rank, text in enumerate(texts):
             if text is not None:
                 raise ValueError(f"{self.world.name(rank)} cannot make its part of the pipeline: {text}")
@@ -295,7 +296,7 @@ class Worker:
         given = trainable_parameters(nn.ModuleList(own))
         hooks = [list((p._backward_hooks or {}).values()) for p in given]
         first_here = placement.replicas_of(k)[r]
-        same = self.references.get(first_here)  # of dedicated pipelines that are all here
+        same = self.references.get(first_here)  # if dedicated pipelines are all in this process
         ema = self.emas.get(first_here)
         if options.ema_decay is not None:
             from avgpipe.elastic.ema import MovingAverage
@@ -322,7 +323,7 @@ class Worker:
             )
 
     def _agree_on_forms(self) -> bool:
-        """Refuse parameters that stages share in different forms; return whether any is sharded, on any rank."""
+        """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
         forms: dict[str, str] = {}
         for (replica, _), trained in self.trained.items():
             names = self.model.trainable[self.placement.stage_of(replica)]
@@ -350,7 +351,7 @@ class Worker:
         """Make the reference of a stage replica that the pipelines ``here`` train."""
         plan = self._plan
         if plan.pipelines == 1 or not arena.parameters:
-            return None  # a lone pipeline has nobody to agree with
+            return None  # a lone pipeline has none to average with
         rule = plan.rule or ""
 
         def steps(flats: list[torch.Tensor]) -> torch.optim.Optimizer:
@@ -405,7 +406,8 @@ class Worker:
             port,
             Compute(trained, route, options, port, group_sum),
             update,
-            # A batch that runs on the newest version needs it at once; and sums of replicas use the same memory again.
+            # A batch on the newest version needs the update at once; and the sums of replicas reuse the same
+            # memory.
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
             remote=isolated or remote,
             stream=stream,
@@ -418,7 +420,7 @@ class Worker:
         reference = self.references[route.replica]
         pulls = reference is not None and reference.elasticity.pulls_at_the_end(0)
         k, r, _ = self.placement.replicas[route.replica]
-        # Dedicated pipelines that are all here have replicas of their own, but share the first one's reference.
+        # Dedicated pipelines in one process have their own replicas, but share the first one's reference.
         return self.streams.lane(self.placement.replicas_of(k)[r], pulls)
 
     def _rows(self, schedule: Schedule) -> list[PipelineRow]:
@@ -437,11 +439,11 @@ class Worker:
 
     @property
     def _workers(self) -> list[int]:
-        """The workers of the plan that this process is."""
+        """The workers of the plan that this process runs."""
         return sorted({self.placement.worker_of(replica) for replica in self.held})
 
     def follow(self, schedule: Schedule) -> None:
-        """Go on by another schedule of the same stages; no batch is in flight."""
+        """Switch to another schedule of the same stages; no batch is in flight."""
         for row in self.rows:
             worker = self.placement.worker_of(next(iter(row.lanes.values())).route.replica)
             row.follow(schedule.rows[worker % schedule.workers], schedule.rows[schedule.worker_of(0)])
@@ -449,7 +451,7 @@ class Worker:
     # ---- running -------------------------------------------------------------------------------------------------
 
     def copy_ahead(self, batches: Sequence[tuple[Any, Any]]) -> ReadyOnEvent | None:
-        """Begin to copy what this worker's stages need of (inputs, targets) to their device; None on the CPU."""
+        """Begin to copy this worker's inputs and targets to its device; return None on the CPU."""
         if self.streams is None:
             return None
         stages = {self.placement.stage_of(n) for n in self.held}
@@ -467,17 +469,17 @@ class Worker:
         return self.trained[replica, pipeline].arena.weights
 
     def whole_weights(self, replica: int, which: str | int, layout: Layout) -> Sequence[torch.Tensor]:
-        """Return :meth:`weights`, laid out by ``layout``, where other processes hold parts of them too."""
+        """Return :meth:`weights`, laid out by ``layout``, also if other processes hold parts of them."""
         if which == "ema" or self.references[replica] is not None:
             return self.weights(replica, which)
         return self.trained[replica, self.placement.pipelines_of(replica)[0]].arena.gathered(layout)
 
     def settle(self, batches: int) -> None:
-        """Wait until this process has what all of the first ``batches`` have added to the references."""
+        """Wait until this process has all updates of the references from the first ``batches``."""
         remotes = [lane.remote for lane in self.lanes.values() if lane.remote is not None]
         streams = [lane.stream for lane in self.lanes.values() if lane.remote and lane.stream]
         for stream in streams:
-            stream.begin(None)  # after what the caller did to the reference, such as to load it
+            stream.begin(None)  # after the caller's changes to the reference, such as loading it
 
         def missing() -> list[Key]:
             for remote in remotes:
@@ -490,33 +492,33 @@ class Worker:
             stream.end()
 
     def wait_for_device(self, recorded: bool = True) -> None:
-        """Wait until the device has done all that the caller's stream comes after; run what can run meanwhile."""
+        """Wait until the device has completed all work of the caller's stream; run other steps meanwhile."""
         if self.streams is not None:
             self.scheduler.run_until_done(current_stream(self.device).record_event(), recorded)
 
     def running(self, harmless: type[Exception] | tuple[()] = ()) -> Running:
-        """Tell the other ranks what fails inside, which ends this worker, but for what is ``harmless``.
+        """Report failures inside to the other ranks, and end this worker, except for ``harmless`` exceptions.
 
-        A harmless exception is one that all ranks raise. The modes that the caller is in are put aside.
+        A harmless exception is one that all ranks raise. The caller's modes are suspended inside.
         """
         return Running(self, harmless)
 
     def check_runs(self) -> None:
-        """Refuse to run what is closed, or has failed."""
+        """Refuse to run after a close or a failure."""
         if self._closed:
             raise PipelineError("this Pipeline is closed")
         if self.failure is not None:
             raise PipelineError(f"this Pipeline has failed before: {self.failure}") from self.failure
 
     def fail(self, error: Exception) -> None:
-        """Tell the other ranks what has failed; raises what explains it, if that is another exception."""
+        """Report a failure to the other ranks; if another exception explains it, raise that."""
         self.failure = self._explained(error)
         self.world.report(self.failure)
         if self.failure is not error:
             raise self.failure from error
 
     def _explained(self, error: Exception) -> Exception:
-        """Return what fails in words, where torch itself talks to ranks outside of this pipeline."""
+        """Return an error in plain words for failures of torch's own communication inside prepare_stage."""
         cause = error.__cause__ if isinstance(error, StageError) else error
         if self._options.prepare is None or cause is None:
             return error
@@ -528,14 +530,14 @@ class Worker:
         return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")
 
     def forget(self) -> None:
-        """Let go of what has trained here, which is closed: another one is to take its place in memory."""
+        """Free what has trained here; the worker is closed, and another one will use its memory."""
         for held in (self.trained, self.references, self.emas, self.lanes):
             held.clear()
         self.rows.clear()
         self.scheduler.forget()
 
     def close(self, patience_s: float) -> None:
-        """End the threads and links, once. ``patience_s``: how long others may take to receive what was sent last."""
+        """End the threads and links, once. ``patience_s``: timeout for peers to receive the last messages."""
         if self._closed:
             return
         self._closed = True
@@ -549,6 +551,6 @@ class Worker:
             group_sum.close()
         for lane in self.lanes.values():
             if lane.stream is not None:
-                lane.stream.end()  # what it is still at, as after a failure, reads and writes memory that is now freed
+                lane.stream.end()  # after a failure, its pending work still uses memory that is now freed
         if self.streams is not None:
             self.streams.close()
