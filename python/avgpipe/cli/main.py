@@ -1,7 +1,7 @@
 """The ``avgpipe`` command: one typer app.
 
-This module and what it imports load neither torch nor numpy, so help pages are quick; the modules that do a command's
-work import what they need at their top, and are imported when their command runs.
+This module and its imports load neither torch nor numpy, so help pages are quick; the modules that do a
+command's work import what they need at their top, and are imported when their command runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BENCHMARKS = {
     "schedules": config.SchedulesConfig,
     "faults": config.FaultsConfig,
 }
-# Everything after SCRIPT belongs to the script, also what looks like an option.
+# Everything after SCRIPT belongs to the script, also words that look like options.
 CONTEXTS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
 
 app = typer.Typer(
@@ -47,7 +47,7 @@ app = typer.Typer(
 for name, options in COMMANDS.items():
     app.command(name, context_settings=CONTEXTS.get(name))(command(options, f"avgpipe.cli.{name}"))
 bench = typer.Typer(
-    help="Microbenchmarks: our way, what one writes instead, and the machine's own limit, in one run.",
+    help="Microbenchmarks: avgpipe, its alternatives, and the limit of the machine, in one run.",
     no_args_is_help=True,
     add_completion=False,
 )
