@@ -123,6 +123,7 @@ class WorkloadOptions(Options):
         data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the
             source of Python's standard library. The documentation of the commands describes the other
             workloads.
+        preset: Size of the model. Default: tiny.
         batch_size: Samples in a batch, which all pipelines share. Default: the preset's.
         optimizer: Optimizer; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
         device: Where to compute: cpu, or an accelerator that torch sees.
@@ -161,7 +162,7 @@ class LearningOptions(WorkloadOptions):
         max_batches: Stop after this many batches, over all pipelines; the learning rate schedule is stretched
             over them.
         validations: Validations in the run, with equal numbers of samples between them, the last one at the
-        end.
+            end.
         valid_batches: Validate on this many first batches of the validation data. Default: all of them.
         target: Stop when the metric of a validation reaches this value, or, as in loss=2.1, its loss.
         link: How tensors travel between workers.
@@ -200,7 +201,7 @@ class PlanOptions(Options):
         stages_per_worker: Stages on each worker, with the schedules interleaved-1f1b, interleaved-zero-bubble and
             looped-bfs. Default: 2.
         replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one for each
-        stage.
+            stage.
         spread: Give each pipeline its own workers; updates then travel over the network.
         isolate: Give each pipeline its own processes, so that losing one pipeline does not stop the others.
         weights: Version of the weights that a batch runs on. Default: as published for the schedule.
@@ -301,14 +302,14 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
         rebalance: After an epoch, move layers between stages if that should make batches at least 5 % faster,
             by the measured times of the stages.
         verify_every: Batches between two checks for silent corruption: that values that must be equal are.
-        Default: none.
+            Default: none.
         verify_wire: Add checksums to messages between workers: a flipped bit ends the run with an error that
-        names it.
+            names it.
         logger: Another place to log the content of metrics.jsonl; repeat the option for several.
         checkpoint_minutes: Minutes between two checkpoints within an epoch.
         keep: Number of newest checkpoints that are kept.
         wait_for_checkpoints: Pause training while a checkpoint is written. It then needs no copy in main
-        memory.
+            memory.
         preemption_seconds: Seconds that the run has after SIGTERM to save and end, before it is killed.
         launch: Name that torchrun gave the launch of the workers.
         is_restart: Whether torchrun has restarted the workers of this run.
@@ -359,7 +360,7 @@ class CompareConfig(LearningOptions):
         pipelines: Number of pipelines of avgpipe; the other systems set their own. Default: 2.
         micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.
         seeds: Runs of each system, with seeds counted from --seed; the table has the median, minimum and
-        maximum.
+            maximum.
         memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak exceeded it
             (on the CPU, that of the whole process) does not fit and is not ranked.
         plans: tuned: profile first, and choose for each system what is not given (micro-batches, pipelines,
@@ -475,7 +476,7 @@ class PartitionConfig(ProfilingOptions):
         pipelines: Number of pipelines that share the workers (balance, simulated).
         schedule: Order of the work (balance, simulated).
         batch_size: Samples in a batch. Default: the preset's; of a profile, --micro-batches times its largest
-        micro-batch.
+            micro-batch.
         memory_limit_bytes: Memory of a worker, as 2GiB. Default: no limit.
         out: Where to write the plan that trains most samples per second.
     """
@@ -501,7 +502,7 @@ class SimulateConfig(Options):
 
     Attributes:
         stages: Number of stages, in most schedules with a device each; required unless the schedule is a
-        file.
+            file.
         micro_batches: Micro-batches per batch; required unless the schedule is a file.
         forward_ms: Forward time of a micro-batch in milliseconds; one value, or one per stage as in 10,12,9.
         backward_ms: Backward time of a micro-batch in milliseconds; one value, or one per stage.
@@ -722,7 +723,7 @@ class FaultsConfig(Options):
         seed: Seed of all that is drawn. Default: a new one.
         seconds: Approximate seconds to keep going.
         mean_seconds: Average seconds between two kills from outside, in addition to the fault that each run
-        has.
+            has.
         kinds: Kinds of faults, see avgpipe.testing. Default: all.
         ways: How runs are started: isolate, spares, plain.
         stages: Workers of a pipeline.
