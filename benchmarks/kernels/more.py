@@ -89,7 +89,7 @@ def lists(length: int, config: KernelsConfig) -> Iterator[Section]:
 
 
 def packing(elements: int, config: KernelsConfig) -> Iterator[Section]:
-    asks = "How near to a plain copy are tensors packed for sending, and unpacked?"
+    asks = "How close to the speed of a plain copy are packing of tensors for sending, and unpacking?"
     tensors, dtype = make_operands(model_shapes(elements), config)[0], getattr(torch, config.dtype)
     flats = [tensor.view(-1) for tensor in tensors]
     for wire in dict.fromkeys((dtype, torch.bfloat16)):

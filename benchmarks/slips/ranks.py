@@ -88,7 +88,7 @@ def _run(name: str, case: Case) -> tuple[str | None, str]:
             env=environment,
             check=False,
         )
-        said = re.sub(r"avgpipe: torch, random and numpy begin .*", "", done.stdout + done.stderr)
+        said = re.sub(r"avgpipe: torch, random and numpy are seeded .*", "", done.stdout + done.stderr)
         return (out.read_text() if out.exists() else None), said
 
 

@@ -51,21 +51,23 @@ def _parse_sizes(name: str, text: str) -> tuple[int, ...]:
 class CompareConfig(LearningOptions):
     """Train WORKLOAD with each system in turn, on the same data, seeds and number of workers, and compare.
 
-    Prints a table and a sentence of advice. A system that fails is a row that says why, and the others go on.
+    Prints a table and a sentence of advice. A system that fails becomes a row with the reason, and the others
+    continue.
 
     Writes compare.md, compare.json, bars.png, curves.png, timelines.png, and each system's runs and logs, to a folder.
 
     Attributes:
         systems: Names of systems separated by commas, or all; `avgpipe train --help` lists them.
-        stages: Workers of each system: its stages, or its replicas where it has no stages.
-        pipelines: Number of pipelines of avgpipe; the other systems have their own. Default: 2.
+        stages: Workers of each system: its stages, or its replicas if it has no stages.
+        pipelines: Number of pipelines of avgpipe; the other systems set their own. Default: 2.
         micro_batches: Micro-batches per batch of the systems that split batches. Default: 4, or what a system needs.
-        seeds: Runs of each system, with seeds that follow --seed; the table has medians, the least and the most.
-        memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak was above it (on the
-            CPU, of the whole process) does not fit and is not ranked.
-        plans: tuned: profile first and choose for each system what is not given (micro-batches, pipelines, advance,
-            recomputation, cut), so that batches take least and fit into the memory. Default: tuned with
-            --memory-limit, else given.
+        seeds: Runs of each system, with seeds counted from --seed; the table has the median, minimum and
+            maximum.
+        memory_limit_bytes: Memory of a worker, as 2GiB. It is not enforced: a system whose peak exceeded it
+            (on the CPU, that of the whole process) does not fit and is not ranked.
+        plans: tuned: profile first, and choose for each system what is not given (micro-batches, pipelines,
+            advance, recomputation, cut), so that batches are fastest and fit into the memory. Default: tuned
+            with --memory-limit, else given.
         out: New folder for the results and the runs. Default: runs/compare-WORKLOAD-DATE-TIME.
     """
 
@@ -80,7 +82,7 @@ class CompareConfig(LearningOptions):
 
     @property
     def tunes(self) -> bool:
-        """Whether the tuner chooses plans."""
+        """Return whether the tuner chooses plans."""
         return (self.plans or ("given" if self.memory_limit_bytes is None else "tuned")) == "tuned"
 
 
@@ -88,11 +90,11 @@ class CompareConfig(LearningOptions):
 class ReportConfig(Options):
     """Write one HTML page of a run, of several, or of a comparison: curves, timeline, where the time went, advice.
 
-    The page is one file, which needs no network.
+    The page is one file and needs no network.
 
     Attributes:
-        runs: Folders that avgpipe train or avgpipe compare has written.
-        out: Where to write the page. Default: report.html, of one folder in it.
+        runs: Folders written by avgpipe train or avgpipe compare.
+        out: Where to write the page. Default: report.html in the folder, if there is one folder.
     """
 
     runs: Annotated[tuple[str, ...], Value("RUN...", positional=True, rest=True)]
@@ -101,15 +103,15 @@ class ReportConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WatchConfig(Options):
-    """Show how a run in a folder goes, until it ends: progress, loss, speed, what is left, memory, replicas, warnings.
+    """Show a run in a folder until it ends: progress, loss, speed, time left, memory, replicas, warnings.
 
-    On a terminal it is a page that stays up to date, elsewhere a line now and then.
+    On a terminal it is a page that keeps updating, elsewhere it prints a line now and then.
 
     Attributes:
-        run: Folder that avgpipe train writes.
-        once: Show it as it is, and end.
-        every_s: Seconds between two lines, where there is no terminal.
-        json: Print one JSON object of the run as it is, and end.
+        run: Folder that avgpipe train writes to.
+        once: Show the current state, and end.
+        every_s: Seconds between two lines, where the output is not a terminal.
+        json: Print the current state of the run as one JSON object, and end.
     """
 
     run: Annotated[str, Value("RUN", positional=True)]
@@ -119,17 +121,17 @@ class WatchConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class KernelsConfig(Options):
-    """Time the operators beside torch's own functions and the limit of this memory.
+    """Time the operators, torch's functions for the same work, and the bandwidth of this machine's memory.
 
-    Fractions are of the limit's bandwidth, ratios say how many times longer a baseline took.
+    Fractions are of that bandwidth; ratios are the baseline's time divided by the operator's.
 
     Attributes:
-        elements: Elements of an operand; everything is timed at each of these sizes.
-        threads: Threads of torch, on the CPU.
+        elements: Elements of an operand; each benchmark is timed at each of these sizes.
+        threads: CPU threads of torch.
         device: Where to compute: cpu, or an accelerator that torch sees.
-        dtype: Of all operands.
+        dtype: Dtype of all operands.
         rounds: Samples of each row, taken in turn.
-        only: Some of the questions, as adamw,pull. Default: all.
+        only: Benchmarks to run, as adamw,pull. Default: all.
         no_compile: Leave torch.compile out.
         plot: Draw a picture.
     """
@@ -146,14 +148,14 @@ class KernelsConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class TransfersConfig(Options):
-    """Time messages between two processes by each link, beside gloo alone and one memcpy.
+    """Time messages between two processes over each link, with gloo alone and one memcpy as baselines.
 
-    Latency at 1 KiB with a receiver that spins and one that sleeps; bandwidth of messages that are handed over,
-    and of those that the receiver adds up.
+    Measures latency at 1 KiB with a receiver that spins and one that sleeps, and bandwidth of messages that
+    are handed over and of messages that the receiver adds up.
 
     Attributes:
         links: Links to measure: shm and gloo between two processes, local within one.
-        sizes: Sizes of the messages whose bandwidth is measured.
+        sizes: Sizes of the messages to measure bandwidth with.
         rounds: Samples of each row, taken in turn.
         timeout_s: Seconds that any wait for the other process may take.
         plot: Draw a picture.
@@ -168,10 +170,10 @@ class TransfersConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulesConfig(Options):
-    """Time schedules beside torch's own and the bounds, with stages that take time without computing.
+    """Time schedules, torch's own schedules, and the bound, with stages that wait instead of computing.
 
-    Each worker is a process of this machine; runtime, tensors and links are real. Beside each of our rows stands what
-    the simulation says.
+    Each worker is a process of this machine; runtime, tensors and links are real. Each row of avgpipe has the
+    simulated time beside it.
 
     Attributes:
         stages: Number of workers.
@@ -180,10 +182,10 @@ class SchedulesConfig(Options):
         backward_ms: Backward time of a micro-batch on a worker, in milliseconds.
         activation_bytes: Size of a micro-batch's activations, as 1MiB.
         pipelines: Numbers of pipelines of the schedule advance-forward, each a row.
-        link: Link of our rows.
-        batches: Batches of a row in a round, at least.
+        link: Link of avgpipe's rows.
+        batches: Batches of a row in a round, at the least.
         rounds: Samples of each row.
-        rows: Names of schedules and systems, torch's as torch-1f1b, or all. Default: schedules of both.
+        rows: Names of schedules and systems, as 1f1b or torch-1f1b, or all. Default: schedules of both.
         timeout_s: Seconds that any wait for another worker may take.
     """
 
@@ -202,21 +204,23 @@ class SchedulesConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class FaultsConfig(Options):
-    """Let faults happen in small runs, at places drawn from a seed, and look at what becomes of the runs.
+    """Inject faults into small runs, at places drawn from a seed, and check the outcome of each run.
 
-    Runs of a tiny language model follow each other until the time is up, started in each way in turn; each is compared
-    with an undisturbed one. Prints the seed first. The exit code is 1 if anything happened that must not.
+    Small runs of a tiny language model follow each other until the time is up, started in each way in turn;
+    each is compared with a run without faults. Prints the seed first. The exit code is 1 if a run broke a
+    promise.
 
     Attributes:
-        seed: What is drawn follows from it. Default: a new one.
-        seconds: About how long to go on.
-        mean_seconds: Time between two kills from outside, on average, beside the fault that each run has.
-        kinds: Kinds of faults, as in avgpipe.testing. Default: all.
+        seed: Seed of all that is drawn. Default: a new one.
+        seconds: Approximate seconds to keep going.
+        mean_seconds: Average seconds between two kills from outside, in addition to the fault that each run
+            has.
+        kinds: Kinds of faults, see avgpipe.testing. Default: all.
         ways: How runs are started: isolate, spares, plain.
         stages: Workers of a pipeline.
         pipelines: Number of pipelines.
         links: Links between workers, in turn.
-        only: Names of single runs to repeat, as isolate-7. Default: as many as there is time for.
+        only: Names of single runs to repeat, as isolate-7. Default: as many runs as fit into the time.
         timeout_s: Seconds that a worker waits for another.
     """
 

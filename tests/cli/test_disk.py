@@ -51,7 +51,7 @@ def test_a_run_goes_on_when_the_disk_is_full_for_a_while(text, tmp_path, full):
     result = train(text, tmp_path / "run")
     assert result.exit_code == 0, result.output
     assert result.stderr.count("No space left on device: ") == 2
-    assert "training goes on, and tries again at its next checkpoint" in result.stderr
+    assert "training continues, and tries again at its next checkpoint" in result.stderr
     assert verify_checkpoint(tmp_path / "run" / "checkpoints" / "last").batches == 6
 
 

@@ -60,7 +60,7 @@ def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
     (device / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     told = strict(invoke("doctor", "--json").stdout)["cuda"]
     assert told["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
-    assert told["shared_by_processes"] == "kernels run at once (MPS is there)"
+    assert told["shared_by_processes"] == "kernels run at once (MPS is running)"
 
 
 def test_an_mps_that_has_ended_is_not_there(device):

@@ -102,7 +102,7 @@ def test_what_was_left_of_a_batch_is_marked(recorded: SharedRecord, tmp_path: Pa
 
 
 def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: SharedRecord) -> None:
-    with pytest.raises(ValueError, match="result 1 after result -1"):
+    with pytest.raises(ValueError, match="result 1 arrived after result -1"):
         recorded.hear("batch", 1, row(1, 8), 4)
     with pytest.raises(ValueError, match="unknown question"):
         recorded.answer(lambda _: None, True, "what")

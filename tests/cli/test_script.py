@@ -222,7 +222,7 @@ def test_a_script_that_has_moved_is_missed(write_script: WriteScript, tmp_path: 
     run_of = f"{out} is a run of '{path}:make', not of '{other}:make': "
     assert refused(*resume) == f"{run_of}name that workload"
     path.unlink()
-    assert refused(*resume) == f"{run_of}put it back, or write where it is into {out}/run.json"
+    assert refused(*resume) == f"{run_of}put it back, or write its new path into {out}/run.json"
     run = out / "run.json"
     run.write_text(run.read_text().replace(str(path), str(other)))
     assert train(other, "--out", out, "--resume", "--max-batches", 3)["batches"] == 3

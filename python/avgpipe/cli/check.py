@@ -1,4 +1,4 @@
-"""``avgpipe check``: whether a plan trains a workload as one device does, in one process and on the plan's workers."""
+"""``avgpipe check``: compares training by a plan with training on one device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _resolved(asked: CheckConfig) -> TrainConfig:
 
 
 def checked(config: TrainConfig, batches: int) -> Checked:
-    """Compare in this process, or as one of several."""
+    """Compare in this process, or as one of several processes."""
     workload, plan = prepare(config)
     return check(
         workload.layers,

@@ -46,15 +46,16 @@ class WorkloadOptions(Options):
     """The workload.
 
     Attributes:
-        workload: Model and task, or a function of yours that makes them, as path/to/script.py:make; it gets those of
-            the workload's options that are given and that it has arguments for.
-        data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the source
-            of Python's standard library. The documentation of the commands has the other workloads.
+        workload: Model and task, or a function that makes them, as path/to/script.py:make; the function gets
+            those of the workload's options that are given and that it has arguments for.
+        data: Data folder. A language model needs train.txt and valid.txt in it; without a folder it reads the
+            source of Python's standard library. The documentation of the commands describes the other
+            workloads.
         preset: Size of the model. Default: tiny.
-        batch_size: Samples in a batch, which pipelines share. Default: the preset's.
-        optimizer: What steps the weights; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
+        batch_size: Samples in a batch, which all pipelines share. Default: the preset's.
+        optimizer: Optimizer; muon: Muon for hidden matrices, AdamW for the rest. Default: the preset's.
         device: Where to compute: cpu, or an accelerator that torch sees.
-        autocast: Precision of matrix products; auto: lower where that makes the workload faster.
+        autocast: Precision of matrix products; auto: lower where that is faster for the workload.
     """
 
     workload: Workload
@@ -66,7 +67,7 @@ class WorkloadOptions(Options):
     autocast: Literal["auto", "none", "bfloat16", "float16"] = "auto"
 
     def build_options(self, plan: Plan | None = None) -> BuildOptions:
-        """What is asked of the workload; ``plan``: whose pipelines train it."""
+        """Return the options that the workload is built with; ``plan``: the plan that trains it."""
         asked = {f.name: getattr(self, f.name) for f in fields(BuildOptions) if hasattr(self, f.name)}
         for name in ("data", "pretrained"):
             if asked.get(name) is not None:
@@ -80,17 +81,18 @@ class LearningOptions(WorkloadOptions):
     """The training.
 
     Attributes:
-        pretrained: Folder of a transformers model whose weights to start from (bert, gpt).
-        loader_workers: Processes of each worker that prepare batches ahead.
+        pretrained: Folder of a transformers model to load the initial weights from (bert, gpt).
+        loader_workers: Processes of each worker that prepare batches in advance.
         seed: Random seed (weights, dropout).
-        lr: Learning rate of a single pipeline, at its highest. Default: the preset's.
+        lr: Peak learning rate of a single pipeline. Default: the preset's.
         lr_scaling: How the learning rate grows with the number of pipelines. Default: the preset's.
         epochs: Epochs, over all pipelines. Default: the preset's.
-        max_batches: Stop after this many batches, over all pipelines; the learning rate's course is stretched over
-            them.
-        validations: Validations in the run, at equal numbers of samples, the last one at its end.
-        valid_batches: Validate on the first so many batches of the validation data. Default: all of them.
-        target: Stop when the metric, or as in loss=2.1 the loss, of a validation reaches this value.
+        max_batches: Stop after this many batches, over all pipelines; the learning rate schedule is stretched
+            over them.
+        validations: Validations in the run, with equal numbers of samples between them, the last one at the
+            end.
+        valid_batches: Validate on this many first batches of the validation data. Default: all of them.
+        target: Stop when the metric of a validation reaches this value, or, as in loss=2.1, its loss.
         link: How tensors travel between workers.
         wire_dtype: Wire dtype for activations and gradients; none keeps their dtype.
         skip_nonfinite: Skip updates whose gradients have infinities or NaN.
@@ -119,30 +121,31 @@ class PlanOptions(Options):
 
     Attributes:
         plan: A plan.json to start from; options given beside it take precedence.
-        system: Published system whose schedule, weights and averaging to use. Default: avgpipe.
-        stages: Number of pipeline stages, each on a worker of its own. Default: 2, or as many as torchrun started.
+        system: Published system: sets schedule, weights and averaging. Default: avgpipe.
+        stages: Number of pipeline stages, each on its own worker. Default: 2, or as many as torchrun started.
         pipelines: Number of pipelines that run side by side. Default: 2, if the system allows.
         micro_batches: Micro-batches per batch. Default: 4, if the system and the batch allow.
         schedule: Order of the work. Default: the system's.
         stages_per_worker: Stages on each worker, with the schedules interleaved-1f1b, interleaved-zero-bubble and
             looped-bfs. Default: 2.
-        replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one each.
-        spread: Give each pipeline workers of its own; updates then travel over the network.
-        isolate: Give each pipeline processes of its own, so that one that is lost costs the others nothing.
-        weights: Version of the weights that a batch runs on. Default: what the schedule was published with.
-        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto to choose by
-            the times of the first batches. Default: the number of stages that follow.
-        rule: Averaging rule. Default: mean-gradient, one optimizer for all pipelines, where they share each batch;
-            avgpipe with --alpha, --period or --staleness asynchronous.
+        replication: Workers of each stage, which share its micro-batches, as in 2,1,1. Default: one for each
+            stage.
+        spread: Give each pipeline its own workers; updates then travel over the network.
+        isolate: Give each pipeline its own processes, so that losing one pipeline does not stop the others.
+        weights: Version of the weights that a batch runs on. Default: as published for the schedule.
+        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto to
+            choose by the times of the first batches. Default: the number of later stages.
+        rule: Averaging rule. Default: mean-gradient, one optimizer for all pipelines, where pipelines share
+            each batch; for avgpipe with --alpha, --period or --staleness: asynchronous.
         staleness: Rounds by which averaging lags behind. Default: 1.
-        alpha: Strength of the pull towards the average, 0 to 1. Default: the rule's.
+        alpha: Strength of the pull towards the reference, 0 to 1. Default: the rule's.
         period: Updates of a pipeline between two averagings. Default: 1.
-        warmup_rounds: Batches at the beginning of training whose gradients are of the newest weights. Default: 100
-            where pipelines share an optimizer, else 0.
-        recompute: Micro-batches that run their forward pass again instead of saving activations. Default: never.
-        batch: Whether pipelines share each batch, which then makes one step of the reference, or take turns. Default:
-            global, or the system's.
-        correction: What is done about late gradients of schedules without a flush. Default: nothing.
+        warmup_rounds: Batches at the beginning of training whose gradients are computed with the newest
+            weights. Default: 100 where pipelines share an optimizer, else 0.
+        recompute: Micro-batches that repeat their forward pass instead of saving activations. Default: never.
+        batch: Whether pipelines share each batch, which then makes one step of the reference, or train on
+            batches in turn. Default: global, or the system's.
+        correction: Correction for late gradients, of schedules without a flush. Default: none.
     """
 
     plan: File | None = None
@@ -173,15 +176,15 @@ class PlanOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(WorkloadOptions, PlanOptions):
-    """Compare what a plan trains with what one device trains: before a long job, or for a report of a bug.
+    """Compare what a plan trains with what one device trains, before a long job or for a bug report.
 
-    Trains WORKLOAD for some batches on one device without a pipeline, then by the plan: with all stages in one process,
-    and on the plan's workers on this machine. In float64, losses, metrics, weights and buffers must be equal. Parts of
-    the plan that change the result by design, such as late averages, are left out of that comparison and named. Exits
-    with 1 if something else differs.
+    Trains WORKLOAD for some batches on one device without a pipeline, then by the plan: with all stages in
+    one process, and on the plan's workers on this machine. In float64, losses, metrics, weights and buffers
+    must be equal. Settings of the plan that change the result by design, such as late averages, are left out
+    of that comparison and named. Exits with 1 if something else differs.
 
     Attributes:
-        batches: How many batches to train on.
+        batches: Number of batches to train on.
         seed: Random seed (weights, batches).
         alone: Do not start the plan's workers.
     """
@@ -196,15 +199,15 @@ class IsolationOptions(Options):
     """Isolated pipelines.
 
     Attributes:
-        min_pipelines: With --isolate, the run ends once fewer pipelines are left.
-        max_pipelines: With --isolate, how many pipelines the run has at most, with those of avgpipe join. Default: as
-            many as it begins with.
-        restarts: With --isolate, how many times in a row a pipeline is started again that is lost before it has made
-            three steps.
-        spare_pipelines: With --isolate, pipelines whose processes wait, with all imported and read, to take the place
-            of one that is lost.
-        listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; the secret that both know is
-            in AVGPIPE_JOIN_TOKEN.
+        min_pipelines: With --isolate, the run ends once fewer pipelines remain.
+        max_pipelines: With --isolate, the most pipelines that the run may have, including those of avgpipe
+            join. Default: as many as it begins with.
+        restarts: With --isolate, the number of times in a row that a pipeline is restarted if it is lost
+            before it has made three steps.
+        spare_pipelines: With --isolate, pipelines whose processes wait, with imports done and data read, to
+            replace a lost pipeline.
+        listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; all hosts need the
+            same secret in AVGPIPE_JOIN_TOKEN.
     """
 
     min_pipelines: Count = 1
@@ -224,17 +227,20 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
-        rebalance: After an epoch, move layers between stages if batches will take at least 5 % less time by it, by what
-            the stages have been measured to take.
-        verify_every: Batches between two looks for silent corruption: whether what must be equal is. Default: none.
-        verify_wire: Give messages between workers checksums: a flipped bit ends the run, and is named.
-        logger: Where to log what metrics.jsonl has, too; once for each.
-        checkpoint_minutes: Minutes between checkpoints within an epoch.
-        keep: How many of the newest checkpoints stay.
-        wait_for_checkpoints: Let training wait while a checkpoint is written. It then needs no copy in main memory.
-        preemption_seconds: How long the run may take to save and end after SIGTERM, before it is ended.
-        launch: torchrun's name for what started the workers.
-        is_restart: Whether torchrun has started the workers before, and they began this run.
+        rebalance: After an epoch, move layers between stages if that should make batches at least 5 % faster,
+            by the measured times of the stages.
+        verify_every: Batches between two checks for silent corruption: that values that must be equal are.
+            Default: none.
+        verify_wire: Add checksums to messages between workers: a flipped bit ends the run with an error that
+            names it.
+        logger: Another place to log the content of metrics.jsonl; repeat the option for several.
+        checkpoint_minutes: Minutes between two checkpoints within an epoch.
+        keep: Number of newest checkpoints that are kept.
+        wait_for_checkpoints: Pause training while a checkpoint is written. It then needs no copy in main
+            memory.
+        preemption_seconds: Seconds that the run has after SIGTERM to save and end, before it is killed.
+        launch: Name that torchrun gave the launch of the workers.
+        is_restart: Whether torchrun has restarted the workers of this run.
     """
 
     out: Folder = ""
@@ -251,16 +257,16 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     is_restart: bool = internal(False)
 
     def to_plan(self) -> Plan:
-        """The plan of a complete configuration, see ``resolve``."""
+        """Return the plan of a complete configuration, see ``resolve``."""
         return Plan(**{f.name: getattr(self, f.name) for f in fields(Plan)})
 
     @classmethod
     def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The options in a run.json; older ones had the plan's in an object of their own."""
+        """Return the options in a run.json; older files have the plan's options in an object of their own."""
         plan = values.get("plan")
         values = {**values, **plan, "plan": None} if isinstance(plan, dict) else values
         values = {name: value for name, value in values.items() if name != "restarts" or value is not False}
-        return super().known({"batch": "per-pipeline", **values})  # which older runs had
+        return super().known({"batch": "per-pipeline", **values})  # the default of older runs
 
     @property
     def checkpoints(self) -> Path:
@@ -272,11 +278,11 @@ class ProfilingOptions(WorkloadOptions):
     """The measurement.
 
     Attributes:
-        bandwidth: Bandwidth of the link between two workers, as 10Gbit; goes with --latency. Default: measured between
-            two processes.
+        bandwidth: Bandwidth of the link between two workers, as 10Gbit; needs --latency. Default: measured
+            between two processes.
         latency: Latency of that link, as 50us.
-        threads: Threads of torch in each process, on the CPU.
-        budget_s: About how many seconds to measure.
+        threads: CPU threads of torch in each process.
+        budget_s: Approximate seconds to measure for.
     """
 
     bandwidth: Annotated[float | None, Value("RATE", parse_rate)] = None
@@ -287,13 +293,13 @@ class ProfilingOptions(WorkloadOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig(ProfilingOptions):
-    """Time every layer of WORKLOAD, forward, backward and update, and count its bytes: what plans are made from.
+    """Time every layer of WORKLOAD, forward, backward and update, and count its bytes, to make plans.
 
     Writes the profile as JSON.
 
     Attributes:
-        micro_batch_sizes: Sizes of the micro-batches that are timed, in samples.
-        workers: Processes that profile at the same time, as workers of this machine would compute.
+        micro_batch_sizes: Sizes of the micro-batches to time, in samples.
+        workers: Processes that profile at the same time, as the workers of this machine would compute.
         out: Where to write the profile.
         plot: Draw a picture.
     """
@@ -306,23 +312,24 @@ class ProfileConfig(ProfilingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig(ProfilingOptions):
-    """Find a good plan for WORKLOAD on a number of workers, without trying them all.
+    """Find a good plan for WORKLOAD on a number of workers, without trying all plans.
 
-    Profiles the layers, simulates plans of many sizes, leaves out what does not fit into the memory, and times the best
-    few where the devices are here. Prints predicted and measured times and memory; writes the plan.
+    Profiles the layers, simulates plans of many sizes, drops those that do not fit into the memory, and times
+    the best few if the devices are on this machine. Prints predicted and measured times and memory; writes
+    the plan.
 
     Attributes:
-        workload: Model and task, or a function of yours that makes them; without it give --profile and --batch-size.
-        workers: Number of devices, or on the CPU of processes.
-        memory_limit_bytes: Memory of a worker, as 2GiB; on the CPU of its whole process. Default: no limit.
+        workload: Model and task, or a function that makes them; without it give --profile and --batch-size.
+        workers: Number of devices, or of processes on the CPU.
+        memory_limit_bytes: Memory of a worker, as 2GiB; on the CPU, of its whole process. Default: no limit.
         pipelines: Numbers of pipelines to try.
-        micro_batches: Numbers of micro-batches to try. Default: up to one for each sample.
+        micro_batches: Numbers of micro-batches to try. Default: up to one per sample.
         profile: Profile written by `avgpipe profile`. Default: the workload is profiled first.
         cluster: TOML file with the devices and links to plan for, instead of --workers. Plans are then not timed.
-        bandwidth: Bandwidth of the link between two workers, as 10Gbit; goes with --latency. Plans are then not timed.
-        trials: How many of the best plans to time.
+        bandwidth: Bandwidth of the link between two workers, as 10Gbit; needs --latency. Plans are then not timed.
+        trials: Number of best plans to time.
         baselines: Also time max-num and max-size of the AvgPipe paper.
-        traversal: Also time every setting: this takes very long.
+        traversal: Also time every setting, which takes very long.
         out: Where to write the plan.
     """
 
@@ -341,24 +348,26 @@ class TuneConfig(ProfilingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionConfig(ProfilingOptions):
-    """Cut WORKLOAD, or a profile of its layers, into stages by several methods, side by side.
+    """Cut WORKLOAD, or the layers of a profile, into stages by several methods, side by side.
 
-    Prints for each method the cut, the replicas of stages, the workers they are placed on, and the simulated time of
-    the system that the method is for: pipedream, dapple and 2bw each for its own, balance and simulated for avgpipe.
+    Prints for each method the cut, the replicas of stages, the workers they are placed on, and the simulated
+    time of the system that the method is for: pipedream, dapple and 2bw each for the system of that name,
+    balance and simulated for avgpipe.
 
     Attributes:
-        workload: Model and task to profile, a function of yours that makes them, or a profile written by
-            `avgpipe profile`.
+        workload: Model and task to profile, a function that makes them, or a profile written by `avgpipe
+            profile`.
         method: Methods, as in pipedream,dapple: balance, simulated, pipedream, dapple, 2bw. Default: all.
         workers: Number of workers.
         cluster: TOML file with the devices and links to plan for, instead of --workers.
-        stages: Number of stages. Default: what a method finds best, or as many as workers.
-        micro_batches: Micro-batches per batch; 2bw finds its own.
+        stages: Number of stages. Default: the best that a method finds, or as many as workers.
+        micro_batches: Micro-batches per batch; 2bw chooses its own.
         pipelines: Number of pipelines that share the workers (balance, simulated).
         schedule: Order of the work (balance, simulated).
-        batch_size: Samples in a batch. Default: the preset's, or as many of the profile's largest micro-batches.
+        batch_size: Samples in a batch. Default: the preset's; of a profile, --micro-batches times its largest
+            micro-batch.
         memory_limit_bytes: Memory of a worker, as 2GiB. Default: no limit.
-        out: Write the plan that trains most samples per second.
+        out: Where to write the plan that trains most samples per second.
     """
 
     workload: Annotated[str, Value("WORKLOAD|PROFILE", positional=True)]
@@ -375,24 +384,25 @@ class PartitionConfig(ProfilingOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateConfig(Options):
-    """Say when a schedule would finish, how long a batch takes in steady state, and what memory it needs.
+    """Simulate a schedule: when it finishes, the time of a batch in steady state, and the memory it needs.
 
-    A device runs one action at a time, with several pipelines backwards first, then the oldest batch; transfers occupy
-    links, one tensor at a time in each direction.
+    A device runs one action at a time; with several pipelines, backwards first, then the oldest batch.
+    Transfers occupy links, one tensor at a time in each direction.
 
     Attributes:
-        stages: Number of stages, in most schedules with a device each; needed unless a file has the schedule.
-        micro_batches: Micro-batches per batch; needed unless a file has the schedule.
+        stages: Number of stages, in most schedules with a device each; required unless the schedule is a
+            file.
+        micro_batches: Micro-batches per batch; required unless the schedule is a file.
         forward_ms: Forward time of a micro-batch in milliseconds; one value, or one per stage as in 10,12,9.
         backward_ms: Backward time of a micro-batch in milliseconds; one value, or one per stage.
         transfer_ms: Transfer time of one tensor in milliseconds; one value, or one per boundary.
         update_ms: Time of a batch's update in milliseconds; one value, or one per stage.
         activation_mib: MiB of activations saved for a micro-batch; one value, or one per stage.
         weight_mib: MiB of weights and optimizer state of a pipeline; one value, or one per stage.
-        schedule: Order of the work, or a CSV file that has it, as Schedule.to_csv or torch.distributed.pipelining
-            write it.
-        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto for the least
-            memory within 1 % of the best time. Default: the number of stages that follow.
+        schedule: Order of the work, or a CSV file with the schedule, as Schedule.to_csv or
+            torch.distributed.pipelining write it.
+        advance: Forward passes that a stage runs ahead: a number, one per stage as in 3,2,1,0, or auto for
+            the least memory within 1 % of the best time. Default: the number of later stages.
         stages_per_worker: Stages on each device, with the schedules interleaved-1f1b, interleaved-zero-bubble and
             looped-bfs. Default: 2.
         pipelines: Number of pipelines on the same devices.
@@ -418,7 +428,7 @@ class SimulateConfig(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorConfig(Options):
-    """Say what was built, what this machine has, what will be used, and what is missing.
+    """Print what was built, what this machine has, what will be used, and what is missing.
 
     The exit code is 1 if training cannot work.
     """
@@ -428,22 +438,24 @@ class DoctorConfig(Options):
 class RunConfig(IsolationOptions):
     """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
 
-    Options first, then the script and its arguments. When a worker fails the others are ended and the exit code is 1.
+    Options first, then the script and its arguments. When a worker fails, the others are ended and the exit
+    code is 1.
 
-    With --isolate each pipeline has workers of its own, and the script's plan says isolate=True. When one fails, its
-    pipeline is started again, and joins the others, which have gone on.
+    With --isolate each pipeline has its own workers, and the script's plan needs isolate=True. When a worker
+    fails, its pipeline is restarted and joins the other pipelines, which have kept training.
 
     Attributes:
         script: The Python file that every worker runs.
         args: Arguments of the script.
-        stages: Number of workers to start, one per stage; with --isolate of each pipeline.
-        isolate: Start processes for each pipeline.
-        pipelines: How many pipelines, with --isolate.
-        spares: Processes that wait to take the place of a worker that is killed; 0 starts a new one then. The script's
-            Pipeline must have copies_every_s. Default: a worker that is killed ends the run.
-        seed: What torch, random and numpy begin with on every worker, so that all of them make the same model and draw
-            the same batches; "none" leaves that to the script.
-        json: Print one JSON object and nothing else; what the script prints goes to standard error.
+        stages: Number of workers to start, one per stage; with --isolate, of each pipeline.
+        isolate: Start separate processes for each pipeline.
+        pipelines: Number of pipelines, with --isolate.
+        spares: Spare processes, each of which can replace a worker that is killed; with 0, a new process is
+            started then. The script's Pipeline needs copies_every_s. Default: a worker that is killed ends
+            the run.
+        seed: Seed of torch, random and numpy on every worker, so that all workers make the same model and
+            draw the same batches; "none" leaves seeding to the script.
+        json: Print one JSON object and nothing else; output of the script goes to standard error.
     """
 
     script: Annotated[str, Value("SCRIPT", positional=True)]
@@ -457,15 +469,15 @@ class RunConfig(IsolationOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class JoinConfig(Options):
-    """Start one more pipeline for a run with --isolate that goes on, on the same host or on another.
+    """Start one more pipeline for a running run with --isolate, on the same host or on another.
 
-    It joins the others while they train, or takes the place of one that was lost. The command ends with the run; to
-    interrupt it ends that pipeline alone.
+    The pipeline joins the others while they train, or replaces a lost one. The command ends with the run; an
+    interrupt ends only this pipeline.
 
     Attributes:
-        run: On the same host the folder of the run of avgpipe train, or the one that avgpipe run has named; on another
-            one HOST:PORT of the run's --listen, in a folder with the same script and files.
-        restarts: How often it starts a pipeline again that was lost.
+        run: On the same host, the folder of the run of avgpipe train, or the folder that avgpipe run prints;
+            on another host, HOST:PORT of the run's --listen, in a folder with the same script and files.
+        restarts: Number of times that the pipeline is restarted if it is lost.
     """
 
     run: Annotated[str, Value("RUN", positional=True)]

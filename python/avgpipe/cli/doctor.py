@@ -1,4 +1,4 @@
-"""``avgpipe doctor``: what was built, what this machine has, and what will be used. Works without torch."""
+"""``avgpipe doctor``: prints what is built, present and used. Works without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from avgpipe.units import format_bytes
 
 _PATIENCE_S = 20.0
 _GREETING = b"here"
-# Another process opens the memory as a peer would, and without torch, which takes seconds to load.
+# A second process opens the memory as a peer would, without torch, which takes seconds to load.
 _PEER = """
 import mmap, os, sys
 file = os.open(sys.argv[1], os.O_RDWR)
@@ -32,12 +32,12 @@ memory[-4:] = b"here"
 
 @dataclass
 class Findings:
-    """What was found.
+    """What the checks found.
 
     Attributes:
         facts: Values by section and name.
-        missing: What is not there, and what to do about it.
-        usable: Whether training works.
+        missing: What is missing, and how to get it.
+        usable: Whether training can work.
     """
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -109,7 +109,7 @@ def _cuda(found: Findings) -> None:
     native = found.facts.get("native", {"cuda": True})
     if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "nvrtc":
         found.lacks(
-            "CUDA kernels: built without, and NVRTC, which would compile them, cannot be loaded; plain torch is slower",
+            "CUDA kernels: not built, and NVRTC, which could compile them, cannot be loaded; plain torch is slower",
             "pip install nvidia-cuda-nvrtc of torch's CUDA version, or put nvcc on PATH and build again: "
             "AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
         )
@@ -122,7 +122,7 @@ def _cuda(found: Findings) -> None:
 
 
 def _queues() -> str:
-    """Say how many queues of the hardware the streams of a process share."""
+    """Return how many hardware queues the streams of a process share."""
     asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if asked is None:
         return "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
@@ -130,7 +130,7 @@ def _queues() -> str:
 
 
 def _sharing() -> str:
-    """Say whether kernels of several processes run at once on one device: by the Multi-Process Service alone."""
+    """Return whether kernels of several processes run at once on a device, which needs MPS."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     try:
         number = int((folder / "nvidia-cuda-mps-control.pid").read_text())
@@ -138,12 +138,12 @@ def _sharing() -> str:
     except (OSError, ValueError):
         runs = False
     if runs:
-        return "kernels run at once (MPS is there)"
+        return "kernels run at once (MPS is running)"
     return "one after another: no MPS; where workers share a device, start nvidia-cuda-mps-control -d"
 
 
 def _links(found: Findings) -> None:
-    """Which link carries tensors between stages, by where the two ends are."""
+    """Note which link carries tensors between stages, by where the two ends are."""
     import torch
     import torch.distributed as dist
 
@@ -167,15 +167,15 @@ def _links(found: Findings) -> None:
     if problem is not None and "native" in found.facts:
         found.lacks(
             f"shared memory between processes ({problem})",
-            "workers of one host use gloo, which is slower; let them see each other in /proc (one space of process "
-            "numbers, one user, no hidepid), and allow memfd_create",
+            "workers of one host use gloo, which is slower; make them visible to each other in /proc (one PID "
+            "namespace, one user, no hidepid), and allow memfd_create",
         )
     if cores() == 1:
         found.lacks("a second core", "workers of this host take turns; --stages 1 is as fast")
 
 
 def try_shared_memory() -> str | None:
-    """None if memory made here is seen by another process, and a bell in it rings; else the reason."""
+    """Return None if another process can use this process's shared memory and wake it, else the reason."""
     from avgpipe_ext import ring
 
     if not ring.supported():
@@ -197,7 +197,7 @@ def try_shared_memory() -> str | None:
     seen = bell.count()
     ring.Bell(theirs, 0).ring()
     if bell.wait(seen, _PATIENCE_S) == seen:
-        return "a bell that was rung is not heard"
+        return "a wake-up through shared memory did not arrive"
     heard = memoryview(mine)[-len(_GREETING) :] == _GREETING
     return None if heard else "what another process writes is not seen"
 

@@ -1,4 +1,4 @@
-"""The folder of a run: what is written, what a resumed run reads of it, and what a person is told of it."""
+"""The folder of a run: its files, what a resumed run reads of them, and the printed summary."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RunFolder:
         self.path, self._writes = path, writes
         self.is_open = False
         self._metrics: FileIO | None = None
-        self._rows = b""  # that the disk has not taken yet
+        self._rows = b""  # not yet written to the disk
 
     @property
     def checkpoints(self) -> Path:
@@ -38,18 +38,19 @@ class RunFolder:
             return
         self.path.mkdir(parents=True, exist_ok=True)
         self.note_plan(config, plan)
-        # Line by line: what a killed run has written stays. Of an attempt that saved nothing there may be rows.
+        # Line by line, so that what a killed run has written stays. An attempt that saved nothing may have
+        # left rows.
         mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
         self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
 
     def note_plan(self, config: TrainConfig, plan: Plan) -> None:
-        """Write what the run is made by from now on."""
+        """Write the configuration and the plan that the run uses from now on."""
         self.write(RUN_FILE, config.to_json())
         if self._writes:
             plan.save(self.path / "plan.json")
 
     def row(self, kind: str, **values: Any) -> None:
-        """Add a row to metrics.jsonl; while the disk takes none they are kept, until ``close``."""
+        """Add a row to metrics.jsonl; while the disk accepts none, rows are kept until ``close``."""
         if self._metrics is not None:
             self._rows += (strict_json({"kind": kind, **values}) + "\n").encode()
             with suppress(OSError):
@@ -60,7 +61,7 @@ class RunFolder:
             write_atomically(self.path / name, content)
 
     def cut(self, batches: int) -> list[dict[str, Any]]:
-        """Drop the rows of metrics.jsonl after a checkpoint of so many batches; the rows that stay."""
+        """Drop the rows of metrics.jsonl after batch ``batches``, of a checkpoint; return the others."""
         # Training rows name a batch, counted from 0; validations the number of batches before them.
         kept = [r for r in read_metrics(self.path) if r["batch"] + (r["kind"] == "train") <= batches]
         if self._writes:
@@ -76,14 +77,14 @@ class RunFolder:
     def _write_rows(self) -> None:
         assert self._metrics is not None
         while self._rows:
-            self._rows = self._rows[self._metrics.write(self._rows) :]  # a disk may take a part
+            self._rows = self._rows[self._metrics.write(self._rows) :]  # a disk may accept a part of it
 
 
-# ---- for a reader ----------------------------------------------------------------------------------------------------
+# ---- printed summary -------------------------------------------------------------------------------------------------
 
 
 def describe(out: Path) -> str:
-    """The run in ``out`` in a few lines."""
+    """Return a summary of the run in ``out`` in a few lines."""
     s = json.loads((out / "summary.json").read_text())
     before = next((row["metric"] for row in read_metrics(out) if row["kind"] == "valid"), None)
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
@@ -104,8 +105,8 @@ def describe(out: Path) -> str:
         lines.append(f"updates skipped because gradients had infinities or NaN: {s['skipped_updates']}")
     if s.get("lost") or s.get("joined"):
         lost, steps = s["lost"], sum(loss["steps_lost"] for loss in s["lost"])
-        had = f", whose last {steps} steps others trained on" if steps else ""
-        lines.append(f"pipelines lost on the way: {len(lost)}{had}; come: {len(s['joined'])}")
+        had = f", whose last {steps} steps other pipelines trained on" if steps else ""
+        lines.append(f"pipelines lost: {len(lost)}{had}; joined: {len(s['joined'])}")
     if s["target"] is not None:
         reached = s["seconds_to_target"]
         when = f"reached after {duration(reached)}" if reached is not None else "not reached"
@@ -115,7 +116,7 @@ def describe(out: Path) -> str:
 
 
 def number(value: float | None) -> str:
-    """A figure to read, "-" for None."""
+    """Format a figure for reading, "-" for None."""
     if value is None:
         return "-"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Starting isolated pipelines: what ``avgpipe train``, ``avgpipe run`` and ``avgpipe join`` share."""
+"""Start isolated pipelines: what ``avgpipe train``, ``avgpipe run`` and ``avgpipe join`` share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LEAST = 16  # characters
 
 
 def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
-    """How many pipelines there are; ValueError for what does not fit together."""
+    """Return the numbers of pipelines; ValueError for numbers that contradict each other."""
     most = config.max_pipelines or pipelines
     if not config.min_pipelines <= pipelines <= most:
         raise ValueError(
@@ -27,7 +27,7 @@ def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
 
 
 def secret() -> str:
-    """Return what commands on several hosts must know; ValueError where it is not set, or easy to guess."""
+    """Return the secret that commands on several hosts share; ValueError if it is not set, or too short."""
     token = os.environ.get(JOIN_TOKEN, "")
     if len(token) < _LEAST:
         raise ValueError(
@@ -37,10 +37,8 @@ def secret() -> str:
 
 
 def refuse_isolation(config: IsolationOptions, *more: str) -> None:
-    """Refuse options that are for isolated pipelines alone, and ``more`` that are."""
+    """Refuse options that only isolated pipelines have, and the options in ``more``."""
     own = {f.name for f in fields(IsolationOptions)} - {f.name for f in fields(Options)}
     given = [flag(name) for name in config.given if name in own or name in more]
     if given:
-        raise ValueError(
-            f"{', '.join(given)} without --isolate: it is for pipelines that have processes of their own"
-        )
+        raise ValueError(f"{', '.join(given)} without --isolate: only isolated pipelines have this option")

@@ -17,7 +17,7 @@ from avgpipe.ranks.launch import Interrupted
 _ASK_S, _LIMIT_S = (
     1.0,
     60.0,
-)  # to be let in again, the launcher must have seen that the pipeline before is gone
+)  # the launcher admits a pipeline again once it has noticed the loss of the one before
 
 
 def run(config: JoinConfig) -> None:
@@ -33,11 +33,11 @@ def run(config: JoinConfig) -> None:
 
 
 def _join_again(config: JoinConfig) -> int:
-    """Join, and again when the pipeline is lost; return the number of the one that came to the run's end."""
+    """Join, and again after a loss; return the number of the pipeline that reached the end of the run."""
     left, until, here = config.restarts, 0.0, Path.cwd()
     while True:
         try:
-            os.chdir(here)  # the one before has gone to its launcher's
+            os.chdir(here)  # the attempt before has changed to its launcher's folder
             return _join(config.run)
         except NoPlace:
             if time.monotonic() > until:

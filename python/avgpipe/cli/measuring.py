@@ -29,20 +29,20 @@ from avgpipe.ranks.process import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.tasks import Workload, build_workload
 
-_BATCHES = 16  # among which a typical one is looked for
-_ONCE_S = 1e-3  # a budget for as little measuring as there can be
-_MEASURED = "avgpipe/measured"  # of the store, when ranks 0 and 1 are done
-_STARTING_S = 240.0  # for processes to begin and to read their data
+_BATCHES = 16  # the first batches, from which a typical one is chosen
+_ONCE_S = 1e-3  # the least budget: every measurement once
+_MEASURED = "avgpipe/measured"  # key of the store, set when ranks 0 and 1 are done
+_STARTING_S = 240.0  # timeout for processes to start and to read their data
 
 
 def build(config: ProfilingOptions) -> tuple[Workload, tuple[Any, Any]]:
-    """Build the workload, and find a typical batch."""
+    """Build the workload, and choose a typical batch."""
     workload = build_workload(config.workload, config.build_options())
     return workload, typical_batch(workload)
 
 
 def typical_batch(workload: Workload) -> tuple[Any, Any]:
-    """Find the batch of median size among a workload's first ones: sequences have many lengths."""
+    """Return the batch of median size among a workload's first ones, as sequences have many lengths."""
 
     def elements(batch: Any) -> int:
         return sum(x.numel() for x in pytree.tree_leaves(plain(batch)) if isinstance(x, torch.Tensor))
@@ -51,11 +51,11 @@ def typical_batch(workload: Workload) -> tuple[Any, Any]:
     return sorted(found, key=elements)[len(found) // 2]
 
 
-# ---- profiles ------------------------------------------------------------------------------------------------------
+# ---- profiles --------------------------------------------------------------------------------------------------------
 
 
 def link_of(config: ProfilingOptions) -> LinkProfile | None:
-    """The link that was described; None for one that is to be measured."""
+    """Return the link that the options describe; None for one that is to be measured."""
     if config.latency is None and config.bandwidth is None:
         return None
     if config.latency is None or config.bandwidth is None:
@@ -65,7 +65,7 @@ def link_of(config: ProfilingOptions) -> LinkProfile | None:
 
 
 def check_target(config: TuneConfig | PartitionConfig) -> None:
-    """Refuse to plan for nothing, or for two things at once. ValueError."""
+    """Refuse a command without a target to plan for, or with two. ValueError."""
     if (config.workers is None) == (config.cluster is None):
         raise ValueError("say what the plan is for: --workers NUMBER, or --cluster FILE")
     for option, value in (("--memory-limit", config.memory_limit_bytes), ("--bandwidth", config.bandwidth)):
@@ -74,7 +74,7 @@ def check_target(config: TuneConfig | PartitionConfig) -> None:
 
 
 def cluster_of(config: TuneConfig | PartitionConfig, profile: Profile) -> Cluster:
-    """What the plan is for: the file's cluster, else workers like the profiled one."""
+    """Return the cluster to plan for: the file's, else workers like the profiled one."""
     if config.cluster is not None:
         return Cluster.load(config.cluster)
     assert config.workers is not None
@@ -87,8 +87,8 @@ def profile_of(config: ProfilingOptions, micro_batch_sizes: Sequence[int], at_on
     Args:
         config: What to profile, and for how long.
         micro_batch_sizes: Samples of the micro-batches that are timed.
-        at_once: Processes that profile the layers at the same time, as workers of this machine would compute; what the
-            first one finds counts.
+        at_once: Processes that profile the layers at the same time, as workers of this machine would compute;
+            the result of the first one is used.
     """
     link = link_of(config)
     with_link = config.device == "cpu" and link is None
@@ -109,7 +109,7 @@ def profile_of(config: ProfilingOptions, micro_batch_sizes: Sequence[int], at_on
 def profiled(
     config: str, micro_batch_sizes: Sequence[int], with_link: bool, at_once: int, timeout_s: float
 ) -> dict[str, Any]:
-    """Measure as a process of :func:`profile_of`."""
+    """Measure as one of the processes of :func:`profile_of`."""
     rank = int(os.environ["RANK"])
     asked = ProfilingOptions.from_json(config)
     torch.set_num_threads(asked.threads)
@@ -124,7 +124,7 @@ def profiled(
 
 
 def loaded(config: str) -> Any:
-    """What a worker has in memory besides its share of the model: the whole model, the data, and the code that runs."""
+    """Return what a worker has in memory besides its stage: the whole model, the data and loaded code."""
     asked = ProfilingOptions.from_json(config)
     workload, batch = build(asked)
     if asked.device == "cpu":
@@ -133,7 +133,7 @@ def loaded(config: str) -> Any:
 
 
 def _first_two(rank: int, timeout_s: float) -> WorkerCosts | None:
-    """What two workers cost, measured by ranks 0 and 1; the others wait for them."""
+    """Return the costs of a worker, measured by ranks 0 and 1; the others wait for them."""
     store = open_store(timeout_s)
     if rank > 1:
         store.wait([_MEASURED])
@@ -165,11 +165,11 @@ def layers_of_workload(
     )
 
 
-# ---- trials --------------------------------------------------------------------------------------------------------
+# ---- trials ----------------------------------------------------------------------------------------------------------
 
 
 def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
-    """A pipeline, and the batch to train it on."""
+    """Return a pipeline, and the batch to train it on."""
     workload, batch = build(config)
     options = pipeline_options(config, workload)
     return Pipeline(workload.layers, plan, loss_weight=workload.loss_weight, **options), batch
@@ -187,7 +187,7 @@ def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:
 
 
 def tried(config: str, plan: str, batches: int) -> dict[str, Any]:
-    """Measure as a process of :func:`trial_of`."""
+    """Measure as one of the processes of :func:`trial_of`."""
     asked = ProfilingOptions.from_json(config)
     torch.set_num_threads(asked.threads)
     pipeline, batch = pipeline_of(asked, in_the_long_run(Plan.from_json(plan)))

@@ -1,7 +1,7 @@
 """Commands whose options are the fields of a dataclass.
 
-A field's name is the option's, its type says how a value is written, its default holds where the option is not given,
-and the docstring of the class has the help: an option is declared there and nowhere else.
+A field's name is the option's, its type decides how a value is written, its default holds where the option is
+not given, and the docstring of the class has the help: an option is declared there and nowhere else.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from avgpipe.cli.output import arguments, reporting
 from avgpipe.errors import nearest
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
-_FEW = 5  # choices that a help page has room for beside the option's name
+_FEW = 5  # most choices that a help page shows beside the option's name
 _O = TypeVar("_O", bound="Options")
 
 
 @dataclass(frozen=True)
 class Value:
-    """How an option's value is written; the metadata of ``Annotated``.
+    """How an option's value is written; used as metadata of ``Annotated``.
 
     Attributes:
-        metavar: What stands for the value in help pages.
+        metavar: Placeholder of the value in help pages.
         parse: Makes the value from the option's name and the text; None keeps the text.
         choices: The texts that are accepted; None accepts all.
-        besides: Says of a text whether it is accepted beside the choices, such as the name of a file.
-        positional: Whether the value stands alone, without the option's name.
-        rest: Whether it is all the words that are left.
+        besides: Returns whether a text is accepted in addition to the choices, such as the name of a file.
+        positional: Whether the value is written without the option's name.
+        rest: Whether the option takes all remaining words.
         repeated: Whether the option may be given several times.
     """
 
@@ -60,7 +60,7 @@ class Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every command takes.
+    """The options that every command has.
 
     Attributes:
         json: Print one JSON object and nothing else.
@@ -77,12 +77,12 @@ class Options:
 
     @property
     def explicit(self) -> dict[str, Any]:
-        """The options that were given, by name."""
+        """Return the options that were given, by name."""
         return {name: getattr(self, name) for name in self.given}
 
     @property
     def complete(self) -> dict[str, Any]:
-        """The options by name, defaults too, without those that are off and those that say where results go."""
+        """Return the options by name with defaults, without disabled ones and output paths."""
         values = {
             f.name: getattr(self, f.name) for f in _options(type(self)) if f.name not in ("json", "plot")
         }
@@ -99,7 +99,7 @@ class Options:
 
     @classmethod
     def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The options among the values of a JSON object."""
+        """Return the options among the values of a JSON object."""
         names = {f.name for f in fields(cls)} - {"given"}
         return as_tuples({name: value for name, value in values.items() if name in names})
 
@@ -119,17 +119,17 @@ class CommandGroup(NamedTuple):
 
 
 def flag(name: str) -> str:
-    """The option that fills the field ``name``; it says its unit in its help instead."""
+    """Return the option of the field ``name``; the unit in the field's name appears in its help instead."""
     return "--" + re.sub("_(s|bytes)$", "", name).replace("_", "-")
 
 
 def internal(default: Any) -> Any:
-    """A field that is no option."""
+    """Make a field that is no option."""
     return field(default=default, metadata={"internal": True})
 
 
 def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a JSON object, with tuples for lists: a configuration is frozen."""
+    """Return the values of a JSON object, with tuples for lists, as a configuration is frozen."""
 
     def frozen(value: Any) -> Any:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
@@ -138,7 +138,7 @@ def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def words(options: Mapping[str, Any]) -> list[str]:
-    """The command line that gives ``options``."""
+    """Return the command line words that give ``options``."""
     found: list[str] = []
     for name, value in options.items():
         found += [flag(name)] if value is True else [flag(name), _text(value)]
@@ -169,17 +169,17 @@ def callback(command: Command) -> Callable[..., None]:
     return run
 
 
-_FLAG = Value("")  # of an option that is written without one
+_FLAG = Value("")  # of an option without a value
 
 
 def _options(config: type[Options]) -> list[Field[Any]]:
-    """The fields that are options; what all commands have comes last."""
+    """Return the fields that are options; those that all commands have are last."""
     found = [f for f in fields(config) if "internal" not in f.metadata]
     return sorted(found, key=lambda f: f.name == "json")
 
 
 def _value(annotation: Any) -> Value:
-    """How values of a type are written."""
+    """Return how values of a type are written."""
     if annotation is bool:
         return _FLAG
     if get_origin(annotation) in (Union, UnionType):
@@ -195,7 +195,7 @@ def _value(annotation: Any) -> Value:
 
 
 def _parameter(f: Field[Any], value: Value, text: str, panel: str | None) -> inspect.Parameter:
-    """An option as an argument of a typer command, which gets texts: None and False where it is not given."""
+    """Make the argument of a typer command for an option: a text, None or False if not given."""
     if value is _FLAG:
         option = typer.Option(flag(f.name), help=text, rich_help_panel=panel)
         return inspect.Parameter(f.name, _KEYWORD, default=False, annotation=Annotated[bool, option])
@@ -226,7 +226,7 @@ def _about(config: type[Options]) -> str:
 
 
 def _helps(config: type[Options]) -> dict[str, str]:
-    """The help of each option, from the docstrings of the class and its bases."""
+    """Return the help of each option, from the docstrings of the class and its bases."""
     found = {}
     for base in reversed(config.__mro__):
         entries = inspect.cleandoc(base.__doc__ or "").partition("Attributes:\n")[2]
@@ -236,7 +236,7 @@ def _helps(config: type[Options]) -> dict[str, str]:
 
 
 def _panel(config: type[Options], name: str) -> str | None:
-    """The heading over an option: what the docstring of its group calls the group."""
+    """Return the heading over an option: the first sentence of its group's docstring."""
     group = next(base for base in config.__mro__ if name in base.__annotations__)
     return None if group in (config, Options) else _about(group).partition("\n")[0].rstrip(".")
 

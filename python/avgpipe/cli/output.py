@@ -1,7 +1,7 @@
-"""What commands print, and how they end.
+"""Print the output of commands, and end them.
 
-Results are on standard output: tables and JSON; how far a command is goes to standard error, and so does every failure,
-in one line. Exit codes: 0 success, 1 a failed run, 2 wrong arguments.
+Results are on standard output, as tables and JSON. Progress goes to standard error, and so does every
+failure, in one line. Exit codes: 0 success, 1 a failed run, 2 wrong arguments.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from avgpipe.errors import PipelineError
 from avgpipe.ranks.process import FAILED as FAILED
 from avgpipe.ranks.process import WRONG_ARGUMENTS as WRONG_ARGUMENTS
 
-_FILE_COLUMNS = 160  # of tables that are not for a terminal
+_FILE_COLUMNS = 160  # width of tables that are not printed on a terminal
 
 
 def answer(
     as_json: bool, found: Mapping[str, Any], *items: RenderableType, columns: int = _FILE_COLUMNS
 ) -> None:
-    """Print what a command found: one JSON object, or texts and tables."""
+    """Print the result of a command: one JSON object, or texts and tables."""
     if as_json:
         print(json.dumps(found))
     else:
@@ -39,18 +39,18 @@ def answer(
 
 
 def show(*items: RenderableType, columns: int = _FILE_COLUMNS) -> None:
-    """Print texts and tables; ``columns`` is the width where there is no terminal."""
+    """Print texts and tables; ``columns`` is the width where the output is no terminal."""
     screen = Console(highlight=False, markup=False)
     if not screen.is_terminal:
         screen.width = columns
     for item in items:
-        screen.print(item, soft_wrap=isinstance(item, str))  # a text is left to the terminal
+        screen.print(item, soft_wrap=isinstance(item, str))  # the terminal wraps texts
 
 
 def grid(rows: Sequence[Mapping[str, str]], texts: int = 1, styles: Sequence[str] = ()) -> Table:
-    """Make a table of rows, whose cells have headings: columns of text, then of numbers, which are never broken.
+    """Make a table of rows of cells with headings: columns of text, then of numbers, which never wrap.
 
-    What a row has not is "-" in it, and what no row has is no column.
+    A cell that a row lacks shows "-", and a column that all rows lack is left out.
     """
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     headings = list(dict.fromkeys(heading for row in rows for heading in row))
@@ -63,9 +63,9 @@ def grid(rows: Sequence[Mapping[str, str]], texts: int = 1, styles: Sequence[str
 
 
 def tell(line: str) -> None:
-    """Show a line that the next one replaces, on a terminal.
+    """Show a line on a terminal, which the next one replaces.
 
-    No spinner: its thread would take a processor from what is measured.
+    No spinner: its thread would take processor time from the measurement.
     """
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
@@ -73,7 +73,7 @@ def tell(line: str) -> None:
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every parser reads: what is not finite becomes null."""
+    """Return JSON that every parser reads: infinities and NaN become null."""
     return json.dumps(_finite(value), allow_nan=False, indent=indent)
 
 
@@ -98,7 +98,7 @@ def check_file(out: str) -> None:
 
 
 class CommandFailed(Exception):
-    """Ends a command with ``exit_code``; the message is what the user reads."""
+    """Ends a command with ``exit_code``; the message is printed for the user."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(" ".join(message.split()))
@@ -106,8 +106,9 @@ class CommandFailed(Exception):
 
 
 def arguments() -> AbstractContextManager[None]:
-    """While arguments are checked: what is refused ends the command with 2, before anything was written."""
-    # CheckpointError and StageError are ValueErrors; a worker may have died already, or the package is not built.
+    """Check arguments in this context: a refusal ends the command with 2, before anything was written."""
+    # CheckpointError and StageError are ValueErrors; a worker may already have failed, or the package is not
+    # built.
     wrong = (ValueError, TypeError, OSError)
     return _ending(
         dict.fromkeys(wrong, WRONG_ARGUMENTS) | dict.fromkeys((PipelineError, ImportError), FAILED)
@@ -115,13 +116,13 @@ def arguments() -> AbstractContextManager[None]:
 
 
 def running() -> AbstractContextManager[None]:
-    """While a run goes on: its failure ends the command with 1."""
+    """Run in this context: a failure ends the command with 1."""
     return _ending(dict.fromkeys((PipelineError, OSError), FAILED))
 
 
 @contextmanager
 def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
-    """End the command with the code of the first kind that an error is of."""
+    """End the command with the code of the first class that the error is an instance of."""
     try:
         yield
     except tuple(codes) as error:
@@ -134,7 +135,7 @@ def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
 
 @contextmanager
 def reporting(json_output: bool) -> Iterator[None]:
-    """Around a command: say what failed and exit. With ``--json`` standard output gets an object all the same."""
+    """Run a command: print its failure and exit. With ``--json`` standard output gets an object, too."""
     try:
         yield
     except CommandFailed as failure:
@@ -149,5 +150,5 @@ def say(message: str) -> None:
 
 
 def note(message: str) -> None:
-    """Say what happens, and is no failure of the command."""
+    """Print a line about an event that is no failure of the command."""
     print(f"avgpipe: {message}", file=sys.stderr, flush=True)

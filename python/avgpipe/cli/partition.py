@@ -1,4 +1,4 @@
-"""``avgpipe partition``: where several methods cut a model, side by side, and a plan."""
+"""``avgpipe partition``: compares where several methods cut a model, and writes a plan."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run(config: PartitionConfig) -> None:
         batch_size = _check(config)
     with running():
         profile = _profile(config, batch_size)
-    with arguments():  # only the profile tells what fits into the memory
+    with arguments():  # what fits into the memory is known from the profile only
         cluster = cluster_of(config, profile)
         batch_size = batch_size or config.micro_batches * profile.micro_batch_sizes[-1]
         rows, plans = [], {}
@@ -55,7 +55,7 @@ def run(config: PartitionConfig) -> None:
 
 
 def _check(config: PartitionConfig) -> int | None:
-    """The samples of a batch, None where the profile says it; ValueError for what cannot be."""
+    """Return the samples of a batch, None if the profile sets them; ValueError for contradictions."""
     known = partition_methods()
     for name in config.method or ():
         if name not in known:
@@ -89,9 +89,9 @@ def _profile(config: PartitionConfig, batch_size: int | None) -> Profile:
 def _found(
     config: PartitionConfig, profile: Profile, cluster: Cluster, batch_size: int, method: str
 ) -> tuple[dict[str, Any], Plan]:
-    """What a method finds, with the simulated seconds of the plan's batch, of which some systems have smaller ones."""
+    """Return a method's result, with the simulated time of the plan's batch, which some systems split."""
     found = partition(profile, method=method, **_options(config, profile, cluster, batch_size, method))
-    free = "pipelines" not in SYSTEMS[found.system]  # whose choices are not the system's
+    free = "pipelines" not in SYSTEMS[found.system]  # the system leaves these choices open
     chosen = {n: getattr(config, n) for n in ("schedule", "pipelines", "micro_batches")} if free else {}
     plan = found.plan(**chosen)
     share_s = simulated_batch_s(
@@ -126,7 +126,7 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
 def _options(
     config: PartitionConfig, profile: Profile, cluster: Cluster, batch_size: int, method: str
 ) -> dict[str, Any]:
-    """Those of all that were given or follow that the method takes."""
+    """Return those of all options, given or derived, that the method takes."""
     taken = method_options(method)
     limits = [device.memory_bytes for device in cluster.devices if device.memory_bytes is not None]
     options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""``avgpipe profile``: what the layers of a workload cost, as a table and a file."""
+"""``avgpipe profile``: measures the costs of a workload's layers, as a table and a file."""
 
 from __future__ import annotations
 

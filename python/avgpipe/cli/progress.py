@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a bar on a terminal, else a line every now and then; and what its log says."""
+"""Progress of a run on standard error, as a bar on a terminal, else as lines; and what its log contains."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from avgpipe.tasks import BatchLoader
 from avgpipe.units import duration
 
 _LINE_EVERY_S = 10.0
-_SMOOTHING = 0.95  # of the loss shown, per batch
+_SMOOTHING = 0.95  # weight of the former mean in the shown loss, per batch
 _LOG = "avgpipe"
 
 
@@ -46,7 +46,7 @@ class ProgressBar:
             self._bar.start()
 
     def batch(self, loss: float, samples: int, seconds: float, is_new: bool = True) -> None:
-        """A batch is done, or what was left of an older one; it took so many seconds since the one before."""
+        """Count a finished batch, or the rest of an older one; ``seconds``: the time since the batch before."""
         self._done += is_new
         if loss == loss:  # a NaN would stay in the mean for ever
             self._loss = _SMOOTHING * self._loss + (1 - _SMOOTHING) * loss
@@ -59,7 +59,7 @@ class ProgressBar:
             self.note(f"batch {self._done}/{self._total}  {self._facts()}")
 
     def validating(self, batches: BatchLoader, most: int | None = None) -> Iterator[Any]:
-        """The batches, or the first of them, with their progress shown as they are taken."""
+        """Yield the batches, or the first of them, and show the progress."""
         total = min((n for n in (length_hint(batches), most) if n), default=None)
         if self._bar is not None:
             task = self._bar.add_task("validation", total=total, facts="")
@@ -74,7 +74,7 @@ class ProgressBar:
             yield batch
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line that stays."""
         self._last_line = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -96,7 +96,7 @@ class ProgressBar:
         return f"loss {loss:.3f}  {rate:.1f} samples/s  {left} left"
 
 
-# ---- what the runtime logs -------------------------------------------------------------------------------------------
+# ---- the runtime's log -----------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -114,7 +114,7 @@ def log_records() -> Iterator[list[logging.LogRecord]]:
 
 
 def links_of(records: Iterable[logging.LogRecord]) -> list[tuple[str, ...]]:
-    """What is here, what is there, and the link by which this rank reaches it, of each."""
+    """Return each pair of places that the runtime logged, this rank's first, and the link between them."""
     args = (record.args for record in records if record.msg == LINK_MESSAGE)
     return [tuple(map(str, found)) for found in args if isinstance(found, tuple)]
 
@@ -124,10 +124,10 @@ def warnings_of(records: Iterable[logging.LogRecord]) -> list[str]:
 
 
 def links_line(links: Iterable[Sequence[Sequence[str]]]) -> list[str]:
-    """One line from the links of all ranks; none where a single process has all stages."""
+    """Return one line on the links of all ranks; none where a single process has all stages."""
     joined: dict[frozenset[str], Sequence[str]] = {}
     for entry in chain.from_iterable(links):
-        joined.setdefault(frozenset(entry[:2]), entry)  # both ends say so
+        joined.setdefault(frozenset(entry[:2]), entry)  # both ends log it
     by_link: dict[str, list[str]] = {}
     for here, there, link in joined.values():
         by_link.setdefault(link, []).append(f"{here} to {there}")

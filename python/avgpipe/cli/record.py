@@ -1,4 +1,4 @@
-"""What a run writes and shows: by its first rank, or of isolated pipelines by the launcher, whom each of them tells."""
+"""The record of a run: files and printed lines, of the first rank, or of isolated pipelines' launcher."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from avgpipe.report.runs import read_metrics
 
 
 class Record(Protocol):
-    """Where the training loop of a rank tells what happens."""
+    """Receives the events of a rank's training loop."""
 
     def note(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a line that stays."""
 
     def open(self, plan: Plan) -> None:
         """Begin the files."""
 
     def segment(self, values: dict[str, Any]) -> None:
-        """Batches without a pause begin, as others have to know who come in the midst of them."""
+        """Begin batches without a pause; pipelines that join within them need the values."""
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
-        """A batch is done, of so many samples, so many seconds of training after the one before."""
+        """Record a finished batch: its row, its samples, and the seconds of training since the batch before."""
 
     def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
         """Return the batches, or the first ``most`` of them."""
 
     def validation(self, row: Mapping[str, Any]) -> None:
-        """A validation is done."""
+        """Record a finished validation."""
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
-        """Write the summary, and draw the curves; whether this process shall add the timeline."""
+        """Write the summary and draw the curves; return whether this process is to add the timeline."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -55,10 +55,10 @@ class WrittenRecord:
     """A record in the run's folder.
 
     Args:
-        done: what the run had come to before.
-        total: batches of the whole run.
-        writes: whether this process does; else every method does nothing.
-        on_result: gets each row.
+        done: Totals of the run before this process.
+        total: Batches of the whole run.
+        writes: Whether this process writes; else every method does nothing.
+        on_result: Gets each row.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class WrittenRecord:
         self._config, self._begun, self._writes, self._on_result = config, done.batches, writes, on_result
         self.folder = RunFolder(Path(config.out), writes)
         self.progress = ProgressBar(total, done.batches, shown=writes)
-        self._loggers = Loggers({}, self.note)  # until the folder is there
-        self._newest = done.batches - 1  # batch
+        self._loggers = Loggers({}, self.note)  # until the folder exists
+        self._newest = done.batches - 1  # newest batch
 
     def note(self, text: str) -> None:
         self.progress.note(text)
@@ -108,7 +108,7 @@ class WrittenRecord:
         self.note(f"validation {when}: {values}loss {row['loss']:.4f}{note}")
 
     def _add(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
-        """Add a row; loggers want steps that do not decrease."""
+        """Add a row; loggers require steps that do not decrease."""
         self.folder.row(kind, **row)
         if self._writes:
             self._loggers.log(step, row, kind)
@@ -135,17 +135,17 @@ class WrittenRecord:
 
 
 class RemoteRecord:
-    """A record that the launcher keeps, told by the first rank of a pipeline.
+    """A record that the launcher keeps; the first rank of a pipeline sends it the events.
 
-    All pipelines tell the same, and the launcher takes what is new to it.
+    All pipelines send the same events, and the launcher records each one once.
     """
 
     def __init__(self, launcher: Membership, done: Totals, total: int) -> None:
-        self._launcher, self._results = launcher, 0  # of batches, that the run has had
+        self._launcher, self._results = launcher, 0  # batches of the run that have results
         launcher.tell("begin", asdict(done), total)
 
     def standing(self, results: int, batches: int) -> Any:
-        """Return what a run has come to that others have begun: the totals, their segment, and its age."""
+        """Return the state of a run that other pipelines train: totals, current segment and its age in seconds."""
         self._results = results
         return self._launcher.ask("standing", results, batches)
 
@@ -176,12 +176,12 @@ class RemoteRecord:
 
 
 class SharedRecord:
-    """Keeps the record of a run of isolated pipelines, in the launcher, as they tell it.
+    """Keeps the record of a run of isolated pipelines, in the launcher, from the events that they send.
 
-    Times are those at which it hears of something: clocks of several hosts have nothing in common.
+    Times are those at which events arrive: clocks of several hosts cannot be compared.
 
     Args:
-        meeting: the folder that tells avgpipe join where this run is.
+        meeting: Folder where avgpipe join finds the address of this run.
     """
 
     def __init__(self, config: TrainConfig, meeting: Path) -> None:
@@ -189,21 +189,21 @@ class SharedRecord:
         self._locks = FolderLocks()
         self._written: WrittenRecord | None = None
         self._done = Totals(lower_is_better=False)
-        self._told = 0  # results of batches
+        self._taken = 0  # results of batches that pipelines have sent
         self._notes: set[tuple[int, str]] = set()
         self._segment: dict[str, Any] = {}
-        self._segment_at = 0.0  # when it began, of the monotonic clock
-        self._ended_at = 0.0  # the last result, or the pause after it
+        self._segment_at = 0.0  # when it began, on the monotonic clock
+        self._ended_at = 0.0  # when the last result arrived, or the pause after it ended
         self._waiting: list[tuple[int, int, Callable[[Any], None]]] = []
         self._ending: tuple[dict[str, Any], str] | None = None
-        self._has_timeline = False  # somebody adds it
+        self._has_timeline = False  # a process has agreed to add it
 
     def say(self, text: str) -> None:
-        """Say what happens to pipelines."""
+        """Print a line about the pipelines."""
         (note if self._written is None else self._written.note)(text)
 
     def close(self, history: Mapping[str, Any]) -> None:
-        """Write what is left: the summary, if the run has come to its end, with what became of its pipelines."""
+        """Write what is left: if the run reached its end, the summary with the history of its pipelines."""
         if self._written is not None:
             if self._ending is not None:
                 summary, heading = self._ending
@@ -213,7 +213,7 @@ class SharedRecord:
             self._link.unlink()
         self._locks.release()
 
-    # ---- what a pipeline tells ---------------------------------------------------------------------------------------
+    # ---- events from pipelines ---------------------------------------------------------------------------------------
 
     def hear(self, kind: str, *values: Any) -> None:
         if kind == "begin":
@@ -249,15 +249,17 @@ class SharedRecord:
         if not written.folder.is_open:
             with arguments():
                 written.open(Plan.from_json(plan))
-                with self._locks.saving(Path(self._config.out)):  # until the end: who watches the run sees it
+                with self._locks.saving(
+                    Path(self._config.out)
+                ):  # until the end: avgpipe watch looks for this lock
                     self._link.unlink(missing_ok=True)
                     self._link.symlink_to(self._meeting)
 
     def _take_batch(self, written: WrittenRecord, place: int, row: dict[str, Any], samples: int) -> None:
-        if place > self._told:
-            raise ValueError(f"result {place} after result {self._told - 1}")
-        if place == self._told:
-            self._told += 1
+        if place > self._taken:
+            raise ValueError(f"result {place} arrived after result {self._taken - 1}")
+        if place == self._taken:
+            self._taken += 1
             now = time.monotonic()
             seconds, self._ended_at = now - self._ended_at, now
             row["seconds"] = round(self._done.seconds + seconds, 6)
@@ -270,7 +272,7 @@ class SharedRecord:
             self._done.take({"kind": "valid", **row})
             written.validation(row)
 
-    # ---- what a pipeline asks ----------------------------------------------------------------------------------------
+    # ---- requests of pipelines ---------------------------------------------------------------------------------------
 
     def answer(self, reply: Callable[[Any], None], writes: bool, kind: str, *values: Any) -> None:
         if kind == "finish":
@@ -286,11 +288,11 @@ class SharedRecord:
             raise ValueError(f"unknown question {kind!r}")
 
     def _answer_waiting(self) -> None:
-        """Tell those that come what the run has come to, once all that was before them has been told."""
+        """Reply to joining pipelines with the state of the run, once all results before it have arrived."""
         first, count = self._segment.get("first", 0), self._segment.get("count", -1)
         for waiting in list(self._waiting):
             results, batches, reply = waiting
-            if results <= self._told and first <= batches <= first + count:
+            if results <= self._taken and first <= batches <= first + count:
                 segment_s = time.monotonic() - self._segment_at
                 reply({"done": asdict(self._done), "segment": self._segment, "segment_s": segment_s})
                 self._waiting.remove(waiting)

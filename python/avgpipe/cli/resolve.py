@@ -1,7 +1,7 @@
-"""Completes what was asked of ``avgpipe train``, and refuses what would fail later.
+"""Complete the options of ``avgpipe train``, and refuse what would fail later.
 
-An option comes from the command line, else from the plan file (those of the plan), else from the run that is resumed,
-else it has its default.
+An option comes from the command line, else from the plan file if it is one of the plan's, else from the run
+that is resumed, else it has its default.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
     """Complete the configuration of a run.
 
     Reads at most the plan file and the resumed run's ``run.json``, and calls the function of a script. Raises
-    ValueError, TypeError or OSError for what cannot be, cheap checks only.
+    ValueError, TypeError or OSError for invalid options, after cheap checks only.
     """
     if asked.resume and not asked.out:
         raise ValueError("--resume needs --out DIR, the folder of the run to continue")
@@ -103,7 +103,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
 
 
 def _absolute(path: str | None) -> str | None:
-    """The run may be resumed from elsewhere."""
+    """Return an absolute path, as the run may be resumed from another folder."""
     return None if path is None else str(Path(path).absolute())
 
 
@@ -111,16 +111,16 @@ def _absolute(path: str | None) -> str | None:
 
 
 def joined_ranks() -> int | None:
-    """The number of workers that torchrun, or a launcher with its environment variables, has started, if any."""
+    """Return the number of workers that torchrun, or a launcher with its environment variables, started, if any."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return int(os.environ["WORLD_SIZE"])
 
 
 def _launch() -> str | None:
-    """Name what started the workers as torchrun does.
+    """Return torchrun's name for what started the workers.
 
-    Launches that were given no name are all called "none": on one host their processes tell them apart.
+    All launches without a name are called "none"; on one host the ids of their processes distinguish them.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
     if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
@@ -129,7 +129,7 @@ def _launch() -> str | None:
 
 
 def _is_restart(out: Path, launch: str | None) -> bool:
-    """Whether torchrun has started the workers again, and an earlier attempt began the run in ``out``."""
+    """Return whether torchrun restarted the workers, and an earlier attempt began the run in ``out``."""
     if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return False
     values = _read(out)
@@ -144,7 +144,7 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 
 
 def _read(out: Path) -> dict[str, Any]:
-    """What run.json holds; nothing where it cannot be read."""
+    """Return the content of run.json; nothing if it cannot be read."""
     try:
         values = json.loads((out / RUN_FILE).read_text())
     except (OSError, ValueError):
@@ -153,26 +153,26 @@ def _read(out: Path) -> dict[str, Any]:
 
 
 def _stored(out: Path, workload: str) -> dict[str, Any]:
-    """The configuration of the run in ``out``; none if it cannot be read, for the checkpoint is what matters."""
+    """Return the configuration of the run in ``out``; none if it cannot be read: the checkpoint is enough."""
     values = _read(out)
     if values and values.get("workload") != workload:
         trained = str(values.get("workload"))
         file = trained.rpartition(":")[0]
-        moved = f"put it back, or write where it is into {out / RUN_FILE}" if file else ""
+        moved = f"put it back, or write its new path into {out / RUN_FILE}" if file else ""
         way = moved if moved and not Path(file).exists() else "name that workload"
         raise ValueError(f"{out} is a run of {trained!r}, not of {workload!r}: {way}")
     return TrainConfig.known(values)
 
 
 def _refuse_other_steps(asked: TrainConfig, stored: dict[str, Any]) -> None:
-    """Refuse what the checkpoint's optimizer state, which holds the learning rate too, would not follow."""
+    """Refuse options that the checkpoint's optimizer state, which includes the learning rate, would override."""
     for name in ("optimizer", "lr"):
         if name in asked.given and name in stored and getattr(asked, name) != stored[name]:
             default = "the preset's" if stored.get("preset") else "its default"
             before = default if stored[name] is None else stored[name]
             raise ValueError(
-                f"--{name} {getattr(asked, name)}: the run in {asked.out} trains with {before}, which its checkpoint "
-                f"goes on with: leave out --{name}, or name a new --out to start a new run"
+                f"--{name} {getattr(asked, name)}: the run in {asked.out} trains with {before}, which its "
+                f"checkpoint continues: leave out --{name}, or name a new --out to start a new run"
             )
 
 
@@ -193,7 +193,9 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     if "pipelines" not in row:
         chosen.setdefault("pipelines", DEFAULT_PIPELINES)
     if "micro_batches" not in row:
-        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)  # they serve to fill stages
+        wanted = (
+            1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)
+        )  # they only keep stages busy
         replication = chosen.get("replication", systems.row(system, stages).get("replication"))
         chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
     plan = Plan.for_system(system, **chosen)
@@ -202,7 +204,7 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     return plan
 
 
-# Choices of a plan that are made for one that is overridden; for a system also those that are its own.
+# Stored choices that depend on an overridden option; for a system also the options that it sets.
 _DEPENDS = {
     "system": ("schedule", "weights", "replication", "placement", "advance"),
     "schedule": ("weights", "placement", "advance"),
@@ -212,20 +214,20 @@ _DEPENDS = {
 
 
 def _drop_what_depends(base: dict[str, Any], explicit: dict[str, Any]) -> None:
-    """Forget choices of a stored plan that were made for what is overridden."""
+    """Drop choices of a stored plan that depend on overridden options."""
     overridden = [name for name in _DEPENDS if name in base and explicit.get(name, base[name]) != base[name]]
     dropped = {dependent for name in overridden for dependent in _DEPENDS[name]}
     if "system" in overridden:
         dropped.update(SYSTEMS[explicit["system"]])
     if "stages" in overridden and isinstance(base.get("advance"), list | tuple):
-        dropped.add("advance")  # one for each stage
+        dropped.add("advance")  # one number per stage
     if explicit.get("pipelines") == 1:
-        dropped.add("isolate")  # there is no other one
+        dropped.add("isolate")  # there is no other pipeline
     for name in dropped:
         base.pop(name, None)
 
 
-# ---- what is refused before a worker starts and before anything is written -------------------------------------------
+# ---- checks before a worker starts and before anything is written ----------------------------------------------------
 
 
 def check_run(config: TrainConfig) -> None:
@@ -247,7 +249,7 @@ def check_run(config: TrainConfig) -> None:
 
 
 def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
-    """The workload, and the plan with the stages' layers: as configured, else balanced by what layers cost."""
+    """Return the workload, and the plan with a cut: the configured one, else balanced by the costs of layers."""
     from avgpipe.model.model import stage_bounds
     from avgpipe.tasks import build_workload
 
@@ -259,7 +261,7 @@ def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
 
 
 def pipeline_options(config: WorkloadOptions, workload: Workload) -> dict[str, Any]:
-    """What a workload asks of a pipeline and of a profile."""
+    """Return the options of a pipeline and of a profile that a workload needs."""
     auto = config.autocast == "auto"
     return {
         "loss_fn": workload.loss_fn,
@@ -271,14 +273,14 @@ def pipeline_options(config: WorkloadOptions, workload: Workload) -> dict[str, A
 
 
 def dtype_of(name: str) -> torch.dtype | None:
-    """The dtype of an option's value, None for "none"."""
+    """Return the dtype of an option's value, None for "none"."""
     import torch
 
     return None if name == "none" else getattr(torch, name)
 
 
 def check_folder(config: TrainConfig) -> None:
-    """Refuse a folder that cannot be written to, or that holds something else than the run that is asked for."""
+    """Refuse a folder that cannot be written to, or that holds another run."""
     out = Path(config.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file: name a folder")
@@ -300,7 +302,7 @@ def check_folder(config: TrainConfig) -> None:
     nearest_folder = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
     if not nearest_folder.is_dir() or not os.access(nearest_folder, os.W_OK):
         raise ValueError(
-            f"--out {out} cannot be made: {nearest_folder} is not a folder that you may write to"
+            f"--out {out} cannot be created: {nearest_folder} is not a folder that you may write to"
         )
 
 

@@ -1,4 +1,4 @@
-"""``avgpipe run``: a user's own script on several local workers."""
+"""``avgpipe run``: starts a user's own script on several local workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run(config: RunConfig) -> None:
             refuse_isolation(config, "pipelines")
         elif config.spares is not None:
             raise ValueError(
-                "--spares with --isolate: pipelines that are isolated stand in for each other, use one"
+                "--spares with --isolate: isolated pipelines replace each other, use one of the two"
             )
         isolation = isolation_of(config, config.pipelines)
     command, codes = [sys.executable, "-u", config.script, *config.args], (0,) * config.stages
@@ -64,5 +64,5 @@ def run(config: RunConfig) -> None:
 def _tell_of_seed(config: RunConfig) -> None:
     if config.seed >= 0:
         note(
-            f"torch, random and numpy begin with seed {config.seed} on each rank; --seed none leaves them alone"
+            f"torch, random and numpy are seeded with {config.seed} on each rank; --seed none leaves them unseeded"
         )

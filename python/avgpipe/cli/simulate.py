@@ -1,4 +1,4 @@
-"""``avgpipe simulate``: when a schedule would finish, and in how much memory."""
+"""``avgpipe simulate``: simulates when a schedule finishes, and the memory it needs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20
-_OF_A_NAME = ("stages", "micro_batches", "advance", "stages_per_worker")  # what a file says itself
+_OF_A_NAME = ("stages", "micro_batches", "advance", "stages_per_worker")  # contained in a file
 _UPDATE = re.compile(r"\b\d*U\b")
 
 
@@ -48,7 +48,7 @@ def run(config: SimulateConfig) -> None:
 def _costs(config: SimulateConfig) -> Costs:
 
     def scaled(values: tuple[float, ...] | None, unit: float) -> Any:
-        """In seconds or bytes; one value is for all places."""
+        """Convert to seconds or bytes; one value holds for all places."""
         if values is None:
             return None
         return values[0] * unit if len(values) == 1 else [value * unit for value in values]
@@ -70,7 +70,7 @@ def _schedule(config: SimulateConfig, costs: Costs) -> tuple[Schedule, AdvanceCh
     if stages is None or micro_batches is None:
         missing = [flag(name) for name in _OF_A_NAME[:2] if getattr(config, name) is None]
         raise ValueError(
-            f"--schedule {config.schedule} needs {' and '.join(missing)}; only a CSV file says them"
+            f"--schedule {config.schedule} needs {' and '.join(missing)}, which only a CSV file contains"
         )
     schedule = build_schedule(config.schedule, stages, micro_batches, advance, config.stages_per_worker)
     if advance != "auto":
@@ -80,7 +80,7 @@ def _schedule(config: SimulateConfig, costs: Costs) -> tuple[Schedule, AdvanceCh
 
 
 def _read(config: SimulateConfig) -> Schedule:
-    """The schedule of a file in avgpipe's form, which has updates, or in torch's, which has none."""
+    """Read a schedule from a file in avgpipe's form, which has updates, or in torch's, which has none."""
     path = config.schedule
     for name in config.given:
         if name in _OF_A_NAME:

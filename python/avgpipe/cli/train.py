@@ -1,4 +1,4 @@
-"""``avgpipe train``: checks everything first, then starts the workers, or is one of them."""
+"""``avgpipe train``: checks everything first, then starts the workers, or runs as one of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(asked: TrainConfig) -> None:
         config = resolve(asked)
         if not config.isolate:
             refuse_isolation(asked)
-        if _is_first():  # the others would find what the first one has begun to write
+        if _is_first():  # the others would find the files that the first one has begun to write
             check_run(config)
     if config.isolate:
         is_preempted = train_isolated(config)
@@ -52,7 +52,7 @@ def _say_interrupted_early(number: signal.Signals) -> None:
 
 
 def resume_hint(config: TrainConfig) -> str:
-    """The end of a message about a run that did not end well."""
+    """Return the end of a message about a run that was interrupted or failed."""
     if not has_checkpoint(config.out):
         return "there is no checkpoint yet"
     command = ["avgpipe", "train", config.workload, "--out", config.out, "--resume"]
@@ -73,7 +73,9 @@ def train_on_workers(config: TrainConfig) -> bool:
         raise _interrupted(config, interrupted) from None
     except RanksFailed as failed:
         name = f"rank {failed.rank} ({Placement.of(plan, plan.workers).describe(failed.rank)})"
-        if failed.exit_codes[failed.rank] == WRONG_ARGUMENTS:  # before anything was written; it said what
+        if (
+            failed.exit_codes[failed.rank] == WRONG_ARGUMENTS
+        ):  # before anything was written; it printed the reason
             raise CommandFailed(f"{name} rejected its arguments (see above)", WRONG_ARGUMENTS) from None
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
@@ -119,15 +121,17 @@ def _interrupted(config: TrainConfig, interrupted: Interrupted) -> CommandFailed
 
 def _train_here(config: TrainConfig) -> bool:
     """Train as the only rank, or as one of torchrun's; return whether it was preempted."""
-    from avgpipe.cli.training import run_rank  # imports torch: signals are to be answered before
+    from avgpipe.cli.training import (
+        run_rank,
+    )  # imports torch, which takes seconds; signals are handled from before
 
-    def tell(number: signal.Signals) -> None:
+    def on_signal(number: signal.Signals) -> None:
         sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")  # the progress bar has hidden the cursor
         if _is_first():
             say(f"interrupted by {number.name}; {resume_hint(config)}")
 
     joined = (joined_ranks() or 1) > 1
-    with ending_on_signals(tell, GRACE_S if joined else 0.0):
+    with ending_on_signals(on_signal, GRACE_S if joined else 0.0):
         try:
             with redirect_stdout(sys.stderr):  # a script may print
                 is_preempted = run_rank(config)

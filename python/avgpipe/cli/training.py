@@ -1,4 +1,4 @@
-"""The training loop of ``avgpipe train``: the same on every rank; the first one tells the record what happens."""
+"""The training loop of ``avgpipe train``: the same on every rank; the first rank sends its events to the record."""
 
 from __future__ import annotations
 
@@ -40,9 +40,11 @@ from avgpipe.tasks import AveragingOptimizer
 from avgpipe.timeline.timeline import Timeline
 
 _ENDLESS = 1 << 62  # batches
-# To the pipeline, as they are.
+# Passed to the pipeline unchanged.
 _PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire", "verify_every")
-_LEAST_GAIN = 0.05  # of a batch's time, for which layers move: less is lost in what runs differ by
+_LEAST_GAIN = (
+    0.05  # least gain, as a share of a batch's time, for moving layers: less is within the noise between runs
+)
 _PROFILE_S = 10.0
 
 
@@ -63,7 +65,7 @@ def run_rank(config: TrainConfig) -> bool:
 
 
 def run_worker(config: str) -> bool:
-    """As :func:`run_rank`, for a rank that the command has started: it ends with a code that says who is to blame."""
+    """Run :func:`run_rank` in a rank that the command started; the exit code names the kind of failure."""
     try:
         return run_rank(TrainConfig.from_json(config))
     except CommandFailed as failure:
@@ -75,12 +77,12 @@ def run_worker(config: str) -> bool:
 class TrainingRun:
     """A run from its first validation, or from its last checkpoint, to its summary.
 
-    Making one builds the pipeline, loads the checkpoint or validates the initial weights, and then makes the run's
-    folder: whatever the model refuses, it refuses before anything is written. Raises ValueError, TypeError, OSError or
-    PipelineError.
+    Making one builds the pipeline, loads the checkpoint or validates the initial weights, and then makes the
+    run's folder: an error of the model is raised before anything is written. Raises ValueError, TypeError,
+    OSError or PipelineError.
 
     Args:
-        config: What to train, complete.
+        config: A complete configuration.
         on_result: Gets each row of metrics.jsonl, of a batch or of a validation, on the first rank.
     """
 
@@ -94,7 +96,7 @@ class TrainingRun:
         self._world, self._launcher = self.pipeline.world, self.pipeline.launcher
         first, is_isolated = self._world.rank == 0, self._launcher is not None
         comes_late = self._launcher is not None and self._launcher.has_begun
-        # Workers that were started one by one may have named their folder at different times.
+        # Workers that were started one by one may have chosen the name of their folder at different times.
         self.out = Path(self._world.gather(config.out)[0])
         self.done = Totals(self.workload.lower_is_better, config.target)
         self._checkpoints = self._make_checkpoints()
@@ -104,7 +106,7 @@ class TrainingRun:
                 folder = RunFolder(self.out, writes=not is_isolated)
                 self.done.recall(folder.cut(self.pipeline.batches), self.pipeline.batches)
             self.done = Totals(**self._world.gather(asdict(self.done))[0])
-        # Of the whole run; epochs of other lengths than the first one are not looked at.
+        # Of the whole run, assuming that all epochs have the length of the first one.
         total = self.workload.epochs * len(self.workload.train_batches(0))
         self._total = total = min(total, config.max_batches or total)
         size = self.workload.batch_size
@@ -118,14 +120,14 @@ class TrainingRun:
         self._warnings = warnings_of(logged)
         links = links_line(self._world.gather(links_of(logged)))
         self._is_to_end = False
-        self._is_best = False  # what is saved next
+        self._is_best = False  # whether the next checkpoint is of the best weights
         self._unsaved: CheckpointError | None = None  # why the last checkpoint was not written
         self._stretches: list[tuple[int, int]] = []  # steps, first and last, without a pause between them
         self._resumed_at = self.done.batches
-        self._epoch_samples: int | None = None  # where the loader's end has shown how many an epoch has
+        self._epoch_samples: int | None = None  # known once a loader without a length has ended
         self._validated_at = replace(self.done), self._steps()
         self._skipped = 0  # updates, of pipelines before the last rebalancing
-        self._profile: str | None = None  # of the layers, once it was needed; "" if it cannot be had
+        self._profile: str | None = None  # profile of the layers, once it was needed; "" if profiling failed
         self._is_open = comes_late
         if comes_late:
             return
@@ -144,7 +146,7 @@ class TrainingRun:
                 raise self._unsaved
 
     def train(self) -> bool:
-        """Train to the end and write the summary; or, as False says, until the run is preempted, and save."""
+        """Train to the end and write the summary, or until the run is preempted, and save; return whether it ended."""
         rest = self._catch_up()
         epoch, start = self._position() if rest is None else rest.place(self.pipeline.batches)
         is_preempted = False
@@ -170,7 +172,7 @@ class TrainingRun:
         return epoch < self.workload.epochs and self._left() > 0 and not self.done.reached
 
     def preempt(self) -> None:
-        """Have the run end once it is saved."""
+        """End the run once it is saved."""
         self._is_to_end = True
         self.pipeline.preempt()
 
@@ -191,7 +193,7 @@ class TrainingRun:
         return Checkpoints(self.pipeline, self.out / "checkpoints", every_s=every_s, keep=self.config.keep)
 
     def _end_all(self, failure: Exception) -> None:
-        """Have the launcher of isolated pipelines end the run: none of them could go on, nor another one."""
+        """Have the launcher of isolated pipelines end the run, as no pipeline could continue."""
         if self._launcher is not None:
             self._launcher.ask("fail", str(failure))
 
@@ -200,12 +202,12 @@ class TrainingRun:
         self.pipeline.close()
 
     def _catch_up(self) -> TrainingSegment | None:
-        """Come into the run; return what the others are at, of isolated pipelines that train already."""
+        """Enter the run; if isolated pipelines already train, return the segment that they are in."""
         results, batches = self.pipeline.enter(), self.pipeline.batches
         if self._launcher is None or not self._launcher.is_late:
             return None
-        told = self.record.standing(results, batches) if isinstance(self.record, RemoteRecord) else None
-        standing = self._world.gather(told)[0]
+        sent = self.record.standing(results, batches) if isinstance(self.record, RemoteRecord) else None
+        standing = self._world.gather(sent)[0]
         segment = TrainingSegment(**standing["segment"])
         self.done = replace(Totals(**standing["done"]), batches=batches)
         self._checkpoints.go_on(segment.checkpoints, standing["segment_s"])
@@ -217,7 +219,7 @@ class TrainingRun:
     def _train_epoch(self, epoch: int, start: int, rest: TrainingSegment | None) -> bool:
         """Train an epoch from batch ``start`` on; ``rest``: the segment that others have begun there.
 
-        Return whether the epoch, or the run, is at its end; else it is preempted.
+        Return whether the epoch, or the run, is at its end; else it was preempted.
         """
         batches = self.workload.train_batches(epoch, start)
         left = min(len(batches), self._left())
@@ -232,7 +234,7 @@ class TrainingRun:
             if trained < count and not self.pipeline.preempted:  # a loader without a length has ended
                 left, self._epoch_samples = 0, self.done.epoch_samples
             ends = not left and (epoch + 1 == self.workload.epochs or not self._left())
-            # What observes its losses does so at each epoch's end.
+            # Optimizers that observe the validation loss do so at each epoch's end.
             validates = (
                 (segment.validates and trained == count) or ends or (not left and bool(self._averaging))
             )
@@ -263,16 +265,16 @@ class TrainingRun:
         return segment
 
     def _steps(self) -> int:
-        """Return how many batches have begun, as timelines count them: of isolated pipelines, steps of all."""
+        """Return how many batches have begun, as timelines count them; for isolated pipelines, steps of all."""
         return self.done.batches if self._launcher is None else self._launcher.begun
 
     def _to_next_validation(self) -> int:
-        """Batches that are left until then."""
+        """Return the number of batches before the next validation."""
         rounds = self._validations.rounds_to_next(self.done.samples)
         return _ENDLESS if rounds is None else rounds * self.plan.batches_per_round
 
     def _train_batches(self, batches: Iterator[tuple[object, object]]) -> int:
-        """Train on them; how many there were."""
+        """Train on the batches; return how many there were."""
         done, before = self.done, self.done.batches
         clock = time.perf_counter()
         for result in self.pipeline.train(self._until_preempted(batches)):
@@ -280,19 +282,19 @@ class TrainingRun:
             done.note_batch(result.samples, now - clock)
             row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
             row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
-            told = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
-            if self.workload.valid_batches is None:  # else validations tell it
-                told["total_batches"] = self._total
-            row |= {name: value for name, value in told.items() if value is not None}
+            extra = {"lr": self._lr(), "grad_norm": getattr(result, "grad_norm", None)}
+            if self.workload.valid_batches is None:  # else validation rows have it
+                extra["total_batches"] = self._total
+            row |= {name: value for name, value in extra.items() if value is not None}
             self.record.batch(row, result.samples, now - clock)
             clock = now
         done.batches = self.pipeline.batches
         return done.batches - before
 
     def _validate(self, ends: bool = False) -> None:
-        """Validate the reference weights, note what came out, and whether they are the best so far.
+        """Validate the reference weights, record the results, and note whether the weights are the best so far.
 
-        ``ends``: whether the run does.
+        ``ends``: whether this validation is the last one of the run.
         """
         known = self.workload.valid_batches is not None
         loss, metrics = self._evaluate(ends) if known else (math.nan, {})
@@ -319,7 +321,7 @@ class TrainingRun:
     def _evaluate(self, ends: bool = False) -> tuple[float, dict[str, float]]:
         """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
 
-        Replicas stay near their reference, and the mean evens out the rest.
+        Replicas stay near their reference, and the running mean averages out the rest.
         """
         self.pipeline.drain()  # nothing may be in flight while the parameters hold something else
         assert self.workload.valid_batches is not None
@@ -333,7 +335,7 @@ class TrainingRun:
             evaluate = partial(self.pipeline.evaluate, batches, self.workload.metric_fn, weights=weights)
             if weights == "reference":
                 result = evaluate()
-            else:  # which each of several isolated pipelines has
+            else:  # each isolated pipeline has running means, so one evaluates for all
                 result = EvaluationResult(**self.pipeline.once("means", lambda: asdict(evaluate())))
             means = result.metric if isinstance(result.metric, dict) else {}
             found = self.workload.metrics(result.loss, means)
@@ -343,10 +345,10 @@ class TrainingRun:
         return result.loss, found
 
     def _decodes(self, loss: float) -> bool:
-        """Whether a validation that found this loss translates or generates, too.
+        """Return whether a validation that found this loss translates or generates, too.
 
-        That may take as long as the training between two validations, so with a target of the loss it is done at both
-        ends of the run alone.
+        That may take as long as the training between two validations, so with a loss as target it is done
+        only at both ends of the run.
         """
         if self.config.target is None or not self.done.batches:
             return True
@@ -367,12 +369,12 @@ class TrainingRun:
         """Return how many updates were skipped since the run began or was resumed, and the ranks' peaks of memory."""
         own = self._skipped + self.pipeline.skipped_updates, peak_memory_bytes(self.pipeline.device)
         skipped, peaks = zip(*self._world.gather(own))
-        # Every rank with a part in a pipeline counts what that one skips.
+        # Every rank with a stage of a pipeline counts the skipped updates of that pipeline.
         apart = self.plan.pipelines if self.plan.spread and self._world.size > 1 else 1
         return sum(skipped) * apart // self._world.size, list(peaks)
 
     def _since_last_validation(self) -> dict[str, Any]:
-        """Return speed and busy shares since the last validation; nothing where there was no batch."""
+        """Return speed and busy shares since the last validation; nothing if there was no batch."""
         done, (before, first) = self.done, self._validated_at
         self._validated_at = replace(done), self._steps()
         if done.batches == before.batches:
@@ -384,15 +386,15 @@ class TrainingRun:
         }
 
     def _lr(self) -> float | None:
-        """The first group's learning rate in the first optimizer here, which the next update has; if it is a number."""
+        """Return the next update's learning rate in the first optimizer's first group; None if it is no number."""
         optimizer = next(iter(self.pipeline.optimizers), None)
         lr = optimizer.param_groups[0].get("lr") if optimizer is not None else None
         return lr if isinstance(lr, float | int) else None
 
-    # ---- stages that take uneven times -------------------------------------------------------------------------------
+    # ---- rebalancing -------------------------------------------------------------------------------------------------
 
     def _rebalance(self) -> None:
-        """Go on from the checkpoint with another cut, if batches take less time with it."""
+        """Continue from the checkpoint with another cut, if batches take less time with it."""
         layers = self._profiled()
         if layers is None or self._unsaved is not None:
             return
@@ -404,7 +406,7 @@ class TrainingRun:
             return
         before, after = (", ".join(map(str, firsts)) for firsts in (bounds[1:-1], found.boundaries))
         self.record.note(
-            f"rebalanced: stages begin with layers {after} and no longer with {before}; batches should take "
+            f"rebalanced: stages now begin with layers {after} instead of {before}; batches should take "
             f"{100 * found.gain:.0f} % less time"
         )
         self._skipped += self.pipeline.skipped_updates
@@ -421,9 +423,9 @@ class TrainingRun:
         self.record.folder.note_plan(self.config, self.plan)
 
     def _profiled(self) -> Profile | None:
-        """Return what layers take on the first worker, where the whole model is measured for some seconds, once.
+        """Return the profile of the layers, measured once, on the first worker, which needs some seconds.
 
-        None where it cannot be.
+        None if it cannot be measured.
         """
         if self._profile is None:
             text = self._profile_here() if self._world.rank == 0 else ""
@@ -453,13 +455,13 @@ class TrainingRun:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def _save(self, wait: bool = False) -> None:
-        """Save what is there. A disk that is full for a while does not end a run.
+        """Save a checkpoint. A full disk does not end a run.
 
-        Weights that are not finite do: they would stay so.
+        Weights that are not finite do end it, as they would stay so.
         """
         best, self._is_best = self._is_best, False
         wait = wait or self.config.wait_for_checkpoints
-        self._failure_of(self.pipeline.wait_for_save)  # of the one before
+        self._failure_of(self.pipeline.wait_for_save)  # of the save before
         self._unsaved = self._failure_of(lambda: self._checkpoints.save(best=best, wait=wait))
 
     def _wait_for_save(self) -> None:
@@ -472,15 +474,16 @@ class TrainingRun:
             self._end_all(error)
             raise
         except CheckpointError as error:
-            self.record.note(f"warning: {error}; training goes on, and tries again at its next checkpoint")
+            self.record.note(f"warning: {error}; training continues, and tries again at its next checkpoint")
             return error
         return None
 
     def _position(self) -> tuple[int, int]:
-        """Epoch and first batch to continue with.
+        """Return the epoch and the first batch to continue with.
 
-        With another number of pipelines or batch size, where about as many samples of the epoch have been used; where
-        pipelines take turns, batch j of an epoch is for pipeline j % N, as the pipeline counts on.
+        With another number of pipelines or batch size, this is where about as many samples of the epoch have
+        been used; if pipelines train on batches in turn, batch j of an epoch is for pipeline j % N, as the
+        pipeline keeps counting.
         """
         done, n = self.done, self.plan.batches_per_round
         start = -(-done.epoch_samples // self.workload.batch_size)
@@ -493,7 +496,7 @@ class TrainingRun:
         limit = self.config.max_batches
         return max(0, limit - self.done.batches) if limit is not None else _ENDLESS
 
-    # ---- what is told and written ------------------------------------------------------------------------------------
+    # ---- notes and files ---------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
         self._is_open = True
@@ -513,7 +516,7 @@ class TrainingRun:
         )
 
     def _finish(self) -> None:
-        """Write what the run came to: summary, trace and picture."""
+        """Write summary, trace and picture of the run."""
         timeline = self.pipeline.timeline()
         skipped, peaks = self._of_ranks()
         if self._world.rank != 0:
@@ -525,9 +528,9 @@ class TrainingRun:
             longest.plot(self.out / "timeline.png")
 
     def _summary(self, timeline: Timeline) -> dict[str, Any]:
-        """The content of summary.json; times are of training, without validations and checkpoints."""
+        """Return the content of summary.json; times are of training, without validations and checkpoints."""
         config, plan, done, workload = self.config, self.plan, self.done, self.workload
-        chosen = self.pipeline.advance  # what advance="auto" came to
+        chosen = self.pipeline.advance  # the choice of advance="auto"
         layers = workload.layers
         whole = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)
         epoch = self._epoch_samples or len(workload.train_batches(done.epoch)) * workload.batch_size
@@ -554,15 +557,15 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class TrainingSegment:
-    """Batches that are trained without a pause, which isolated pipelines know when they come in the midst of them.
+    """Batches that are trained without a pause; an isolated pipeline that joins within them needs these values.
 
     Attributes:
-        epoch: theirs.
-        start: of the epoch, the batches before them.
-        first: number of the first one.
-        count: how many they are; fewer, if the epoch's end shows earlier.
-        validates: whether a validation follows.
-        checkpoints: what is known before them of when the next one is due.
+        epoch: Epoch of the batches.
+        start: Number of batches of the epoch before them.
+        first: Number of the first batch.
+        count: Number of batches; fewer are trained if the epoch ends earlier.
+        validates: Whether a validation follows.
+        checkpoints: State, before these batches, of when the next checkpoint is due.
     """
 
     epoch: int
@@ -573,5 +576,5 @@ class TrainingSegment:
     checkpoints: dict[str, Any]
 
     def place(self, batch: int) -> tuple[int, int]:
-        """Return the epoch of one of the batches, and which one it is there."""
+        """Return the epoch of a batch, and its index within the epoch."""
         return self.epoch, self.start + batch - self.first

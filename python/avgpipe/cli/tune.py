@@ -21,7 +21,7 @@ from avgpipe.ranks.process import cores
 from avgpipe.tasks import check_workload
 
 _MIB = 2**20
-_MOST_NAMED = 6  # numbers of a list that are all written
+_MOST_NAMED = 6  # longest list that is printed in full
 
 
 def run(config: TuneConfig) -> None:
@@ -38,7 +38,7 @@ def run(config: TuneConfig) -> None:
             at_once = min(config.workers or 1, cores()) if cluster is None and config.device == "cpu" else 1
             profile = profile_of(config, profiled_sizes(batch_size), at_once)
             profile_s = time.perf_counter() - begin
-    with arguments():  # only the profile tells what fits into the memory
+    with arguments():  # what fits into the memory is known from the profile only
         cluster = cluster or cluster_of(config, profile)
         found = study(
             Space(profile, cluster, batch_size, config.pipelines, config.micro_batches),
@@ -57,7 +57,7 @@ def run(config: TuneConfig) -> None:
 
 
 def _check(config: TuneConfig) -> tuple[int, str]:
-    """The samples of a batch, and why plans cannot be timed, "" where they can. ValueError for what cannot be."""
+    """Return the samples of a batch, and why plans cannot be timed ("" if they can). ValueError for bad options."""
     if not config.workload and (config.profile is None or config.batch_size is None):
         raise ValueError("name a WORKLOAD to profile, or give --profile FILE and --batch-size NUMBER")
     check_target(config)
@@ -80,7 +80,7 @@ def _why_not_timed(config: TuneConfig) -> str:
     if not config.workload:
         return "there is no workload"
     if config.cluster is not None or link_of(config) is not None:
-        return "the plan is for other links than those of this machine"
+        return "the plan is for links that this machine does not have"
     on_host = config.device == "cpu"
     here, kind = (cores(), "cores") if on_host else (torch.accelerator.device_count(), "devices")
     if config.workers is not None and config.workers > here:
@@ -88,13 +88,13 @@ def _why_not_timed(config: TuneConfig) -> str:
     return "--trials is 0" if config.trials == 0 else ""
 
 
-# ---- for a reader ----------------------------------------------------------------------------------------------------
+# ---- printed tables --------------------------------------------------------------------------------------------------
 
 
 def table(found: TuningResult) -> Table:
     made = grid([_cells(found, row) for row in (*found.rows, *found.baselines)])
     made.columns[0].no_wrap = True
-    made.columns[4].justify, made.columns[4].no_wrap = "left", False  # a long cut goes on in the next line
+    made.columns[4].justify, made.columns[4].no_wrap = "left", False  # a long cut is wrapped
     return made
 
 
@@ -124,13 +124,13 @@ def _cells(found: TuningResult, row: TunedPlan) -> dict[str, str]:
 
 
 def _some(numbers: Sequence[object]) -> str:
-    """All of a short list, the first of a long one."""
+    """Format all of a short list, or the first numbers of a long one."""
     shown = ",".join(map(str, numbers[:_MOST_NAMED]))
     return shown + (f",... ({len(numbers)})" if len(numbers) > _MOST_NAMED else "") or "-"
 
 
 def lines(found: TuningResult) -> list[str]:
-    """What else there is to say."""
+    """Return the lines printed after the table."""
     said = [
         f"{found.considered} sizes of plans were considered"
         + (f", {found.excluded} of those simulated do not fit into the memory" if found.excluded else "")
@@ -149,7 +149,7 @@ def lines(found: TuningResult) -> list[str]:
 
 
 def _memory(row: TunedPlan) -> str:
-    """Peak of each worker."""
+    """Return the line with the peak memory of each worker."""
 
     def sizes(peaks: Sequence[float]) -> str:
         return _some([f" {peak / _MIB:.0f}" for peak in peaks]).strip()

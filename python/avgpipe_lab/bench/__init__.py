@@ -1,4 +1,4 @@
-"""``avgpipe bench``: our ways, what one writes instead, and the machine's own limit, in one run; what all report."""
+"""``avgpipe bench``: avgpipe, its alternatives, and the limit of the machine, in one run; the shared report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
-_USABLE = 0.9  # of the free memory; the rest is for allocators, compilers and everybody else
+_USABLE = 0.9  # share of the free memory; the rest is for allocators, compilers and other processes
 _STYLES = {"ours": "bold", "baseline": "", "limit": "dim"}
 _COLORS = {"ours": "#2a6fb0", "baseline": "#b9b9b9", "limit": "#e8e3d9"}
 
@@ -32,11 +32,11 @@ class Way(NamedTuple):
     """One way to do the work of a section.
 
     Attributes:
-        role: What it is in the table; fractions are of the first "limit".
-        bytes_per_element: What the work must move for each of the section's elements, whatever this way moves besides;
-            None where the work is no moving of bytes.
-        run: Does it: once, or as often as it is told.
-        simulated_s: How long it should take, where that is known.
+        role: Its role in the table; fractions are of the first "limit".
+        bytes_per_element: Bytes that the work must move for each of the section's elements, whatever else
+            this way moves; None if the work is not moving bytes.
+        run: Does the work, once, or the number of times that it is called with.
+        simulated_s: Simulated seconds, where they are known.
     """
 
     name: str
@@ -57,7 +57,7 @@ def summarise(
     Args:
         head: ``question``, ``case``, ``asks`` (the question in words) and, where bytes are moved, ``elements``.
         ways: In the order of the table.
-        samples: Seconds of each way.
+        samples: Seconds of each way, by sample.
         skipped: Names of ways that cannot run here, and why.
     """
     quartiles = [1e3 * numpy.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in samples]
@@ -81,7 +81,7 @@ def summarise(
     return {**head, "limit": limit, "rows": rows, "skipped": left_out}
 
 
-# Columns beside the times, as far as rows have them: the key in a row, and how it is written.
+# Columns besides the times, where rows have them: the key in a row, and how it is written.
 _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "of limit": ("fraction_of_limit", "{:.2f}".format),
     "bytes/el.": ("bytes_per_element", "{:g}".format),
@@ -92,7 +92,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
 
 
 def table(section: Mapping[str, Any]) -> Group:
-    """A section for a reader. "ours is": how many times longer a baseline took than our first row."""
+    """Format a section. "ours is": how many times longer a baseline took than avgpipe's first row."""
     rows = section["rows"]
     ratios: dict[str, float] = next((row["ratios"] for row in rows if row["role"] == "ours"), {})
     cells = []
@@ -133,11 +133,11 @@ def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None
             axes.set_xlim(0, 1.36 * max(rates))  # room for the labels behind the bars
             axes.invert_yaxis()
             axes.set_title(_title(section), loc="left", fontsize=9.5)
-        figure.suptitle(f"{heading}; GB/s of what the work must move", fontsize=10)
+        figure.suptitle(f"{heading}; GB/s of the bytes that the work must move", fontsize=10)
 
 
 def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu") -> None:
-    """Refuse a size that memory does not hold. ValueError."""
+    """Refuse a size that exceeds the memory. ValueError."""
     needed, free = value * bytes_each, free_bytes(torch.device(device))
     if needed > _USABLE * free:
         raise ValueError(
@@ -148,7 +148,7 @@ def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu"
 
 @contextmanager
 def measuring() -> Iterator[None]:
-    """Inside, failures and Ctrl-C end the command in one line; whoever started processes has ended them."""
+    """Turn failures and Ctrl-C inside into one line; the processes have then been ended by their launcher."""
     try:
         with running():
             yield
@@ -159,7 +159,7 @@ def measuring() -> Iterator[None]:
 
 
 def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], notes: str = "") -> None:
-    """Print what ``avgpipe bench NAME`` found: one JSON object, or tables; and draw it where that is asked for."""
+    """Print the result of ``avgpipe bench NAME``, as one JSON object or as tables; and draw it with ``--plot``."""
     facts = examine().facts
     facts["machine"]["threads"] = getattr(config, "threads", 1)
     command = shlex.join(["avgpipe", "bench", name, *words(config.complete)])

@@ -1,4 +1,4 @@
-"""``avgpipe bench faults``: faults at places that are drawn from a seed, and what becomes of the runs."""
+"""``avgpipe bench faults``: injects faults at places drawn from a seed, and checks the runs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from avgpipe_lab.commands import FaultsConfig
 
 _WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
 _NOTES = """\
-kind: of the fault that was drawn; faults: that happened, kills from outside among them. pause: the longest time
-without a result of the others, from the fault on. went on: runs that came to their end. What else is not 0 must not be:
-hangs: longer than --timeout and 5 s; ended: that should have gone on; wrong blame: of who cannot be at fault; left
-over: processes, files, memory; samples: lost, or trained on twice; losses: other than the undisturbed run's."""
+kind: of the drawn fault; faults: those that happened, with kills from outside. pause: the longest time without a
+result of the others, from the fault on. went on: runs that finished. All other numbers must be 0: hangs: waits longer
+than --timeout and 5 s; ended: runs that should have continued; wrong blame: of ranks that cannot be at fault; left
+over: processes, files, memory; samples: lost, or trained on twice; losses: other than without faults."""
 
 
 def run(config: FaultsConfig) -> None:
@@ -60,9 +60,7 @@ def run(config: FaultsConfig) -> None:
         f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts
     ]
     found |= {"violations": violations, "runs": [vars(verdict) for verdict in verdicts]}
-    lines = [
-        f"{len(violations)} violations of what must be" if violations else "nothing happened that must not"
-    ]
+    lines = [f"{len(violations)} broken promises" if violations else "no broken promises"]
     answer(
         config.json,
         found,
@@ -75,7 +73,7 @@ def run(config: FaultsConfig) -> None:
 
 
 def check(config: FaultsConfig) -> None:
-    """ValueError for unknown names."""
+    """Refuse unknown names with ValueError."""
     for option, names, known in (
         ("--kinds", config.kinds, tuple(KINDS)),
         ("--ways", config.ways, WAYS),
@@ -86,12 +84,12 @@ def check(config: FaultsConfig) -> None:
                 raise ValueError(f"{option} {name}: {nearest(name, known)}")
     if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
         raise ValueError(
-            f"--kinds {','.join(config.kinds)}: of what stages send each other, and --stages is 1"
+            f"--kinds {','.join(config.kinds)}: these faults need messages between stages, and --stages is 1"
         )
 
 
 def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[str, str, Scenario]]:
-    """Yield runs with their names and links: each way in turn, until the time is up."""
+    """Yield runs with their names and links, each way in turn, until the time is up."""
     names = set(config.only)
     for number in count():
         for way in config.ways:
@@ -108,16 +106,16 @@ def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[
 
 
 def _undisturbed(way: str, shape: RunShape) -> dict[str, Any]:
-    """Return the losses by batch of a run to which nothing happens, and of its evaluations."""
+    """Return the losses by batch of a run without faults, and of its evaluations."""
     seen = play(Scenario(f"{way} undisturbed", way), shape)
-    if seen.failure is not None:  # then there is nothing to compare with
+    if seen.failure is not None:  # without it there is nothing to compare with
         raise seen.failure
     losses, curve = ({e["batch"]: e["loss"] for e in seen.of(event)} for event in ("result", "evaluation"))
     return {"losses": losses, "curve": curve}
 
 
 def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
-    """Tell at once what is wrong, on standard error."""
+    """Print the broken promises of a run at once, on standard error."""
     for column, texts in verdict.wrong.items():
         for text in texts:
             print(f"{verdict.name}: {column}: {text}", file=sys.stderr, flush=True)
@@ -132,7 +130,7 @@ def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
 
 
 def _rows(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
-    """A row for each way and kind."""
+    """Make a row for each way and kind."""
     of: dict[tuple[str, str], list[Verdict]] = defaultdict(list)
     for verdict in verdicts:
         of[verdict.way, verdict.kind].append(verdict)
@@ -170,7 +168,7 @@ def _loss_lines(found: dict[str, Any]) -> list[str]:
     lines = [f"{found['faults']} faults in {len(found['runs'])} runs and {found['seconds']:.0f} s"]
     for way, curves in found["curves"].items():
         lines.append(
-            f"{way}: loss after so many batches: undisturbed; in runs with faults median, least, most"
+            f"{way}: loss by number of batches: without faults; in runs with faults median, least, most"
         )
         for batch, loss in curves["undisturbed"].items():
             some = [curve[batch] for curve in curves["disturbed"] if batch in curve]

@@ -1,6 +1,6 @@
-"""``avgpipe bench kernels``: our operators, what one writes in torch instead, and the limit of this memory.
+"""``avgpipe bench kernels``: avgpipe's operators, the same work in plain torch, and the limit of this memory.
 
-Bytes are counted by what the update must move: each operand that is read and each that is written, once.
+Bytes are those that the update must move: each operand that is read and each that is written counts once.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from avgpipe_lab.bench import Way, check_memory, measuring, report, summarise
 from avgpipe_lab.commands import KernelsConfig
 
 _WHOLE = "'s step, the update for the reference and the pull (staleness 1): in one pass, or apart?"
-# Values that must be moved for each element, and what is asked.
+# Values that must be moved for each element, and the question.
 QUESTIONS = {
-    "limit": (0, "How fast does this memory move?"),
+    "limit": (0, "How fast is this memory?"),
     "adamw": (10, f"adamw{_WHOLE}"),
     "sgd": (8, f"sgd{_WHOLE}"),
     "pull": (3, "x += alpha (z - x): in one pass, or in foreach functions?"),
@@ -44,16 +44,16 @@ QUESTIONS = {
     "predict-sgd": (3, "Weights predicted from SGD's momentum: in one pass, or in foreach functions?"),
     "predict-adam": (4, "Weights predicted from Adam's state: in one pass, or in foreach functions?"),
     "correct": (5, "A late gradient's step, corrected: in one pass, or in foreach functions?"),
-    "pack": (2, "How near to a plain copy are tensors packed for sending?"),
-    "unpack": (2, "How near to a plain copy are they unpacked?"),
+    "pack": (2, "How close to the speed of a plain copy is packing of tensors for sending?"),
+    "unpack": (2, "How close to the speed of a plain copy is their unpacking?"),
 }
 _REPLICAS = 8
 _OPERANDS = 1 + _REPLICAS
-_ARRAYS = 22  # of all elements: operands, the states of torch's optimizers, and the limit's
-_SAMPLE_S = 5e-3  # at least, of several calls where one is short
+_ARRAYS = 22  # arrays of all elements: operands, states of torch's optimizers, buffers of the limit
+_SAMPLE_S = 5e-3  # least time of a sample, which repeats short calls
 _ALPHA, _LR, _MU = 0.25, 1e-5, 0.9
-_STEP = 100  # beyond the first ones, whose bias corrections are large
-# Of trials and predictions, whose weights never become operands, so that the rate may be a usual one.
+_STEP = 100  # a later step, as the first ones have large bias corrections
+# Learning rate of trials and predictions; their weights never become operands, so it may be a usual one.
 _AHEAD, _RATE, _BETA1, _BETA2, _EPS, _DECAY = 3, 1e-3, 0.9, 0.999, 1e-8, 0.01
 Run = Callable[[], object]
 Tensors = list[Tensor]
@@ -79,11 +79,11 @@ def run(config: KernelsConfig) -> None:
 
 
 def check(config: KernelsConfig) -> None:
-    """Refuse an unknown question, and what memory does not hold. ValueError."""
+    """Refuse an unknown benchmark, and sizes that exceed the memory. ValueError."""
     check_device(config.device)
     for name in config.only:
         if name not in QUESTIONS:
-            raise ValueError(f"--only {name}: no such question, {nearest(name, tuple(QUESTIONS))}")
+            raise ValueError(f"--only {name}: no such benchmark, {nearest(name, tuple(QUESTIONS))}")
     check_memory(
         "--elements", max(config.elements), _ARRAYS * getattr(torch, config.dtype).itemsize, config.device
     )
@@ -98,10 +98,10 @@ def model_shapes(elements: int) -> list[tuple[int, ...]]:
 
 
 def make_operands(shapes: Sequence[Sequence[int]], config: KernelsConfig) -> list[Tensors]:
-    """Lists of tensors of ``shapes``.
+    """Make lists of tensors of ``shapes``.
 
-    Values lie between 0.005 and 0.015: far from subnormal numbers, which processors compute slowly, for every dtype
-    and however often a way runs.
+    Values lie between 0.005 and 0.015, for every dtype and however often a way runs: far from subnormal
+    numbers, which processors compute slowly.
     """
     seeded = torch.Generator(config.device).manual_seed(0)
     dtype = getattr(torch, config.dtype)
@@ -114,14 +114,14 @@ def make_operands(shapes: Sequence[Sequence[int]], config: KernelsConfig) -> lis
 def measure(
     head: dict[str, Any], values: float, runs: dict[str, Run], like: Tensors, config: KernelsConfig
 ) -> dict[str, Any]:
-    """Time the ways of a section in turn, round after round: what slows the machine down slows all alike.
+    """Time the ways of a section in turn, round after round, so that outside load slows all of them alike.
 
     Args:
-        head: As of ``summarise``.
-        values: How many must be moved for each element.
-        runs: Ours, then what one writes instead.
-        like: An operand.
-        config: How often and with how many threads.
+        head: See ``summarise``.
+        values: Values that must be moved for each element.
+        runs: The operator, then its alternatives in torch.
+        like: One of the operands.
+        config: Rounds and threads.
     """
     moved, skipped = values * like[0].element_size(), {}
     timed = _limits(like)[: None if head["question"] == "limit" else 1]
@@ -141,24 +141,25 @@ def measure(
 
 
 def _failure(compiled: Callable[[], object]) -> str:
-    """Compile it by its first call; why that did not work, if it did not."""
-    torch.compiler.reset()  # an earlier section's code must not count against this one's limit of recompilations
-    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of what it leaves uncompiled
+    """Compile by a first call; return why that failed, or "" if it did not."""
+    torch.compiler.reset()  # code of earlier sections would count towards the limit of recompilations
+    logging.getLogger("torch").setLevel(logging.ERROR)  # it warns of functions that it leaves uncompiled
     try:
         compiled()
-    except Exception as error:  # what compilers raise is beyond counting; the reason is shown
+    except Exception as error:  # compilers raise many types; the reason is shown
         return " ".join(str(error).split())[:200] or type(error).__name__
     return ""
 
 
-# ---- ways ----------------------------------------------------------------------------------------------------------
+# ---- ways ------------------------------------------------------------------------------------------------------------
 
 
 def _limits(like: Tensors) -> list[Way]:
-    """The one that fractions are of, then others.
+    """Return the way that fractions refer to, then other limits.
 
-    On the CPU that is multiplying an array in place, which no copy comes near, since every line of memory is written
-    where it was read; on CUDA a copy. In float32: arithmetic in 16 bits is no measure of memory.
+    On the CPU the first one multiplies an array in place, which is faster than any copy, since every cache
+    line is written where it was read; on CUDA it is a copy. In float32: arithmetic in 16 bits is no measure
+    of memory.
     """
     size = like[0].element_size()
     count = max(1, sum(tensor.nbytes for tensor in like) // 4)
@@ -170,7 +171,7 @@ def _limits(like: Tensors) -> list[Way]:
 
 
 def ways(operands: list[Tensors]) -> list[tuple[str, str, Run]]:
-    """Make what is timed, on the same memory: by question, ours first, then what one writes instead."""
+    """Make the timed functions, on the same memory: by question, the operator first, then its alternatives."""
     z, *updates = operands
     x, before, grad, first, second, update, last, out = updates
     buffer = torch.cat([tensor.flatten() for tensor in x])
@@ -268,7 +269,7 @@ def _try_sgd(x: Tensors, z: Tensors, grad: Tensors, momentum: Tensors, update: T
 def _try_adamw(
     x: Tensors, z: Tensors, grad: Tensors, first: Tensors, second: Tensors, update: Tensors
 ) -> None:
-    """With the new second moment's root in ``update`` meanwhile, as fresh memory would take longer."""
+    """Use ``update`` for the new second moment's root meanwhile, as fresh memory would take longer."""
     unbias, factor = 1 / (1 - _BETA2**_STEP), -_RATE / (1 - _BETA1**_STEP)
     torch._foreach_copy_(update, second)
     torch._foreach_mul_(update, _BETA2 * unbias)
@@ -289,7 +290,7 @@ def _predict_sgd(out: Tensors, x: Tensors, momentum: Tensors) -> None:
 
 
 def _predict_adam(out: Tensors, x: Tensors, first: Tensors, second: Tensors) -> None:
-    """All in ``out``, as fresh memory would take longer than the passes."""
+    """Compute all in ``out``, as fresh memory would take longer than the passes."""
     unbias, factor = 1 / math.sqrt(1 - _BETA2**_STEP), -_AHEAD * _RATE / (1 - _BETA1**_STEP)
     torch._foreach_copy_(out, second)
     torch._foreach_sqrt_(out)
@@ -301,7 +302,7 @@ def _predict_adam(out: Tensors, x: Tensors, first: Tensors, second: Tensors) -> 
 
 
 def _correct(x: Tensors, before: Tensors, last: Tensors, average: Tensors) -> None:
-    """x = before + (1 + gain) v - gain last, with v in ``average``."""
+    """Compute x = before + (1 + gain) v - gain last, with v in ``average``."""
     torch._foreach_copy_(average, x)
     torch._foreach_sub_(average, before)
     torch._foreach_lerp_(average, last, _MU)

@@ -1,4 +1,4 @@
-"""``avgpipe bench schedules``: our schedules and systems beside torch's, with stages that only take their time."""
+"""``avgpipe bench schedules``: times avgpipe's schedules and torch's, with stages that wait instead of computing."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ SYSTEMS = ("pipedream", "pipedream-2bw", "ea-pipe", "data-parallel", "model-para
 TORCH = {
     "torch-1f1b": pipelining.Schedule1F1B,
     "torch-gpipe": pipelining.ScheduleGPipe,
-    "torch-advance-forward": None,  # ours on torch's runtime
+    "torch-advance-forward": None,  # avgpipe's schedule on torch's runtime
     "torch-interleaved-1f1b": pipelining.ScheduleInterleaved1F1B,
     "torch-zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
     "torch-looped-bfs": pipelining.ScheduleLoopedBFS,
     "torch-zero-bubble-v": pipelining.ScheduleZBVZeroBubble,
     "torch-dualpipe-v": pipelining.ScheduleDualPipeV,
 }
-SEVERAL = {  # stages of a worker: two have half the bubble and twice the transfers, each is better somewhere
+SEVERAL = {  # stages of a worker: two have half the bubble and twice the transfers; either may be faster
     "interleaved-1f1b": (2,),
     "looped-bfs": (2,),
     "interleaved-zero-bubble": (2,),
@@ -59,30 +59,30 @@ SEVERAL = {  # stages of a worker: two have half the bubble and twice the transf
 }
 _IN_A_V = ("torch-zero-bubble-v", "torch-dualpipe-v")
 ROWS = (*SCHEDULES, *SYSTEMS, *TORCH)
-ALL = "all"  # in place of the names of rows
-# Schedules of both sides; each row more takes its time.
+ALL = "all"  # instead of names of rows
+# Schedules of both sides; each further row takes time.
 DEFAULT = (*SCHEDULES[:3], "torch-1f1b", "torch-gpipe", "torch-interleaved-1f1b", "torch-zero-bubble")
 _WHOLE_BATCHES = ("pipedream-2bw", "data-parallel")  # the other systems' batches are one micro-batch
 _LEAST_ACTIVATION_BYTES = 64
 _NOTES = """\
-Stages take their time and compute nothing; runtime, tensors and links are real. Times are of one pipeline in the steady
-state, the medians of rounds. Simulated: transfers, updates and the host take nothing."""
+Stages wait and compute nothing; runtime, tensors and links are real. Times are of one pipeline in the steady state, the
+medians of rounds. Simulated: transfers, updates and the host take no time."""
 
 
 # ---- emulated stages -------------------------------------------------------------------------------------------------
 
-_LATE_S = 1e-4  # that a sleep may end too late, which no device would: this much is waited for
+_LATE_S = 1e-4  # a sleep may end this much too late, unlike a device: the rest is a busy wait
 _PR_SET_TIMERSLACK = 29
 
 
 def precise_sleeps() -> None:
-    """Have the kernel wake this thread on time: by default it may be 50 microseconds late."""
+    """Make the kernel wake this thread on time: by default it may be 50 microseconds late."""
     ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
 
 
 @contextmanager
 def occupied(seconds: float) -> Iterator[None]:
-    """Occupy the device for ``seconds`` in all; what is done inside takes part of them."""
+    """Occupy the device for ``seconds`` in all; the work done inside takes part of them."""
     end = time.perf_counter() + seconds
     yield
     time.sleep(max(0.0, end - time.perf_counter() - _LATE_S))
@@ -91,11 +91,11 @@ def occupied(seconds: float) -> Iterator[None]:
 
 
 class EmulatedStage(nn.Module):
-    """(samples, values) -> the same shape, in ``forward_s``; backward in ``backward_s``, half of it per gradient.
+    """Map (samples, values) to the same shape in ``forward_s``; backward in ``backward_s``, half of it per gradient.
 
-    Its one weight is added to every value. A schedule that splits the backward can run the halves apart: they are
-    different nodes of the graph, which meet in an addition. The first stage, whose input needs no gradient, spends all
-    of it on its weight.
+    Its one weight is added to every value. A schedule that splits the backward can run the halves apart: they
+    are different nodes of the graph, which meet in an addition. The first stage, whose input needs no
+    gradient, spends all of it on its weight.
     """
 
     def __init__(self, forward_s: float, backward_s: float) -> None:
@@ -107,12 +107,13 @@ class EmulatedStage(nn.Module):
         with occupied(self.forward_s):
             half = self.backward_s / 2
             offset = takes(self.weight, x.shape, half if x.requires_grad else self.backward_s)
-            # Torch's own addition, no Function: whoever splits a graph can run that one for one of its gradients alone.
+            # Torch's own addition, no Function: a schedule that splits the graph can run it for one of its
+            # gradients alone.
             return takes(x, x.shape, half) + offset
 
 
 class _Takes(torch.autograd.Function):
-    """x, spread out without writing it; its gradient occupies the device and comes in memory of its own."""
+    """Expand x without writing it; its gradient occupies the device and is in its own memory."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: Sequence[int], seconds: float) -> torch.Tensor:
@@ -126,13 +127,13 @@ class _Takes(torch.autograd.Function):
 
 
 def takes(x: torch.Tensor, shape: Sequence[int], seconds: float) -> torch.Tensor:
-    """Return x spread out to ``shape``; the way back occupies the device for ``seconds``."""
+    """Return x expanded to ``shape``; the backward occupies the device for ``seconds``."""
     made: torch.Tensor = _Takes.apply(x, shape, seconds)  # type: ignore[no-untyped-call]
     return made
 
 
 def mean_loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return the mean of the output; its gradient is spread out without writing it."""
+    """Return the mean of the output; its gradient is expanded without writing it."""
     return output.sum() / output.numel()
 
 
@@ -144,7 +145,7 @@ def _sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 class Row(NamedTuple):
-    """A way of training: a schedule or system of ours, or torch's, with ``chunks`` stages of each worker."""
+    """A way of training: a schedule or system of avgpipe, or of torch, with ``chunks`` stages on each worker."""
 
     name: str
     what: str
@@ -153,7 +154,7 @@ class Row(NamedTuple):
 
 
 def rows(config: SchedulesConfig) -> Iterator[Row]:
-    """Make the rows that are asked for, in the order of the table."""
+    """Make the requested rows, in the order of the table."""
     chosen = ROWS if ALL in config.rows else config.rows or DEFAULT
     for what in (name for name in ROWS if name in chosen):
         name = what.replace("-", " ", 1) if what in TORCH else f"avgpipe {what}"
@@ -166,7 +167,7 @@ def rows(config: SchedulesConfig) -> Iterator[Row]:
 
 
 def stage_s(config: SchedulesConfig, stages: int) -> tuple[float, float]:
-    """Return the seconds of a stage's forward and backward, for so many stages: all rows do the same work."""
+    """Return the seconds of a stage's forward and backward, such that all rows do the same work."""
     share = config.stages / stages / 1e3
     return config.forward_ms * share, config.backward_ms * share
 
@@ -175,7 +176,7 @@ def run(config: SchedulesConfig) -> None:
     with arguments():
         _check(config)
     with measuring():
-        asked = {"config": config.to_json()}  # which says how long anything may be waited for
+        asked = {"config": config.to_json()}  # includes the timeout of waits
         section, *_ = run_on_ranks(f"{__name__}:worker", config.stages, asked, say=tell)
     report("schedules", config, [section], _NOTES)
 
@@ -194,11 +195,11 @@ def _check(config: SchedulesConfig) -> None:
 
 
 def worker(config: str) -> dict[str, Any]:
-    """Measure as a rank; what rank 0 found counts, where batches end last."""
+    """Measure as a rank; the result of rank 0 is used, where batches end last."""
     asked = SchedulesConfig.from_json(config)
     torch.set_num_threads(1)
     precise_sleeps()
-    join(asked.timeout_s, "gloo")  # nobody may wait forever, neither in our rows nor in torch's
+    join(asked.timeout_s, "gloo")  # a timeout for waits in all rows, torch's too
     micro_batch_s = (asked.forward_ms + asked.backward_ms) / 1e3
     ways = [Way("no bubble: M (t_f + t_b)", "limit"), Way("flush: (M+K-1) (t_f + t_b)", "limit")]
     samples = [[(asked.micro_batches + n) * micro_batch_s] for n in (0, asked.stages - 1)]
@@ -209,7 +210,8 @@ def worker(config: str) -> dict[str, Any]:
         try:
             simulated_s, seconds = (_torch_row if row.what in TORCH else _our_row)(row, asked)
         except (ValueError, ImportError) as error:
-            # Some schedules need M to be a multiple of something, or at least K; ours needs a torch that it knows.
+            # Some schedules need M to be a multiple of something, or at least K; ours on torch needs a torch
+            # version that it knows.
             refused[row.name] = " ".join(str(error).split())
         else:
             role: Role = "baseline" if row.what in TORCH else "ours"
@@ -224,7 +226,7 @@ def worker(config: str) -> dict[str, Any]:
 
 
 def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
-    """Simulated seconds of a batch, and rounds of a pipeline that is there only meanwhile: waiting ones keep watch."""
+    """Return simulated seconds of a batch, and rounds; the pipeline is closed after, as idle ones poll."""
     if row.pipelines > config.micro_batches:
         raise ValueError(f"{row.pipelines} pipelines cannot share {config.micro_batches} micro-batches")
     if row.what in SYSTEMS:
@@ -232,14 +234,16 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
         plan = Plan.for_system(row.what, stages=config.stages, **given)
     else:
         plan = Plan(config.stages * row.chunks, row.pipelines, config.micro_batches, schedule=row.what)
-    # A stage for each module; and what is timed is what goes on for most of a training.
+    # A stage for each module; the steady state is timed, which is most of a training.
     plan = replace(plan, partition=tuple(range(1, plan.stages)), warmup_rounds=0)
     forward_s, backward_s = stage_s(config, plan.stages)
-    per_batch = config.micro_batches // plan.micro_batches  # of the plan's batches are one of the comparison
+    per_batch = (
+        config.micro_batches // plan.micro_batches
+    )  # batches of the plan that make one batch of the comparison
     in_flight = plan.batches_in_flight
     # The first stage spends its backward on the weights alone.
     costs = Costs(forward_s, backward_s, input_backward_s=[0.0, *[backward_s / 2] * (plan.stages - 1)])
-    shares = per_batch * plan.shares  # of pipelines
+    shares = per_batch * plan.shares  # shares of pipelines
     simulated_s = shares * steady_batch_s(plan.build_schedule(), costs, pipelines=plan.pipelines)
     stages = [EmulatedStage(forward_s, backward_s) for _ in range(plan.stages)]
     inputs, targets = (x[: plan.micro_batches] for x in _batch(config))
@@ -250,13 +254,13 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
         def losses(count: int) -> Iterator[float]:
             return (result.loss for result in pipeline.train(repeat((inputs, targets), count)))
 
-        # The first ones find the buffers, and the speed of connections.
+        # The first batches allocate the buffers, and measure the speed of connections.
         counts = [in_flight, *[per_batch * config.batches] * config.rounds]
         return simulated_s, [per_batch * seconds_per_batch(losses, in_flight, n) for n in counts][1:]
 
 
 def torch_stages(what: str, rank: int, ranks: int, stages: int) -> Sequence[int]:
-    """Return the stages that a row of torch's has on a rank."""
+    """Return the stages that a rank has in a row of torch's."""
     if what not in _IN_A_V:
         return range(rank, stages, ranks)
     if TorchVersion(torch.__version__) < "2.13":  # a rank sends to itself there before the first batch

@@ -1,4 +1,4 @@
-"""``avgpipe bench transfers``: messages between two processes by each link, beside gloo alone and one memcpy."""
+"""``avgpipe bench transfers``: times messages between two processes by each link, plain gloo, and one memcpy."""
 
 from __future__ import annotations
 
@@ -26,35 +26,39 @@ from avgpipe_lab.commands import TransfersConfig
 
 LINKS = TransfersConfig.links
 _ASKS = {
-    "latency": "How long does a small message take, from sending to having the tensor?",
+    "latency": "How long does a small message take, from the send until the tensor is there?",
     "handed over": "A message as a tensor of the other process, unread: how many bytes a second?",
     "read once": "The message handed over, and added up by the receiver: how many bytes a second?",
 }
 _NOTES = """\
-A message at a time to and fro, half of a round trip. The two threads that send and wait have a processor each, where
-there are two; threads of gloo run anywhere. plain gloo: dist.send, and dist.irecv that is posted before. memcpy: one,
-of the same bytes within a process, between as many buffers as the others touch. shm, gloo: our links, with the mailbox
-that workers wait on; where it is not said, it spins briefly and then sleeps. local: within a process, nothing is
-copied."""
+One message at a time back and forth; times are half of a round trip. The threads that send and wait have a processor
+each, if there are two; threads of gloo run anywhere. plain gloo: dist.send, and dist.irecv that is posted before.
+memcpy: one, of the same bytes within a process, between as many buffers as the others use. shm, gloo: avgpipe's links,
+with the mailbox that workers wait on; unless stated otherwise it spins briefly and then sleeps. local: within a
+process, nothing is copied."""
 _LATENCY_BYTES, _WORD_BYTES = 1024, 8
-_COPIES = 16  # of the largest message, held by both processes at most
-_LATENCY_TRIPS = 1000  # there and back, of a sample
-_SAMPLE_BYTES, _FEWEST, _MOST = 2**26, 3, 400  # of a sample in each direction, and its trips
+_COPIES = 16  # most copies of the largest message that both processes hold
+_LATENCY_TRIPS = 1000  # round trips of a sample
+_SAMPLE_BYTES, _FEWEST, _MOST = (
+    2**26,
+    3,
+    400,
+)  # bytes of a sample in each direction, and its least and most trips
 
-Exchange = Callable[[int], float]  # called by both ranks with a number of messages; seconds of each
+Exchange = Callable[[int], float]  # both ranks call it with a number of messages; returns seconds per message
 
 
 def run(config: TransfersConfig) -> None:
     with arguments():
         check(config)
     with measuring():
-        asked = {"config": config.to_json()}  # which says how long anything may be waited for
+        asked = {"config": config.to_json()}  # includes the timeout of waits
         sections, *_ = run_on_ranks(f"{__name__}:worker", 2, asked, say=tell)
     report("transfers", config, sections, _NOTES)
 
 
 def check(config: TransfersConfig) -> None:
-    """ValueError for what is out of range, and for what this machine cannot do."""
+    """Refuse values that are out of range, and links that this machine does not have. ValueError."""
     if not config.links:
         raise ValueError(f"--links: name some of {','.join(LINKS)}")
     for name in config.links:
@@ -69,7 +73,7 @@ def check(config: TransfersConfig) -> None:
 
 
 def worker(config: str) -> list[dict[str, Any]]:
-    """Measure as a rank; what rank 0 found counts."""
+    """Measure as a rank; the result of rank 0 is used."""
     asked = TransfersConfig.from_json(config)
     torch.set_num_threads(1)
     join(asked.timeout_s, "gloo")
@@ -77,7 +81,7 @@ def worker(config: str) -> list[dict[str, Any]]:
     makers = {"shm": peers.shared_memory, "gloo": peers.gloo}
     left_out = {} if ring.supported() or "shm" not in asked.links else {"shm": "needs Linux, with /proc"}
     names = [name for name in makers if name in asked.links and name not in left_out]
-    # A worker that has a processor of its own spins before it sleeps, others sleep at once.
+    # A worker with its own processor spins before it sleeps, others sleep at once.
     through = {
         (name, how): makers[name](how == "spinning") for name in names for how in ("spinning", "sleeping")
     }
@@ -103,14 +107,15 @@ def worker(config: str) -> list[dict[str, Any]]:
 
 
 def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
-    """Both ranks measure all ways in turn, round after round.
+    """Measure all ways in turn on both ranks, round after round.
 
-    Each thread has a processor of its own meanwhile, as workers that compute do: of two processes that only take turns
-    the system makes neighbours on one, and waking a process there is no measure of waking one elsewhere.
+    Each thread has its own processor meanwhile, like workers that compute: the kernel would place two
+    processes that only take turns on one processor, and waking a process there is no measure of waking one
+    elsewhere.
     """
     allowed = sorted(os.sched_getaffinity(0))
     samples: list[list[float]] = [[] for _ in ways]
-    for number in range(rounds + 1):  # the first makes slots and threads, and learns sizes
+    for number in range(rounds + 1):  # the first round makes slots and threads, and learns sizes
         for way, seconds in zip(ways, samples):
             dist.barrier()
             way.run(1)
@@ -121,11 +126,11 @@ def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
     return [seconds[1:] for seconds in samples]
 
 
-# ---- ways to exchange messages, besides our links between processes --------------------------------------------------
+# ---- ways to exchange messages, besides avgpipe's links between processes --------------------------------------------
 
 
 def _local(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
-    """A link within a process."""
+    """Return a link within a process."""
     mailbox, key = Mailbox(), peers.key(1, 0)
     link = LocalLink(mailbox, torch.device("cpu"))
 
@@ -138,10 +143,10 @@ def _local(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
 
 
 def _memcpy(peers: Peers, size: int, read: Read) -> Exchange:
-    """One memcpy of the same bytes between two buffers of one process.
+    """Return one memcpy of the same bytes between two buffers of one process.
 
-    It alternates between two pairs of buffers, so that caches serve it as they serve the ways above: those touch a
-    source and a slot in either direction.
+    It alternates between two pairs of buffers, so that caches serve it as they serve the ways above, which
+    use a source and a slot in either direction.
     """
     pairs = cycle([(payload(size, 0), payload(size, 1)) for _ in range(2)])
 
@@ -154,7 +159,7 @@ def _memcpy(peers: Peers, size: int, read: Read) -> Exchange:
 
 
 def _alone(peers: Peers, once: Callable[[], None], count: int) -> float:
-    """Seconds of what the first rank does; the second one waits meanwhile."""
+    """Return the seconds of ``once`` on the first rank; the second one waits meanwhile."""
     begin = time.perf_counter()
     for _ in range(count if peers.rank == 0 else 0):
         once()
@@ -162,7 +167,7 @@ def _alone(peers: Peers, once: Callable[[], None], count: int) -> float:
 
 
 def _plain_gloo(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
-    """dist.send and dist.irecv; the receive is posted before the message that is answered is sent."""
+    """Return dist.send and dist.irecv; the receive is posted before the message that it answers is sent."""
     target = torch.empty_like(source)
 
     def exchange(count: int) -> float:

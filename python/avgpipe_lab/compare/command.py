@@ -1,4 +1,4 @@
-"""``avgpipe compare``: systems on the same work, one ``avgpipe train`` after the other, and what came of each."""
+"""``avgpipe compare``: runs ``avgpipe train`` with several systems on the same work."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from avgpipe_lab.compare.comparison import OK, Comparison, Figures, SystemResult
 from avgpipe_lab.compare.pictures import plot_timelines
 from avgpipe_lab.compare.plans import tuned_plans
 
-_FILE_COLUMNS = 140  # of a table that is not for a terminal
+_FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
 _COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
-_LOOK_S = 0.25  # how often a run is looked after
-_GRACE_S = {signal.SIGINT: 20.0, signal.SIGTERM: 5.0}  # for a run to end by itself, then SIGKILL
+_LOOK_S = 0.25  # seconds between two checks of a run
+_GRACE_S = {signal.SIGINT: 20.0, signal.SIGTERM: 5.0}  # wait after each signal, then SIGKILL
 _SAID = "avgpipe: error: "
 _NO_MEMORY = re.compile(
     r"out of memory|can't allocate memory|cannot allocate memory|MemoryError", re.IGNORECASE
@@ -53,8 +53,8 @@ _REASON_LETTERS = 200
 _PROGRAM = (sys.executable, "-m", "avgpipe")
 
 Caught = list[signal.Signals]
-# Runs the words after ``avgpipe`` to their end, or to that of a signal, and writes what the run says to the file; calls
-# the function now and then; returns the exit code.
+# Runs ``avgpipe`` with the given words until it ends or a signal ends it, and writes its output to the file;
+# calls the function now and then; returns the exit code.
 Runner = Callable[[Sequence[str], Path, Caught, Callable[[], None]], int]
 
 
@@ -69,10 +69,10 @@ def run(asked: CompareConfig) -> None:
 
 
 def check(config: CompareConfig) -> None:
-    """Refuse what no system could do. What only some cannot becomes their rows. ValueError or OSError."""
+    """Refuse what no system can do (ValueError, OSError); what only some cannot do becomes their rows."""
     if joined_ranks() is not None:
         raise ValueError("compare starts the workers of each system itself: run it once, without torchrun")
-    # The system that asks for least, but for a layer per stage.
+    # The system with the fewest requirements, except for a layer for each stage.
     splits = any(name not in _NO_STAGES for name in config.systems)
     least = {
         **common_options(config),
@@ -94,7 +94,7 @@ def check(config: CompareConfig) -> None:
 
 
 def answer(config: CompareConfig, runner: Runner | None = None) -> None:
-    """Run all, fill the folder and print. Exits with 1 if no system trained to its end, as usual after a signal."""
+    """Run all systems, fill the folder, print. Exits with 1 if no system finished, as after a signal."""
     plans = tuned_plans(config, able(config), _say) if config.tunes else {}
     with noting_signals() as caught:
         found = comparison(config, run_all(config, runner or run_in_process, caught, plans))
@@ -116,7 +116,7 @@ def answer(config: CompareConfig, runner: Runner | None = None) -> None:
 
 @contextmanager
 def noting_signals() -> Iterator[Caught]:
-    """Within the block, SIGINT and SIGTERM are noted instead of raised: results are to be written all the same."""
+    """Note SIGINT and SIGTERM within the block instead of raising, so that results are still written."""
     caught: Caught = []
     here = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM) if here else ()
@@ -128,20 +128,20 @@ def noting_signals() -> Iterator[Caught]:
             signal.signal(number, handler)
 
 
-# ---- which runs ------------------------------------------------------------------------------------------------------
+# ---- the runs --------------------------------------------------------------------------------------------------------
 
 
 def common_options(config: CompareConfig) -> dict[str, Any]:
-    """The options of ``avgpipe train`` that were given, and are the same for all systems."""
+    """Return the options of ``avgpipe train`` that were given and are the same for all systems."""
     return {name: value for name, value in config.explicit.items() if name in _COMMON}
 
 
 class Repetition(NamedTuple):
-    """A run of a system.
+    """One run of a system.
 
     Attributes:
-        out: Its folder.
-        log: The file with what it says.
+        out: Folder of the run.
+        log: File with the output of the run.
     """
 
     system: str
@@ -151,7 +151,7 @@ class Repetition(NamedTuple):
 
 
 def repetitions(config: CompareConfig, system: str) -> list[Repetition]:
-    """One for each seed; of several each has a folder within the system's."""
+    """Return a run for each seed; with several seeds each has a folder within the system's folder."""
     home = Path(config.out) / system
     seeds = range(config.seed, config.seed + config.seeds)
     outs = [home / f"seed-{seed}" if config.seeds > 1 else home for seed in seeds]
@@ -159,27 +159,27 @@ def repetitions(config: CompareConfig, system: str) -> list[Repetition]:
 
 
 def able(config: CompareConfig) -> list[str]:
-    """The systems that can do what was asked."""
+    """Return the systems that can run with these options."""
     return [system for system in config.systems if not refusal(config, system)]
 
 
 def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
-    """Those that were given and that the system leaves to the caller, and what makes the run the system's."""
+    """Return the given options that the system does not set itself, and the ones that select the system."""
     row, found = SYSTEMS[system], common_options(config)
     if config.pipelines is not None and "pipelines" not in row:
         found["pipelines"] = config.pipelines
     wanted = config.micro_batches
-    # PipeDream, too, has whole batches in flight.
+    # PipeDream also has whole batches in flight.
     splits = wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted
     if splits and "micro_batches" not in row:
         found["micro_batches"] = wanted
-    # A copy for a thread that writes it would count as the system's memory.
+    # The copy for a thread that writes the checkpoint would count as the system's memory.
     found["wait_for_checkpoints"] = True
     return {**found, "system": system, "stages": config.stages, "out": str(Path(config.out) / system)}
 
 
 def words_of(config: CompareConfig, run: Repetition, plan: Path | None = None) -> list[str]:
-    """The words after ``avgpipe`` of a run; ``plan``: the file of the one that was tuned."""
+    """Return the words after ``avgpipe`` of a run; ``plan``: the file with the tuned plan."""
     options = {**options_of(config, run.system), "out": str(run.out)}
     if config.seeds > 1:
         options["seed"] = run.seed
@@ -189,7 +189,7 @@ def words_of(config: CompareConfig, run: Repetition, plan: Path | None = None) -
 
 
 def refusal(config: CompareConfig, system: str) -> str:
-    """Why a system cannot do what was asked; "" if it can, as far as that shows without the data."""
+    """Return why a system cannot run with these options, "" if it can, as far as known without the data."""
     try:
         resolve(TrainConfig.of(**options_of(config, system)))
     except (ValueError, TypeError) as error:
@@ -206,7 +206,7 @@ def run_all(
     caught: Caught,
     plans: Mapping[str, Path | ValueError] | None = None,
 ) -> list[SystemResult]:
-    """One run after the other; after a signal the rest is NOT_RUN. ``plans``: those that were tuned."""
+    """Run one after the other; after a signal the rest is NOT_RUN. ``plans``: the tuned plans, by system."""
     ended: dict[str, dict[int, SystemResult]] = {system: {} for system in config.systems}
     total = len(config.systems) * config.seeds
     order = [run for system in config.systems for run in repetitions(config, system)]
@@ -245,7 +245,7 @@ def _run(
     if not sys.stderr.isatty():
         _say(place)
     code = runner(words_of(config, run, plan), run.log, caught, tick)
-    if (run.out / "summary.json").is_file():  # it ended, whatever came afterwards
+    if (run.out / "summary.json").is_file():  # it finished, whatever the exit code
         return _result(config, run)
     if caught:
         return SystemResult(run.system, report.INTERRUPTED)
@@ -254,7 +254,7 @@ def _run(
 
 
 def verdict(code: int, log: str) -> tuple[str, str]:
-    """Status and reason of a run without a summary, from its exit code and what it said."""
+    """Return status and reason of a run without a summary, from its exit code and its log."""
     lines = [line for line in log.splitlines() if line.strip()]
     said = [line.removeprefix(_SAID) for line in lines if line.startswith(_SAID)]
     short = next((line for line in lines if _NO_MEMORY.search(line)), None)
@@ -264,14 +264,15 @@ def verdict(code: int, log: str) -> tuple[str, str]:
         return report.KILLED, _plain(said[-1]) if said else "by hand, or by the system when memory runs out"
     status = report.REFUSED if code == WRONG_ARGUMENTS else report.FAILED
     raised = [line for line in lines if _RAISED.match(line)]
-    # The first is the cause: other workers then lost a peer, and last the command says which worker failed.
+    # The first error is the cause: other workers then lost a peer, and the last line names the worker that
+    # failed.
     if said and not (raised and "failed with exit code" in said[0]):
         return status, _plain(said[0])
     return status, _plain(raised[0] if raised else lines[-1]) if lines else f"exit code {code}"
 
 
 def _plain(line: str) -> str:
-    """Without what the end of a message says on resuming, and not too long: the log has it all."""
+    """Return the message without its hint about resuming, cut to a limit: the log has all of it."""
     line = re.sub(
         r"; (there is no checkpoint yet|resume from the last checkpoint with: .*)$", "", line.strip()
     )
@@ -286,14 +287,14 @@ def run_in_process(
     tick: Callable[[], None],
     program: Sequence[str] = _PROGRAM,
 ) -> int:
-    """Run in a new session, so that Ctrl-C goes to this process only, which then ends the run once.
+    """Run in a new session, so that Ctrl-C reaches this process only, which then ends the run once.
 
-    After a signal the run is asked to end, then made to; another signal meanwhile shortens the wait. Its workers are
-    tied to it and end, too.
+    After a signal the run gets SIGINT, then SIGTERM, then SIGKILL; another signal meanwhile shortens the
+    wait. Its workers end with it.
     """
 
     def wait(signals: int, seconds: float) -> None:
-        """Wait so long for the process to end, or until there were more signals than so many."""
+        """Wait ``seconds`` for the process to end, or until there are more than ``signals`` signals."""
         deadline = time.monotonic() + seconds
         while len(caught) == signals and time.monotonic() < deadline:
             with suppress(subprocess.TimeoutExpired):
@@ -327,7 +328,7 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-# ---- what the folders say --------------------------------------------------------------------------------------------
+# ---- results in the folders ------------------------------------------------------------------------------------------
 
 
 def _result(config: CompareConfig, run: Repetition) -> SystemResult:
@@ -345,7 +346,7 @@ def _result(config: CompareConfig, run: Repetition) -> SystemResult:
 
 
 def _warmed_up(plan: Plan, batches: int) -> list[str]:
-    """Warn of a run most of whose batches were slower than those of a long one would be."""
+    """Warn of a run whose batches were mostly warm-up, which is slower than the rest of a long run."""
     rounds = plan.warmup_rounds or 0
     waiting = min(batches, rounds * plan.batches_per_round)
     if 2 * waiting <= batches:
@@ -357,7 +358,7 @@ def _warmed_up(plan: Plan, batches: int) -> list[str]:
 
 
 def comparison(config: CompareConfig, outcomes: Sequence[SystemResult]) -> Comparison:
-    """The outcomes, and what is the same for all: the first run that ended knows it."""
+    """Return the outcomes, with the facts that all runs share, which the first run that finished has."""
     runs = (run for o in outcomes if o.figures is not None for run in repetitions(config, o.system))
     summaries = (run.out / "summary.json" for run in runs)
     known: dict[str, Any] = next((json.loads(path.read_text()) for path in summaries if path.is_file()), {})
@@ -397,7 +398,7 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
 
 
 def _write_pictures(config: CompareConfig, found: Comparison) -> None:
-    """Draw whatever the systems have done, also those that did not end."""
+    """Draw the results of all systems, also of those that did not finish."""
     curves, timelines = {}, {}
     for outcome in found.outcomes:
         runs = repetitions(config, outcome.system)

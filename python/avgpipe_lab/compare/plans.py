@@ -1,4 +1,4 @@
-"""The plans of systems that are compared, where the tuner chooses them."""
+"""Choose the plans of compared systems with the tuner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from avgpipe_lab.planning.of_system import best_of_system
 def tuned_plans(
     config: CompareConfig, systems: Iterable[str], say: Callable[[str], None]
 ) -> dict[str, Path | ValueError]:
-    """Profile the workload, and write the best plan of each system to the folder; or return why there is none.
+    """Profile the workload and write the best plan of each system to the folder, or return why not.
 
     The profile is written there, too. Raises PipelineError when profiling fails.
     """

@@ -1,4 +1,4 @@
-"""``avgpipe report``: one page of one run, of several, or of a comparison."""
+"""``avgpipe report``: writes a page on one run, on several, or on a comparison."""
 
 from __future__ import annotations
 

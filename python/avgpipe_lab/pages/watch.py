@@ -1,4 +1,4 @@
-"""``avgpipe watch``: how a run in a folder goes, until it ends."""
+"""``avgpipe watch``: shows a run in a folder, until it ends."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from avgpipe.units import duration, format_bytes
 from avgpipe_lab.commands import WatchConfig
 from avgpipe_lab.pages.live import LiveRun
 
-_LOOK_S = 0.5  # how often a terminal's page is brought up to date
+_LOOK_S = 0.5  # seconds between two updates of a terminal's page
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _PICTURE = 56  # columns
-_STOPPED = "stopped: no process of this machine keeps its checkpoints, and nothing is written"
+_STOPPED = "stopped: no process of this machine holds the lock of its checkpoints, and nothing is written"
 
 
 def run(config: WatchConfig) -> None:
@@ -43,13 +43,13 @@ def run(config: WatchConfig) -> None:
         if console.is_terminal:
             _show(live, console)
         else:
-            _tell(live, config.every_s)
-    except KeyboardInterrupt:  # of a run that goes on
+            _print_lines(live, config.every_s)
+    except KeyboardInterrupt:  # the run itself continues
         sys.exit(130)
 
 
 def _show(live: LiveRun, console: Console, sleep: Callable[[float], None] = time.sleep) -> None:
-    """A page that stays up to date until the run ends; its last state stays on the terminal."""
+    """Show a page that keeps updating until the run ends; its last state stays on the terminal."""
     with Live(page(live), console=console, auto_refresh=False) as shown:
         while live.status == "running":
             sleep(_LOOK_S)
@@ -57,8 +57,8 @@ def _show(live: LiveRun, console: Console, sleep: Callable[[float], None] = time
             shown.update(page(live), refresh=True)
 
 
-def _tell(live: LiveRun, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """A line now and then, and one at the end."""
+def _print_lines(live: LiveRun, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Print a line now and then, and one at the end."""
     print(line(live), flush=True)
     waited = 0.0
     while live.status == "running":
@@ -74,7 +74,7 @@ def _tell(live: LiveRun, every_s: float, sleep: Callable[[float], None] = time.s
 
 
 def line(live: LiveRun) -> str:
-    """A run in one line."""
+    """Describe a run in one line."""
     facts = _facts(live)
     shown = ("loss", "speed", "left", "busy", "peak memory", "drift", "validation")
     said = [f"{name} {facts[name]}" for name in shown if name in facts]
@@ -82,7 +82,7 @@ def line(live: LiveRun) -> str:
 
 
 def page(live: LiveRun) -> RenderableType:
-    """A run as a panel."""
+    """Show a run as a panel."""
     progress, facts = live.progress, _facts(live)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
@@ -107,7 +107,7 @@ def _what(live: LiveRun) -> str:
 
 
 def _facts(live: LiveRun) -> dict[str, str]:
-    """What is known, in words."""
+    """Return what is known about a run, as texts by name."""
     progress, valid = live.progress, live.progress.valid
     of = f"/{progress.total}" if progress.total else ""
     found: dict[str, str | None] = {
@@ -139,7 +139,7 @@ def _age(seconds: float | None) -> str | None:
 
 
 def _validation(row: Any) -> str:
-    """Metrics, or else the loss, of a validation, and when it was."""
+    """Format the metrics, or else the loss, of a validation, and after which batch it was."""
     metrics = row.get("metrics")
     named = metrics if isinstance(metrics, dict) else {}
     values = {str(name): number(value) for name, value in named.items()} or {"loss": number(row.get("loss"))}
@@ -149,7 +149,7 @@ def _validation(row: Any) -> str:
 
 
 def sparkline(values: Sequence[float], columns: int) -> str:
-    """A small picture of the values, from the least to the most; of more than ``columns`` means of neighbours."""
+    """Draw the values as a small picture, from least to greatest; more than ``columns`` are averaged first."""
     groups = min(columns, len(values))
     bounds = [len(values) * n // groups for n in range(groups + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]

@@ -177,14 +177,14 @@ def test_samples_are_counted_though_nobody_was_there_from_the_beginning_to_the_e
     lost = handed_on()
     lost.events = [e for e in lost.events if not (e["event"] == "result" and e["batch"] in (10, 120))]
     (text,) = judge(lost, SHAPE, LOSSES).wrong["samples"]
-    assert text == f"samples by batch that all were told of, of {BATCH_SIZE}: {{10: 0, 120: 0}}"
+    assert text == f"samples by batch that all processes have, instead of {BATCH_SIZE}: {{10: 0, 120: 0}}"
 
 
 def test_processes_that_are_told_other_results_than_the_others_are_wrong():
     run = handed_on()
     next(e for e in run.events if (e["process"], e.get("batch")) == (12, 60))["loss"] = 0.9
     assert judge(run, SHAPE, LOSSES).wrong == {
-        "samples": ["process 12 was told other results than the others"]
+        "samples": ["process 12 has other results than the others"]
     }
 
 
@@ -225,7 +225,7 @@ def test_an_error_must_be_seen_where_others_than_isolated_pipelines_meet_it():
     place = "save: rank 1, restart 0, action written, stage 1, pipeline {0}, batch 20"
     fault = next(event for event in run.events if event["event"] == "fault")
     fault["text"] = f"out of memory at {place}"
-    assert judge(run, SHAPE, LOSSES).wrong == {"ended": ["the run went on as if nothing had happened"]}
+    assert judge(run, SHAPE, LOSSES).wrong == {"ended": ["the run continued as if nothing had happened"]}
     told = {**fault, "event": "not saved", "text": "nothing was saved to a folder: No space left on device"}
     run.events.append(told)
     assert list(judge(run, SHAPE, LOSSES).wrong) == ["ended"]
@@ -249,7 +249,7 @@ def test_unknown_names_are_refused():
 def test_one_stage_sends_nothing_that_could_be_cut():
     result = invoke("bench", "faults", "--stages", "1", "--kinds", "cut line,reset")
     assert result.exit_code == 2
-    assert "of what stages send each other, and --stages is 1" in result.stderr
+    assert "these faults need messages between stages, and --stages is 1" in result.stderr
     drawn = {draw(0, "plain", number, tuple(KINDS), 1, 2, 20.0).kind for number in range(200)}
     assert drawn == set(KINDS).difference(OF_LINES)
 

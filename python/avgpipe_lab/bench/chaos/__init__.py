@@ -1,1 +1,1 @@
-"""Runs into which faults are injected: what is drawn, the job, a run under one of the launchers, and the verdict."""
+"""Runs with injected faults: drawing of faults, the job, a run under one of the launchers, and the verdict."""

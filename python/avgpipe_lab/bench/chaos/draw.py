@@ -1,4 +1,4 @@
-"""Drawing what fails in a run, and where, from a seed."""
+"""Draw the faults of a run, and their places, from a seed."""
 
 from __future__ import annotations
 
@@ -10,28 +10,29 @@ from typing import Any
 from avgpipe.faults.fault import KINDS, WHERE
 
 WAYS = ("isolate", "spares", "plain")
-# Of the job: an evaluation and a save at the end of each epoch.
+# Numbers of the job, which evaluates and saves at the end of each epoch.
 EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 4, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
 OF_MESSAGES = ("flipped bit", "half-written message")
 OF_LINES = (*OF_MESSAGES, "cut line", "reset")
-HARMLESS = ("slow", "full disk")  # nothing ends
-_MORE = 3  # at most, beside the one that every run has
-_DELAY_S = 0.5  # of a slow rank
-# The places of these phases that are passed by at most; they are counted, as they have no batch of training.
+HARMLESS = ("slow", "full disk")  # faults that end nothing
+_MORE = 3  # most further faults, besides the one that every run has
+_DELAY_S = 0.5  # delay of a slow rank
+# How often a run at most passes the places of these phases; places in other phases are counted by batch.
 _PASSED_BY = {"evaluation": 6, "save": 4, "load": 2, "start": 0, "join": 0, "shutdown": 0}
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is to happen in a run.
+    """The faults of a run.
 
     Attributes:
-        name: By which it can be repeated.
-        way: How its processes are started.
+        name: Name by which the run can be repeated.
+        way: How its processes are started (isolate, spares, plain).
         faults: Arguments of `avgpipe.testing.fail_at`, in the order in which they can happen.
         kills_s: Seconds after the first result at which a process is killed from outside.
-        choices: A number for each of these, which chooses among the processes that live then.
+        choices: A number for each kill from outside, which chooses one of the processes that live at that
+            time.
     """
 
     name: str
@@ -42,24 +43,25 @@ class Scenario:
 
     @property
     def kind(self) -> str:
-        """The kind of what happens inside; "kill" where there is nothing but kills from outside."""
+        """Return the kind of the fault inside the run; "kill" if there are only kills from outside."""
         return str(self.faults[-1]["kind"]) if self.faults else "kill"
 
 
 def draw(
     seed: int, way: str, number: int, kinds: Sequence[str], stages: int, pipelines: int, mean_s: float
 ) -> Scenario:
-    """Draw the run with this number of a way; it depends on the arguments alone."""
+    """Draw the run with this number of a way; the result depends on the arguments alone."""
     chance = random.Random(f"{seed} {way} {number}")
-    if stages == 1:  # nothing travels between stages
+    if stages == 1:  # no messages between stages
         kinds = [kind for kind in kinds if kind not in (OF_LINES if way != "isolate" else OF_MESSAGES)]
     fault = _fault(chance, way, chance.choice(kinds), stages, pipelines)
     faults = [fault]
-    if fault["phase"] == "join":  # only who is lost can join
+    if fault["phase"] == "join":  # only a pipeline that was lost can join again
         batch = chance.randrange(BATCHES // 2)
         before = {"kind": "kill", "phase": "training", "batch": batch, "rank": chance.randrange(stages)}
         faults.insert(0, {**before, "pipeline": fault["pipeline"], "restart": 0})
-    # A run that goes on has more of them: any where a pipeline comes again, else such as end nothing.
+    # A run that continues has further faults: any if lost pipelines restart, else only faults that end
+    # nothing.
     more = [kind for kind in kinds if way == "isolate" or kind in HARMLESS]
     for _ in range(chance.randint(0, _MORE) if more else 0):
         another = _fault(chance, way, chance.choice(more), stages, pipelines)
@@ -94,5 +96,5 @@ def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: i
 
 
 def _has(way: str, phase: str) -> bool:
-    """Whether the job gets to a phase: only isolated pipelines join, and it loads where nobody comes later."""
+    """Return whether the job has a phase: only isolated pipelines join, and it loads in plain runs only."""
     return {"join": way == "isolate", "load": way == "plain"}.get(phase, True)

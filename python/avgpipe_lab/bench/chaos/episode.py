@@ -1,4 +1,4 @@
-"""One run with faults, under one of the launchers, and what was seen of it."""
+"""One run with faults, under one of the launchers, and its observed events."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from avgpipe.testing import environment
 from avgpipe_lab.bench.chaos.draw import Scenario
 from avgpipe_lab.bench.chaos.job import VARIABLE
 
-PROMPT_S = 5.0  # beside the time limit of waits, that anything may take
-_START_S = 60.0  # of processes, on a machine that is busy
-_END_S = 1.0  # after which what has ended must not be seen any more
+PROMPT_S = 5.0  # added to the time limit of waits, for anything
+_START_S = 60.0  # for processes to start, on a busy machine
+_END_S = 1.0  # after this time nothing of an ended run may remain
 _LOOK_S = 0.1
 _JOB = "avgpipe_lab.bench.chaos.job"
 
 
 @dataclass(frozen=True)
 class RunShape:
-    """What all runs have alike."""
+    """What all runs have in common."""
 
     stages: int
     pipelines: int
@@ -43,7 +43,7 @@ class RunShape:
     seed: int = 0
 
     def job(self, way: str, folder: Path, verifies: bool) -> dict[str, Any]:
-        """What the job of a way needs to know."""
+        """Return the parameters of a way's job."""
         plan = {"stages": self.stages, "pipelines": self.pipelines, "micro_batches": 2 * self.pipelines}
         options: dict[str, Any] = {"timeout_s": self.timeout_s, "link": self.link, "verify_wire": verifies}
         if way == "spares":
@@ -61,15 +61,15 @@ class RunShape:
 
 @dataclass
 class SeenRun:
-    """What was seen of a run.
+    """What was observed of a run.
 
     Attributes:
-        events: Of all processes, and the kills from outside, in the order of time.
-        said: Lines of the launcher, each with its time.
-        failure: Why the launcher ended the run; None where it came to its end.
-        left: Processes, files and memory that were there afterwards.
-        is_hung: Whether it had to be ended from outside.
-        ended_at_s: When the launcher was done, of the clock of events.
+        events: Events of all processes, and the kills from outside, in the order of time.
+        said: Lines that the launcher printed, each with its time.
+        failure: Why the launcher ended the run; None if it finished.
+        left: Processes, files and memory that remained afterwards.
+        is_hung: Whether the run had to be ended from outside.
+        ended_at_s: When the launcher ended, by the clock of events.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ class SeenRun:
 
 
 def play(scenario: Scenario, shape: RunShape) -> SeenRun:
-    """Run a scenario to its end, with a temporary folder of its own."""
+    """Run a scenario to its end, in a temporary folder."""
     seen = SeenRun(scenario)
     verifies = scenario.kind == "flipped bit"
     before = _shared_memory()
@@ -132,7 +132,7 @@ def _launch(way: str, shape: RunShape, added: dict[str, str], seen: SeenRun) -> 
 
 @contextmanager
 def _temporary(folder: Path) -> Iterator[None]:
-    """Have this process and its children keep temporary files in a folder of their own."""
+    """Make this process and its children keep temporary files in ``folder``."""
     folder.mkdir()
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
@@ -144,7 +144,7 @@ def _temporary(folder: Path) -> Iterator[None]:
 
 
 class _Watcher(threading.Thread):
-    """Kills processes from outside when it is due, and ends a run of which nothing is heard any more."""
+    """Kills processes from outside at the drawn times, and ends a run that publishes no more events."""
 
     def __init__(self, scenario: Scenario, shape: RunShape, journals: Path, mark: str) -> None:
         super().__init__(name="chaos-watch", daemon=True)
@@ -171,16 +171,16 @@ class _Watcher(threading.Thread):
                 self._due.pop(0)
             if time.monotonic() > heard_at + self._patience_s:
                 self.is_hung = True
-                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends all that it has started
+                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends all its processes
                 return
 
     def _kill(self, events: list[dict[str, Any]], choice: int) -> bool:
-        """Kill one that trains; who ends or has ended is left alone. False if it has to wait."""
+        """Kill a process that trains, not one that ends or has ended. Return False if the kill has to wait."""
         ended = {event["process"] for event in events if event["event"] in ("end", "error")}
         training = {event["process"]: event for event in events if event["event"] == "result"}
         hit = {(e["pipeline"], e["life"]) for e in [*events, *self.kills] if e["event"] == "fault"}
         living = [p for p in sorted(training) if p not in ended and _has_mark(p, self._mark)]
-        if self._isolates:  # somebody has to be left: else all begin anew, or the run ends
+        if self._isolates:  # a pipeline has to remain: else all start over, or the run ends
             living = [p for p in living if (training[p]["pipeline"], training[p]["life"]) not in hit]
             if len({training[p]["pipeline"] for p in living}) < 2:
                 return False
@@ -195,12 +195,12 @@ class _Watcher(threading.Thread):
 
 
 def read(journals: Path) -> list[dict[str, Any]]:
-    """Read what processes have written down; the last line may still be on its way."""
+    """Read the journals of processes; the last line may be incomplete."""
     lines = [line for path in journals.glob("*.jsonl") for line in path.read_text().splitlines(True)]
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-# ---- what must not be left -------------------------------------------------------------------------------------------
+# ---- what must not remain --------------------------------------------------------------------------------------------
 
 
 def _left(folder: Path, mark: str, shared: set[str]) -> list[str]:
@@ -244,7 +244,7 @@ def _shared_memory() -> set[str]:
 
 
 def _is_used(name: str) -> bool:
-    """Whether a process that lives has it open: then it is somebody else's."""
+    """Return whether a live process has it open, in which case it does not belong to the ended run."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
             if name in maps.read_text(errors="replace"):

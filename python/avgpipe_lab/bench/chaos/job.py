@@ -1,7 +1,7 @@
-"""What each process of a run trains, and what it writes down of it: a tiny language model on data that a seed makes.
+"""The job of each process of a run, and its journal: a tiny language model on data that is made from a seed.
 
-The file of a process has a line of JSON for each event, with the time at which it was: that clock is the same in all
-processes of a machine.
+The journal of a process has a line of JSON for each event, with its time: all processes of a machine share
+that clock.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.ranks.probe import RESTART
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 
-VARIABLE = (
-    "AVGPIPE_CHAOS"  # names that with what the job needs; all processes of a run have it, and no others
-)
+VARIABLE = "AVGPIPE_CHAOS"  # holds the job's parameters; exactly the processes of a run have it
 _WORDS, _LENGTH, _WIDTH = 24, 8, 32
 
 
 class Journal(logging.Handler):
-    """Writes down at once what happens in this process; the log's warnings tell of faults that are injected."""
+    """Writes the events of this process at once; warnings in the log report faults that are injected."""
 
     def __init__(self, folder: str) -> None:
         super().__init__(logging.WARNING)
@@ -78,19 +76,19 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         **options,
     ) as pipeline:
-        pipeline.enter()  # so that each epoch's loader begins where it says
+        pipeline.enter()  # so that each epoch's loader begins at the right batch
         while pipeline.batches < BATCHES:
             first = pipeline.batches
             end = (first // BATCHES_PER_EPOCH + 1) * BATCHES_PER_EPOCH
             for result in pipeline.train(_paced(data[first:end], asked["pace_s"])):
                 journal.write("result", batch=result.batch, samples=result.samples, loss=result.loss)
             loss = pipeline.evaluate(data[:4]).loss
-            # Elsewhere it would be one more call that cannot be gone back to, and losses say as much.
+            # Elsewhere a checksum would be one more call that cannot be repeated, and losses show the same.
             about = {"reference": _digest(pipeline)} if pipeline.plan.isolate else {}
             journal.write("evaluation", batch=pipeline.batches, loss=loss, **about)
             try:
                 pipeline.save(asked["checkpoint"])
-            except CheckpointError as error:  # the one before stays
+            except CheckpointError as error:  # the checkpoint before stays
                 journal.write("not saved", text=str(error))
             else:
                 if asked["loads"]:
@@ -104,7 +102,7 @@ def _digest(pipeline: Pipeline) -> str:
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make batches of sentences in which a word mostly follows from the one before."""
+    """Make batches of sentences in which each word mostly follows from the word before."""
     chance = torch.Generator().manual_seed(7)
     follows = torch.randperm(_WORDS, generator=chance)
     words = [torch.randint(_WORDS, (BATCHES * BATCH_SIZE,), generator=chance)]
@@ -117,14 +115,14 @@ def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def _paced(batches: list[Any], pace_s: float) -> Iterator[Any]:
-    """Yield batches as a loader that takes its time: who is started again shall find somebody to join."""
+    """Yield batches with a delay, so that a restarted process finds a running job to join."""
     for batch in batches:
         time.sleep(pace_s)
         yield batch
 
 
 def main() -> None:
-    """Run as a process of its own, whose tracebacks are no news: an error is in the journal, too."""
+    """Run as a process without tracebacks on standard error: an error is in the journal, too."""
     about = os.environ[VARIABLE]
     with Path(json.loads(about)["journals"], f"{os.getpid()}.err").open("w") as file:
         os.dup2(file.fileno(), 2)

@@ -1,19 +1,20 @@
-"""What a run with faults may look like, and what is wrong with one that does not.
+"""The rules for runs with faults, and the check whether a run broke one.
 
-Who may be blamed, by what happened first in a run:
+The launcher may blame, depending on the first fault of a run:
 
-- whose process fails of itself or is killed, it alone: kill, half-written message, exception, out of memory;
-- who stands still, it alone;
-- of a line that is cut or reset, and of a message with a flipped bit, nobody can know which end is at fault: any rank
-  of the same pipeline;
-- a full disk is an error of the save, which the job notes: nobody, and nobody for being slow;
-- a pipeline that is ended as another one is gone, whose state it was to have, is not blamed;
-- after several faults, those that all of them allow.
+- kill, half-written message, exception, out of memory: only the rank whose process failed or was killed;
+- a stopped process: only its rank;
+- a line that is cut or reset, a message with a flipped bit: any rank of the same pipeline, as neither end can
+  know which one is at fault;
+- a full disk: no rank, as it is an error of the save, which the job notes; a slow rank: none;
+- a pipeline that is ended because the donor of its state was lost is not blamed;
+- several faults: the ranks that any of these rules allows.
 
-Nobody may wait for longer than the time limit and a few seconds. Where a new process replaces a rank, the time until it
-has imported what it needs is no wait, see ``_wait_s``; it is in the pauses that are reported.
+No process may wait longer than the time limit and a few seconds. If a new process replaces a rank, the time
+until it has imported its modules is no wait, see ``_wait_s``; it is part of the reported pauses.
 
-A run may end at a fault where the guide "When something fails" does not promise that it goes on: see ``_may_end``.
+A run may end at a fault where the guide "When something fails" does not promise that it continues: see
+``_may_end``.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from avgpipe_lab.bench.chaos.episode import PROMPT_S, RunShape, SeenRun
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
 _KILLED = ("kill", "half-written message")
-_COPY_S = 1.5  # after a call, by which all have a copy for certain
+_COPY_S = 1.5  # after a call all ranks certainly have a copy after this time
 _LOST = re.compile(
     r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|sent|was stopped)"
 )
 _AWAITED = re.compile(r"pipeline (\d+) is lost: pipeline \d+ has waited")  # no rank is named
-_UNSURE = 2  # last results of a process that was lost, which others may not have counted
+_UNSURE = 2  # last results of a lost process, which the others may not have counted
 
 Who = tuple[int, int | None]  # pipeline and rank
 Row = tuple[int, int, float]  # batch, samples and loss of a result
@@ -45,14 +46,16 @@ Row = tuple[int, int, float]  # batch, samples and loss of a result
 
 @dataclass
 class Verdict:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
-        faults: What happened: kind, place, pipeline, rank, who was blamed and the longest pause of the others.
-        wrong: What must not be, in words, by the column of the table that counts it.
+        faults: Faults that happened: kind, place, pipeline, rank, who was blamed and the longest pause of the
+            others.
+        wrong: Broken promises as sentences, by the column of the table that counts them.
         ended: Whether a fault ended the run.
-        repeated: Samples that were lost with a pipeline and that another one has trained on, as results told.
-        curve: Losses of the evaluations, by the batches that were trained on before; all epochs' if it did not end.
+        repeated: Samples that a lost pipeline and then another one trained on, by the published results.
+        curve: Losses of the evaluations, by the number of batches trained before; all epochs' if the run
+            finished.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Verdict:
 
 
 def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> Verdict:
-    """Say what is wrong with a run; ``undisturbed``: losses by batch of one that nothing happened to."""
+    """Check a run; ``undisturbed``: the losses by batch of a run without faults."""
     scenario = seen.scenario
     verdict = Verdict(scenario.name, scenario.way, scenario.kind)
     verdict.faults = [_fault(event, seen, shape) for event in seen.of("fault")]
@@ -101,17 +104,17 @@ def _fault(event: dict[str, Any], seen: SeenRun, shape: RunShape) -> dict[str, A
 
 
 def _wait_s(seen: SeenRun, begin_s: float, end_s: float) -> float:
-    """What of a time others may have waited: the rest, once the last process that replaces a rank had started in it."""
+    """Return the part of a time that may be a wait: what follows the last start of a process that replaces a rank."""
     starts = [e["at_s"] for e in seen.of("start") if seen.scenario.way == "spares" and e["life"] > 0]
     return float(end_s - max([begin_s, *(at_s for at_s in starts if begin_s < at_s < end_s)]))
 
 
 def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple[float, float]]:
-    """The times between results of the others that began while the fault could be felt."""
+    """Return the times between results of the other processes that began while the fault could affect them."""
     own = seen.scenario.way == "isolate"
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
     felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
-    if own:  # and who is lost meanwhile, or is not back yet, and comes again, has a pause of its own
+    if own:  # a pipeline that is lost or restarting meanwhile has a pause of its own
         away = {fault["pipeline"]}
         for loss in (e for e in seen.of("fault") if e["text"].partition(" at ")[0] not in HARMLESS):
             begin_s, end_s = _absence(loss, others)
@@ -128,9 +131,9 @@ def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple
 
 
 def _absence(loss: dict[str, Any], events: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """From when to when a pipeline with a fault was not there: from its last event to the first of another life.
+    """Return when a pipeline with a fault was absent: from its last event to the first one of its next life.
 
-    Of a fault that has ended nothing, such as a flipped bit that nobody looks for, the time is empty.
+    If a fault ended nothing, such as an unchecked flipped bit, the time is empty.
     """
     its = [event for event in events if event["pipeline"] == loss["pipeline"]]
     same_life = [event for event in its if event["life"] == loss["life"]]
@@ -143,7 +146,7 @@ def _absence(loss: dict[str, Any], events: Sequence[dict[str, Any]]) -> tuple[fl
 def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
     limit_s = shape.timeout_s + PROMPT_S
     if seen.is_hung:
-        verdict.wrong["hangs"].append("nothing more was heard, and the run did not end")
+        verdict.wrong["hangs"].append("no more events, and the run did not end")
         return
     for fault in verdict.faults:
         if fault["wait_s"] is not None and fault["wait_s"] > limit_s:
@@ -153,15 +156,15 @@ def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
     if verdict.ended and waited_s > limit_s + shape.timeout_s * (seen.scenario.way == "isolate"):
         verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
-        verdict.wrong["ended"].append(f"the run should have gone on: {seen.failure}")
+        verdict.wrong["ended"].append(f"the run should have continued: {seen.failure}")
     elif not verdict.ended and any(_must_be_noticed(fault, seen) for fault in verdict.faults):
-        verdict.wrong["ended"].append("the run went on as if nothing had happened")
+        verdict.wrong["ended"].append("the run continued as if nothing had happened")
 
 
 def _must_be_noticed(fault: Mapping[str, Any], seen: SeenRun) -> bool:
-    """Whether a run cannot come to its end with a fault; flipped bits are looked for, see ``episode.play``.
+    """Return whether a fault must end the run; flipped bits are detected, see ``episode.play``.
 
-    A save in which an error has come up fails alone, and says which.
+    A save that meets an error fails alone, and notes the error.
     """
     way = seen.scenario.way
     if any(f"at {fault['place']}" in event["text"] for event in seen.of("not saved")):
@@ -173,7 +176,7 @@ def _must_be_noticed(fault: Mapping[str, Any], seen: SeenRun) -> bool:
 
 
 def _may_end(verdict: Verdict, seen: SeenRun) -> bool:
-    """Whether the guide leaves it open that the run goes on."""
+    """Return whether the guide does not promise that the run continues."""
     if seen.scenario.way == "plain":
         return any(fault["kind"] not in HARMLESS for fault in verdict.faults)
     faults = [fault for fault in verdict.faults if fault["kind"] not in HARMLESS]
@@ -181,24 +184,24 @@ def _may_end(verdict: Verdict, seen: SeenRun) -> bool:
         return False
     starts = any(fault["phase"] in ("start", "shutdown") for fault in faults)
     if seen.scenario.way == "spares":
-        # Those that are not killed, two at once, and who dies between a call and the copy after the next batch.
+        # Faults other than kills, two at once, and one between a call and the copy after the next batch.
         calls = any(fault["phase"] in ("save", "evaluation") for fault in faults)
         calls |= any(_follows_a_call(fault, seen) for fault in faults)
         return starts or calls or len(faults) > 1 or any(f["kind"] not in _KILLED for f in faults)
     gone = {
         fault["pipeline"] for fault in faults if not _came_again(fault, seen)
-    }  # nobody is left with a state
+    }  # no pipeline has the state
     return starts or len(gone) == len({event["pipeline"] for event in seen.events})
 
 
 def _came_again(fault: Mapping[str, Any], seen: SeenRun) -> bool:
-    """Whether another life of its pipeline has come to a result since."""
+    """Return whether a later life of the pipeline published a result after the fault."""
     results = (e for e in seen.of("result") if e["pipeline"] == fault["pipeline"])
     return any(e["at_s"] > fault["at_s"] and e["life"] > fault["life"] for e in results)
 
 
 def _follows_a_call(fault: Mapping[str, Any], seen: SeenRun) -> bool:
-    """Whether all have evaluated or saved, and trained on no more than a few batches since, or on none at all."""
+    """Return whether all evaluated or saved shortly before the fault, or had trained on at most a few batches."""
     results = [e["at_s"] for e in seen.of("result") if e["at_s"] < fault["at_s"]]
     calls = [e["at_s"] for e in seen.of("evaluation") if e["at_s"] < fault["at_s"]]
     return bool(fault["at_s"] - max([*calls, *results[:1]], default=fault["at_s"]) < _COPY_S)
@@ -223,7 +226,7 @@ def _judge_blame(verdict: Verdict, seen: SeenRun) -> None:
 
 
 def _blamed(seen: SeenRun) -> list[tuple[Who, str]]:
-    """Whom the launcher has blamed, in its own words."""
+    """Return the ranks that the launcher blamed, each with its sentence."""
     found: list[tuple[Who, str]] = []
     for _, line in seen.said:
         if match := _LOST.match(line):
@@ -240,7 +243,7 @@ def _size(seen: SeenRun) -> int:
 
 
 def _judge_samples(verdict: Verdict, seen: SeenRun) -> None:
-    """Every sample is trained on once."""
+    """Check that every sample is trained on once."""
     if seen.scenario.way == "isolate":
         _judge_samples_of_all(verdict, seen)
         return
@@ -251,22 +254,24 @@ def _judge_samples(verdict: Verdict, seen: SeenRun) -> None:
     for process, rows in results.items():
         batches = [row["batch"] for row in rows]
         last = BATCHES if process in ended else max(batches) + 1
-        who = f"pipeline {rows[0]['pipeline']}, rank {rows[0]['rank']} was"
+        who = f"pipeline {rows[0]['pipeline']}, rank {rows[0]['rank']} has"
         of_all = [(row["batch"], row["samples"], row["loss"]) for row in rows]
-        _tell_samples(verdict, who, of_all, range(min(batches), last))
+        _check_samples(verdict, who, of_all, range(min(batches), last))
     if not verdict.ended:
-        told = {row["batch"] for rows in results.values() for row in rows}
-        if told != set(range(BATCHES)):
-            verdict.wrong["samples"].append(f"nobody told of batches {sorted(set(range(BATCHES)) - told)}")
+        found = {row["batch"] for rows in results.values() for row in rows}
+        if found != set(range(BATCHES)):
+            verdict.wrong["samples"].append(
+                f"no process has results of batches {sorted(set(range(BATCHES)) - found)}"
+            )
 
 
 def _judge_samples_of_all(verdict: Verdict, seen: SeenRun) -> None:
-    """All processes of isolated pipelines are told the same results, each those of its time; together they are all."""
-    told: dict[int, list[Row]] = defaultdict(list)
+    """Check that isolated pipelines publish the same results to all processes, and that together they are complete."""
+    results: dict[int, list[Row]] = defaultdict(list)
     for event in seen.of("result"):
-        told[event["process"]].append((event["batch"], event["samples"], event["loss"]))
+        results[event["process"]].append((event["batch"], event["samples"], event["loss"]))
     ended = {event["process"] for event in seen.of("end")}
-    parts = {process: rows if process in ended else rows[:-_UNSURE] for process, rows in told.items()}
+    parts = {process: rows if process in ended else rows[:-_UNSURE] for process, rows in results.items()}
     whole: list[Row] = max(
         (rows for rows in parts.values() if rows[:1] and rows[0][0] == 0), key=len, default=[]
     )
@@ -277,26 +282,26 @@ def _judge_samples_of_all(verdict: Verdict, seen: SeenRun) -> None:
             begin = whole.index(rows[0])
             common = min(len(rows), len(whole) - begin)
             if rows[:common] != whole[begin : begin + common]:
-                verdict.wrong["samples"].append(f"process {process} was told other results than the others")
+                verdict.wrong["samples"].append(f"process {process} has other results than the others")
                 return
             whole = whole + rows[common:]
     batches = [batch for batch, _, _ in whole]
     verdict.repeated = sum(samples for n, (batch, samples, _) in enumerate(whole) if batch in batches[:n])
     if not verdict.ended and ended - left.keys():
-        _tell_samples(verdict, "all were", whole, range(BATCHES))
+        _check_samples(verdict, "all processes have", whole, range(BATCHES))
 
 
-def _tell_samples(verdict: Verdict, who: str, rows: Sequence[Row], batches: Sequence[int]) -> None:
+def _check_samples(verdict: Verdict, who: str, rows: Sequence[Row], batches: Sequence[int]) -> None:
     found: Counter[int] = Counter()
     for batch, samples, _ in rows:
         found[batch] += samples
     wrong = {batch: found[batch] for batch in batches if found[batch] != BATCH_SIZE}
     if wrong:
-        verdict.wrong["samples"].append(f"samples by batch that {who} told of, of {BATCH_SIZE}: {wrong}")
+        verdict.wrong["samples"].append(f"samples by batch that {who}, instead of {BATCH_SIZE}: {wrong}")
 
 
 def _judge_references(verdict: Verdict, seen: SeenRun) -> None:
-    """All processes of isolated pipelines have the same reference, in every bit."""
+    """Check that all processes of isolated pipelines have the same reference, in every bit."""
     found: dict[int, set[str]] = defaultdict(set)
     for event in seen.of("evaluation"):
         found[event["batch"]].add(event["reference"])
@@ -306,9 +311,9 @@ def _judge_references(verdict: Verdict, seen: SeenRun) -> None:
 
 
 def _judge_losses(verdict: Verdict, seen: SeenRun, undisturbed: Mapping[int, float]) -> None:
-    """What is trained again comes to the same bits."""
+    """Check that repeated training gives the same bits."""
     others = [e["batch"] for e in seen.of("result") if e["loss"] != undisturbed.get(e["batch"], e["loss"])]
     if others:
         verdict.wrong["losses"].append(
-            f"losses differ from the undisturbed run's from batch {min(others)} on"
+            f"losses differ from those of the run without faults from batch {min(others)} on"
         )
