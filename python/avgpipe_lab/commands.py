@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from avgpipe.cli.config import DEFAULT_PIPELINES, DEFAULT_STAGES, LearningOptions
-from avgpipe.cli.options import Command, CommandGroup, Options, Value
-from avgpipe.cli.values import (
+from avgpipe.cli.config import (
+    DEFAULT_PIPELINES,
+    DEFAULT_STAGES,
     Count,
     File,
     Folder,
+    LearningOptions,
     Milliseconds,
     Names,
     Picture,
@@ -19,6 +20,7 @@ from avgpipe.cli.values import (
     numbers,
     parse_count_or_none,
 )
+from avgpipe.cli.options import Command, CommandGroup, Options, Value
 from avgpipe.errors import nearest
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers
@@ -237,7 +239,7 @@ class FaultsConfig(Options):
 
 
 COMPARE = Command(CompareConfig, "avgpipe_lab.compare.command")
-REPORT = Command(ReportConfig, "avgpipe_lab.pages.report")
+REPORT = Command(ReportConfig, "avgpipe_lab.pages.page")
 WATCH = Command(WatchConfig, "avgpipe_lab.pages.watch")
 BENCH = CommandGroup(
     "Microbenchmarks: our way, what one writes instead, and the machine's own limit, in one run.",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.cli import join as command
+from avgpipe.cli import run as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
 from avgpipe.fault.joining import NoPlace, join_far

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.aliases import folded, unfolded
+from avgpipe.runtime.stage import folded, unfolded
 
 X = torch.arange(24.0).reshape(4, 6)
 PLANS = [

@@ -105,10 +105,10 @@ class Options:
 
 
 class Command(NamedTuple):
-    """A command: its options, and the module whose function ``run`` gets them."""
+    """A command: its options, and the function that gets them, as "module:function"; by default ``run``."""
 
     options: type[Options]
-    module: str
+    function: str
 
 
 class CommandGroup(NamedTuple):
@@ -146,11 +146,11 @@ def words(options: Mapping[str, Any]) -> list[str]:
 
 
 def callback(command: Command) -> Callable[..., None]:
-    """Make the function of a typer command: it passes the command's options to the function ``run`` of its module.
+    """Make the function of a typer command: it passes the command's options to the command's own function.
 
     The module is imported when its command runs, so that help pages and refusals are quick.
     """
-    config, module = command
+    config, (module, _, name) = command.options, command.function.partition(":")
     shown, hints, helps = _options(config), get_type_hints(config, include_extras=True), _helps(config)
     values = {f.name: _value(hints[f.name]) for f in shown}
 
@@ -159,7 +159,7 @@ def callback(command: Command) -> Callable[..., None]:
             with arguments():
                 given = {n: text for n, text in texts.items() if text not in (None, False, [])}
                 asked = config.of(**{n: values[n].read(flag(n), text) for n, text in given.items()})
-                answer = import_module(module).run
+                answer = getattr(import_module(module), name or "run")
             answer(asked)
 
     parameters = [_parameter(f, values[f.name], helps[f.name], _panel(config, f.name)) for f in shown]

@@ -1,19 +1,25 @@
-"""``avgpipe run``: starts a user's own script on several local workers."""
+"""``avgpipe run`` and ``avgpipe join``: start a script on several local workers, and one more pipeline of a run."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
+from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
 
-from avgpipe.cli.config import RunConfig
-from avgpipe.cli.isolated import isolation_of, refuse_isolation
+from avgpipe.cli.config import IsolationOptions, JoinConfig, RunConfig
+from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
+from avgpipe.errors import PipelineError
+from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
-from avgpipe.fault.supervise import Supervisor, TooFewLeft
+from avgpipe.fault.supervise import Isolation, Supervisor, TooFewLeft
+from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 
 
@@ -66,3 +72,85 @@ def _tell_of_seed(config: RunConfig) -> None:
         note(
             f"torch, random and numpy are seeded with {config.seed} on each rank; --seed none leaves them unseeded"
         )
+
+
+# ---- isolated pipelines ----------------------------------------------------------------------------------------------
+
+
+JOIN_TOKEN = "AVGPIPE_JOIN_TOKEN"
+_LEAST = 16  # characters
+
+
+def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
+    """Return the numbers of pipelines; ValueError for numbers that contradict each other."""
+    most = config.max_pipelines or pipelines
+    if not config.min_pipelines <= pipelines <= most:
+        raise ValueError(
+            f"--min-pipelines {config.min_pipelines}, --max-pipelines {most}: the {pipelines} pipelines that the run "
+            "begins with must lie between the two"
+        )
+    listen = None if config.listen is None else (parse_address(config.listen), secret())
+    return Isolation(pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listen)
+
+
+def secret() -> str:
+    """Return the secret that commands on several hosts share; ValueError if it is not set, or too short."""
+    token = os.environ.get(JOIN_TOKEN, "")
+    if len(token) < _LEAST:
+        raise ValueError(
+            f"{JOIN_TOKEN} must be set to a secret of {_LEAST} characters or more, the same on all hosts"
+        )
+    return token
+
+
+def refuse_isolation(config: IsolationOptions, *more: str) -> None:
+    """Refuse options that only isolated pipelines have, and the options in ``more``."""
+    own = {f.name for f in fields(IsolationOptions)} - {f.name for f in fields(Options)}
+    given = [flag(name) for name in config.given if name in own or name in more]
+    if given:
+        raise ValueError(f"{', '.join(given)} without --isolate: only isolated pipelines have this option")
+
+
+# ---- avgpipe join ----------------------------------------------------------------------------------------------------
+
+
+_ASK_S, _LIMIT_S = (
+    1.0,
+    60.0,
+)  # the launcher admits a pipeline again once it has noticed the loss of the one before
+
+
+def join_run(config: JoinConfig) -> None:
+    try:
+        with arguments():
+            pipeline = _join_again(config)
+    except Interrupted as interrupted:
+        raise CommandFailed(
+            f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
+        ) from None
+    if config.json:
+        print(json.dumps({"run": config.run, "pipeline": pipeline}))
+
+
+def _join_again(config: JoinConfig) -> int:
+    """Join, and again after a loss; return the number of the pipeline that reached the end of the run."""
+    left, until, here = config.restarts, 0.0, Path.cwd()
+    while True:
+        try:
+            os.chdir(here)  # the attempt before has changed to its launcher's folder
+            return _join(config.run)
+        except NoPlace:
+            if time.monotonic() > until:
+                raise
+            time.sleep(_ASK_S)
+        except PipelineError as error:
+            if not left:
+                raise
+            left, until = left - 1, time.monotonic() + _LIMIT_S
+            note(f"{error}; it is started again")
+
+
+def _join(run: str) -> int:
+    if ":" in run and not Path(run).is_dir():
+        return join_far(run, secret(), note)
+    return join(Path(run), note)

@@ -12,10 +12,10 @@ from tempfile import TemporaryDirectory
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import describe
-from avgpipe.cli.isolated import isolation_of, refuse_isolation
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, CommandFailed, arguments, note, running, say
 from avgpipe.cli.record import SharedRecord
 from avgpipe.cli.resolve import check_run, has_checkpoint, joined_ranks, resolve
+from avgpipe.cli.run import isolation_of, refuse_isolation
 from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals

@@ -45,8 +45,7 @@ from avgpipe.model.modes import Modes
 from avgpipe.model.outside import Outside, leaves_of
 from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
-from avgpipe.runtime.aliases import folded, unfolded
-from avgpipe.runtime.stage import Inputs, folds
+from avgpipe.runtime.stage import Inputs, folded, folds, unfolded
 
 _log = logging.getLogger("avgpipe")
 

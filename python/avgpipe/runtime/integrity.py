@@ -19,12 +19,13 @@ import torch
 from torch import nn
 
 from avgpipe.device import has_streams
+from avgpipe.elastic.subclasses import is_made_of_others
 from avgpipe.errors import PipelineError
+from avgpipe.links.checksum import checksum
 from avgpipe.links.message import tensors_of
 from avgpipe.model.context import CallerGenerators
 from avgpipe.runtime.batch_norm import DeferredBatchNorm
 from avgpipe.runtime.compute import Given
-from avgpipe.runtime.digest import digest
 from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.worker import Worker
 
@@ -209,3 +210,19 @@ def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
         if grad is not None
     ]
     return seen
+
+
+# ---- checksums of tensors --------------------------------------------------------------------------------------------
+
+
+def digest(tensor: torch.Tensor, start: int = 0) -> int:
+    """Return 32 bits computed from a tensor's bits and ``start``; waits for the device."""
+    if is_made_of_others(tensor):
+        for name in tensor.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+            start = digest(getattr(tensor, name), start)
+        return start
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        return digest(tensor.values(), digest(tensor.indices(), start))
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return checksum(plain.reshape(-1).view(torch.uint8).numpy(), start)

@@ -18,8 +18,8 @@ import torch
 from avgpipe.elastic.flat import Arena
 from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
-from avgpipe.runtime.others import Peers
 from avgpipe.runtime.outcome import end_message
+from avgpipe.runtime.policy import Peers
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage

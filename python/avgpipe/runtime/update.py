@@ -19,7 +19,7 @@ from avgpipe.links.message import Message
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.others import IsolatedPeers
+from avgpipe.runtime.policy import IsolatedPeers
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version

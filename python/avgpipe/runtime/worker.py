@@ -33,8 +33,8 @@ from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
-from avgpipe.runtime.others import Others
 from avgpipe.runtime.placement import Placement
+from avgpipe.runtime.policy import Others
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.shared_batch import SharedBatches

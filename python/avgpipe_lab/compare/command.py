@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -19,25 +19,29 @@ from typing import Any, NamedTuple
 import typer
 
 from avgpipe import systems
-from avgpipe.cli.config import LearningOptions, TrainConfig
+from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
+from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, strict_json, tell
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.files import write_atomically
+from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
+from avgpipe.planning.cluster import Cluster
 from avgpipe.ranks.launch import tied
+from avgpipe.ranks.process import cores
 from avgpipe.report.pictures import Curve, plot_curves
 from avgpipe.report.runs import read_metrics
 from avgpipe.systems import SYSTEMS
-from avgpipe.tasks import find_workload
+from avgpipe.tasks import check_workload, find_workload
 from avgpipe.timeline.timeline import Timeline
-from avgpipe.units import duration, format_bytes
+from avgpipe.units import duration, format_bytes, format_seconds
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare import comparison as report
 from avgpipe_lab.compare import text as text_of
 from avgpipe_lab.compare.comparison import OK, Comparison, Figures, SystemResult
 from avgpipe_lab.compare.pictures import plot_timelines
-from avgpipe_lab.compare.plans import tuned_plans
+from avgpipe_lab.planning.of_system import best_of_system
 
 _FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
@@ -416,3 +420,49 @@ def _write_pictures(config: CompareConfig, found: Comparison) -> None:
         plot_curves(curves, heading, found.metric_name, found.trivial, found.target, path)
     if timelines:
         plot_timelines(timelines, heading, Path(config.out) / "timelines.png")
+
+
+# ---- the plans of systems, where the tuner chooses them --------------------------------------------------------------
+
+
+def tuned_plans(
+    config: CompareConfig, systems: Iterable[str], say: Callable[[str], None]
+) -> dict[str, Path | ValueError]:
+    """Profile the workload and write the best plan of each system to the folder, or return why not.
+
+    The profile is written there, too. Raises PipelineError when profiling fails.
+    """
+    out = Path(config.out)
+    batch_size = check_workload(config.workload, config.build_options()).batch_size
+    asked = {f.name: getattr(config, f.name) for f in fields(WorkloadOptions) if f.name in config.explicit}
+    profiling = ProfilingOptions.of(**{**asked, "workload": config.workload})
+    say(f"profiling for about {profiling.budget_s:g} s, to choose plans")
+    at_once = min(config.stages, cores()) if config.device == "cpu" else 1
+    profile = profile_of(profiling, profiled_sizes(batch_size), at_once)
+    profile.save(out / "profile.json")
+    cluster = Cluster.like(profile, config.stages, config.memory_limit_bytes)
+    given: dict[str, Any] = {
+        name: config.explicit[name] for name in ("pipelines", "micro_batches") if name in config.explicit
+    }
+    found: dict[str, Path | ValueError] = {}
+    for system in systems:
+        try:
+            best = best_of_system(system, profile, cluster, batch_size, given)
+        except ValueError as error:
+            found[system] = error
+            continue
+        path = out / f"{system}-plan.json"
+        best.plan.save(path)
+        found[system] = path
+        say(
+            f"{system}: {_chosen(best.plan)}; predicted {format_seconds(best.batch_s)} a batch, "
+            f"{format_bytes(max(best.memory_bytes))} on the worker that needs most"
+        )
+    return found
+
+
+def _chosen(plan: Plan) -> str:
+    recompute = "" if plan.recompute == "never" else f", recomputes {plan.recompute}"
+    return (
+        f"pipelines {plan.pipelines}, micro-batches {plan.micro_batches}, advance {plan.advance}{recompute}"
+    )

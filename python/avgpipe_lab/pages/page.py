@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 from avgpipe import __version__
+from avgpipe.cli.output import answer, arguments, check_file, running
+from avgpipe.files import write_atomically
 from avgpipe.report.pictures import Curve, Point
 from avgpipe.report.runs import number, numbers
 from avgpipe.timeline.html import timeline_sections
 from avgpipe.timeline.page import Block, Chart, Line, Page, Section, Sentences, Table
 from avgpipe.units import duration, format_bytes
+from avgpipe_lab.commands import ReportConfig
 from avgpipe_lab.compare import text
 from avgpipe_lab.compare.comparison import Comparison, format_figure
-from avgpipe_lab.pages.folders import Run
+from avgpipe_lab.pages.folders import Run, read_folders
 
 _MOST_POINTS = 1500  # of a line: more cannot be told apart on a screen
 _LEAST_POINTS, _POINTS = 100, 9000  # of a line, and of all lines of a chart unless each has so few
@@ -308,3 +312,28 @@ def _chart(
     if scale == "linear" and values and 0 < min(values) < max(values) / _SPAN:
         scale = "log"
     return Chart(name, title, unit, known, note, scale)
+
+
+# ---- avgpipe report --------------------------------------------------------------------------------------------------
+
+
+_NAME = "report.html"
+
+
+def run(config: ReportConfig) -> None:
+    with arguments():
+        paths = [Path(folder) for folder in config.runs]
+        out = Path(config.out or (paths[0] / _NAME if len(paths) == 1 else _NAME))
+        runs, comparisons = read_folders(paths)
+        check_file(str(out))
+        content = report_page(runs, comparisons).html().encode()
+    with running():
+        write_atomically(out, content)
+    found = {"report": str(out), "bytes": len(content), "runs": [one.name for one in runs]}
+    problems = [f"{one.name}: {problem}" for one in runs for problem in one.problems]
+    answer(
+        config.json,
+        {**found, "problems": problems},
+        *problems,
+        f"report: {out} ({format_bytes(len(content))})",
+    )
