@@ -19,13 +19,13 @@ from avgpipe.links.message import Message
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.policy import IsolatedPeers
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
     from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.policy import IsolatedPeers
     from avgpipe.runtime.sums import Sums
 
 _log = logging.getLogger("avgpipe")

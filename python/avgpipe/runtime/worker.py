@@ -34,7 +34,6 @@ from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.policy import Others
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.shared_batch import SharedBatches
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.pace import Pace
+    from avgpipe.runtime.policy import Others
     from avgpipe.runtime.streams import LaneStream, Streams
 
 _PATIENCE_S = 0.5  # for other ranks to receive messages of a worker whose construction failed
