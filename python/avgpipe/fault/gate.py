@@ -74,7 +74,7 @@ class Gate(Passage):
     def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
         if kind == "welcome":
             (about,) = values
-            if "place" in about:  # for who wants to start a pipeline
+            if "place" in about:  # the reply to a command that starts a pipeline
                 self.group = int(about["place"][GROUP])
             elif "published" in about and self.group is not None:
                 published = about.pop("published")

@@ -3,7 +3,7 @@
 A rank that a signal has stopped is killed, once the others have timed out waiting for it. Where others miss a
 peer and no rank is lost, they get that answer and end: a connection is broken, or a rank hangs.
 
-A spare process has come as far as its Pipeline, and waits there for its rank. Where there is no spare, a new
+A spare process has started up to its Pipeline, and waits there for its rank. Where there is no spare, a new
 process starts and comes to the same place, within a limit. Then the launcher announces the next generation::
 
     rank r is killed     prospect of generation g+1     all at their Pipelines    generation g+1: new ranks
