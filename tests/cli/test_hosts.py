@@ -76,7 +76,7 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
         options = ("--isolate", "--listen", name)
         for command in (("train", *options, script), ("run", *options, script.removesuffix(":make"))):
             assert f"cannot listen at {name}: Address already in use" in refused(*command)
-    assert "127.0.0.1:1: no run with --listen goes on there" in refused("join", "127.0.0.1:1")
+    assert "127.0.0.1:1: no run with --listen is active there" in refused("join", "127.0.0.1:1")
     assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
 
 
@@ -165,7 +165,7 @@ def test_either_end_of_the_line_may_go(start: Any) -> None:
     wait_until(lambda: training.stderr.count("pipeline 2 trains with the others") == 3, 60)
     training.process.kill()
     assert left.end() == 1
-    assert "the run's launcher is gone" in left.stderr or "has ended" in left.stderr
+    assert "the run's launcher has ended" in left.stderr or "has ended" in left.stderr
     training.process.wait()
 
 

@@ -174,7 +174,7 @@ def test_options_of_isolated_pipelines_must_fit(
         assert "the 2 pipelines that the run begins with must lie between" in refused(
             *train, "--isolate", option, number
         )
-    assert f"{out}: no run with --isolate goes on there" in refused("join", str(out))
+    assert f"{out}: no run with --isolate is active there" in refused("join", str(out))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "--isolate under torchrun" in refused(*train, "--isolate")
@@ -291,7 +291,7 @@ def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     assert not address.is_symlink()
     late = start(str(training.out), join="late")
     assert late.process.wait(limit(60)) == 2
-    assert late.stderr == f"avgpipe: error: {training.out}: no run with --isolate goes on there\n"
+    assert late.stderr == f"avgpipe: error: {training.out}: no run with --isolate is active there\n"
 
 
 @pytest.mark.promise

@@ -34,7 +34,7 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
         with pytest.raises(NoPlace, match=f"{address}: its launcher (has not answered|cannot be reached)"):
             join_far(address, "a secret that is known", print)
         closing.join()
-    with pytest.raises(ValueError, match=f"{address}: no run with --listen goes on there") as refused:
+    with pytest.raises(ValueError, match=f"{address}: no run with --listen is active there") as refused:
         join_far(address, "a secret that is known", print)
     assert not isinstance(refused.value, NoPlace)
 
@@ -51,7 +51,7 @@ def test_a_pipeline_joins_again_from_where_the_command_was_called(
         tries.append(run.absolute())
         monkeypatch.chdir(tmp_path / "elsewhere")
         if len(tries) == 1:
-            raise PipelineError("pipeline 1 was ended: the run's launcher is gone")
+            raise PipelineError("pipeline 1 was ended: the run's launcher has ended")
         if len(tries) == 2:
             raise NoPlace("run: its launcher cannot be reached: timed out")
         return 1

@@ -179,7 +179,7 @@ def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
     late = _SCRIPT.replace('if os.environ["RANK"] == "-1"', 'if os.environ["AVGPIPE_RESTART"] == "1"')
     (tmp_path / "spare").touch()  # nobody waits for it
     command = tied("stderr", sys.executable, "-c", late + "\nsignal.pause()", str(tmp_path))
-    with pytest.raises(RanksFailed, match="worker 0 of 2 has not come to its Pipeline within 0 s"):
+    with pytest.raises(RanksFailed, match="worker 0 of 2 has not reached its Pipeline within 0 s"):
         Replacing(command, 2, 0, {}, print).run()
 
 
@@ -230,7 +230,7 @@ if os.environ["RANK"] == "1":
     signal.pause()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    with pytest.raises(RanksFailed, match="worker 0 of 2 has not come to its Pipeline within 1 s"):
+    with pytest.raises(RanksFailed, match="worker 0 of 2 has not reached its Pipeline within 1 s"):
         Replacing(tied("stderr", sys.executable, "-c", script), 2, 0, {}, print).run()
 
 
@@ -299,7 +299,7 @@ def test_nobody_waits_on_where_another_rank_has_given_up(monkeypatch: pytest.Mon
     monkeypatch.setenv(GENERATION, "0")
     store = HashStore()
     for timeout_s in (0.05, 60):
-        with pytest.raises(PeerLost, match="nobody is replaced"):
+        with pytest.raises(PeerLost, match="no rank is replaced"):
             next_generation(store, timeout_s)
     store.set(prospect(1), "")
     store.set(announcement(1), "[1]")
@@ -362,7 +362,7 @@ while not told.exists():
 @pytest.mark.ranks
 def test_who_misses_somebody_is_told_that_nobody_is_lost(tmp_path: Path) -> None:
     Replacing(tied("stderr", sys.executable, "-c", _ASKS, str(tmp_path)), 2, 0, {}, print).run()
-    assert (tmp_path / "told").read_text() == "nobody is replaced"
+    assert (tmp_path / "told").read_text() == "no rank is replaced"
 
 
 @pytest.mark.ranks

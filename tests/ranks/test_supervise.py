@@ -71,7 +71,7 @@ def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
     said = supervised(tmp_path, "pipeline 1 trains with the others", Isolation(2, spares=1))
     assert f"no spare pipeline can be started: {why}" in said
     lost = next(line for line in said if line.startswith("pipeline 1 is lost: rank 0"))
-    assert f"; it cannot be started again, which is tried once more in 1 s: {why}" in lost
+    assert f"; it cannot be started again now, the next try is in 1 s: {why}" in lost
     assert lost.endswith(", and the others go on")
     assert "pipeline 1: it is started again" in said
 

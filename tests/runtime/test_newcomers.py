@@ -219,9 +219,7 @@ def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
     if enters:
         assert run.results[2, 0] == len(DATA) - run.terms[2].first
     else:
-        assert (
-            "step() was given batch 4, and the run has come to batch 6: call enter()" in run.failures[2, 0][1]
-        )
+        assert "step() was given batch 4, and the run is at batch 6: call enter()" in run.failures[2, 0][1]
     assert run.results[0, 0] == run.results[1, 0] == len(DATA)
 
 

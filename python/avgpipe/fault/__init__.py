@@ -1,1 +1,1 @@
-"""Pipelines and ranks that are lost, replaced, or join: what a run does that must go on. Loaded when asked for."""
+"""Loss, replacement and joining of pipelines and ranks in a run. Loaded on request."""

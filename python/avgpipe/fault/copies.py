@@ -1,13 +1,13 @@
-"""Copies of each process's state in memory: its own, and the neighbour's, with which a lost process is replaced.
+"""Copies of each process's state in memory: its own, and its neighbour's, to replace a lost process.
 
-Every so often, between two batches, each process writes down the state of its stages, and sends it to the process with
-the next number, piece by piece, when it would wait otherwise. Two are kept of each, as the newest may not be whole
-where it is needed. The process that replaces a lost one gets its state from the neighbour, the others go back to their
-own::
+At intervals, between two batches, each process copies the state of its stages, and sends the copy to the
+process with the next number, piece by piece, in time that it would spend waiting. Two copies are kept of
+each, as the newest may not be complete where it is needed. The process that replaces a lost one gets its
+state from the neighbour, and the others restore their own::
 
     batches  0 ......... B0 ......... B1 ....x          x: a process is lost
-    copies               own, sent    own, on its way
-    then     all at B0 again; batches B0 ... x once more; on
+    copies               own, sent    own, in flight
+    then     all at B0 again; batches B0 ... x again; on
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from avgpipe.runtime.worker import Worker
 _log = logging.getLogger("avgpipe")
 _PIECE_BYTES = 1 << 20
 _KEPT = 2
-_AGREE = 8  # copies, as soon as how often changes little
-_CHANGE = 1.25  # which is little
-_SHARE = 0.75  # of the time: a copy counts once it has come, and batches vary
+_AGREE = 8  # copies between two agreements, once the interval is steady
+_CHANGE = 1.25  # of the interval, within which it is steady
+_SHARE = 0.75  # of the time: a copy counts once it has arrived, and batches vary
 
 
 class Received:
-    """A copy of the neighbour's state that comes piece by piece: a text, and the memory of its tensors.
+    """A copy of the neighbour's state, received piece by piece: a text, and the memory of its tensors.
 
     Attributes:
-        batches: before it; None once nobody may go back to it.
-        sizes: of the text and of each memory, in bytes; they come first; none, where it was left out.
+        batches: batches before it; None once it can no longer be restored.
+        sizes: of the text and of each memory, in bytes, received first; empty where the copy was left out.
     """
 
     def __init__(self, batches: int | None = None) -> None:
@@ -56,7 +56,7 @@ class Received:
 
     @property
     def messages(self) -> int:
-        """How many have come."""
+        """The number of messages received."""
         return len(self.pieces) + (self.sizes is not None)
 
     @property
@@ -66,15 +66,15 @@ class Received:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether more of it comes."""
+        """Whether more messages will arrive."""
         return self.batches is not None and self.sizes != [] and not self.is_whole
 
 
 class Intervals:
-    """How many batches there are between two copies, alike on all ranks.
+    """The number of batches between two copies, the same on all ranks.
 
     Args:
-        every_s: the seconds between two.
+        every_s: the seconds between two copies.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -82,10 +82,10 @@ class Intervals:
         self._batch_s: float | None = None
 
     def after(self, passed: int, elapsed_s: float) -> int:
-        """Return the next number of batches, ``passed`` after the copy before, which was taken ``elapsed_s`` ago.
+        """Return the next number of batches; ``passed`` of them took ``elapsed_s`` since the last copy.
 
-        A pause, or a copy that was asked for, says little of how long a batch takes: the number doubles or halves, at
-        most. So it also grows from the first batches, which may be slow.
+        A pause, or a copy on request, says little about the time of a batch: the number at most doubles or
+        halves. So it also grows from the first batches, which may be slow.
         """
         if not passed:
             return 1
@@ -97,12 +97,12 @@ class Intervals:
 
 
 def _left_out(number: int) -> str:
-    """The name under which a rank notes that it had no room for a copy, to which nobody can go back then."""
+    """Name of the note that a rank had no room for a copy, which can then not be restored."""
     return f"copies/{number}/left out"
 
 
 class StateCopies:
-    """Those that one process holds.
+    """The copies that one process holds.
 
     Args:
         every_s: about how many seconds of work are lost at most.
@@ -115,14 +115,14 @@ class StateCopies:
         self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
         self._intervals = Intervals(_SHARE * every_s)
-        self._interval, self._due = 1, 0  # batches; those before the next one
-        self._late = 0  # batches by which the last one is to be sent
-        self._is_steady, self._count = False, 0  # since a rank was new; copies since then, which numbers them
-        # When the ranks agreed last, and batches before it; None after a pause, which says nothing of batches.
+        self._interval, self._due = 1, 0  # batches between copies; batches before the next copy
+        self._late = 0  # batches by which the last copy must be sent
+        self._is_steady, self._count = False, 0  # since the last recovery; number of copies since then
+        # Time and batches of the last agreement; None after a pause, which says nothing about batches.
         self._agreed: tuple[float, int] | None = None
 
     def attach(self, worker: Worker) -> None:
-        """Send and receive by another worker's links from now on."""
+        """Use another worker's links from now on."""
         self._worker, self._sending = worker, []
         worker.scheduler.background = self.send_piece
 
@@ -134,7 +134,7 @@ class StateCopies:
     # ---- taking and sending ------------------------------------------------------------------------------------------
 
     def is_due(self, batches: int) -> bool:
-        """Whether all take one before the next batch, alike on all ranks; send what is late of the last one."""
+        """Whether a copy is due before the next batch, on all ranks alike; send late pieces of the last."""
         if batches >= self._late:
             self._send_all()
         return batches >= self._due
@@ -144,7 +144,7 @@ class StateCopies:
             pass
 
     def _receive_all(self) -> None:
-        """Wait for what has not come of the newest copy of the process before; no batch is in flight."""
+        """Wait for the rest of the newest copy of the process before; no batch may be in flight."""
         self.collect()
         newest = self._theirs.get(self._count)
         while self._worker is not None and newest is not None and newest.is_awaited:
@@ -153,46 +153,47 @@ class StateCopies:
             self.collect()
 
     def ask_for_one(self) -> None:
-        """Have one taken before the next batch."""
+        """Have a copy taken before the next batch."""
         self._due, self._agreed = 0, None
 
     def forget(self) -> None:
-        """Go back to none of those there are, as other weights were loaded; have one taken before the next batch."""
+        """Drop all copies, because other weights were loaded; have one taken before the next batch."""
         self._own = [Snapshot() for _ in range(_KEPT)]
-        for received in self._theirs.values():  # what is on its way still comes
+        for received in self._theirs.values():  # what is in flight still arrives
             received.batches = None
         self._sending = []
         self.ask_for_one()
 
     @property
     def _agrees(self) -> bool:
-        """Whether the ranks agree on how often, at the copy that is due; no batch may be in flight then."""
+        """Whether the ranks agree on the interval at the copy that is due; no batch may be in flight then."""
         return self._agreed is None or not (self._is_steady and self._count % _AGREE)
 
     def must_wait(self, in_flight: int) -> bool:
-        """Whether the one that is due must wait for the batches in flight, of which there are so many at most."""
+        """Whether the copy that is due must wait for the batches in flight, ``in_flight`` at most."""
         return self._must_meet(in_flight) or self._own[-1].is_under_way
 
     def _must_meet(self, in_flight: int) -> bool:
-        """Whether no rank may take the one that is due before all have the one before.
+        """Whether no rank may take the copy that is due before all have received the one before.
 
-        Two are kept, this one among them, so the one before must be whole everywhere. It has been sent after half of
-        the batches between the two at the latest, and another rank is no more than those in flight behind this one.
+        Two are kept, this one among them, so the one before must be complete everywhere. It was sent by the
+        middle of the batches between the two at the latest, and another rank is behind this one by no more
+        than the batches in flight.
         """
         return self._agrees or self._interval < 2 * (in_flight + 1)
 
     def settle(self) -> None:
-        """Take what is under way; no batch is in flight."""
+        """Finish the copy in progress; no batch may be in flight."""
         self._own[-1].finish()
 
     def begin(self, model: Model, worker: Worker, batches: int, in_flight: int) -> None:
-        """Take a copy of what there is after so many batches: see :meth:`Snapshot.begin`. Every rank calls this."""
+        """Take a copy of the state after ``batches`` batches: see :meth:`Snapshot.begin`. Collective."""
         world = worker.world
         self._send_all()
         now = time.monotonic()
         elapsed = 0.0
         if self._must_meet(in_flight):
-            self._receive_all()  # what the process before has sent may still be in line there
+            self._receive_all()  # pieces of the process before may still be queued there
             elapsed = max(world.gather(0.0 if self._agreed is None else now - self._agreed[0]))
         if self._agrees:
             if self._agreed is not None:
@@ -218,7 +219,7 @@ class StateCopies:
                 snapshot.whole()
                 text, memory = snapshot.taken_apart()
                 parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
-            except CheckpointError:  # none could ever be taken
+            except CheckpointError:  # no copy can ever be taken
                 raise
             except (MemoryError, RuntimeError) as error:
                 _log.warning("the copy in memory before batch %d is left out: %s", batches, reason(error))
@@ -232,10 +233,10 @@ class StateCopies:
         snapshot.begin(model, worker, batches, send)
 
     def _keeps_oldest(self, world: World) -> bool:
-        """Whether the next copy takes the place of the newest, which a rank has left out.
+        """Whether the next copy replaces the newest, which a rank has left out.
 
-        All find the same: it was noted before any rank has come here. Not twice in a row, for batches are kept since
-        the oldest copy.
+        All ranks decide the same: it was noted before any rank reaches this. Not twice in a row, because
+        batches are kept since the oldest copy.
         """
         newest, before = (
             world.noted(_left_out(number)) is not None for number in (self._count, self._count - 1)
@@ -251,7 +252,7 @@ class StateCopies:
         return True
 
     def collect(self) -> None:
-        """Take what has come of the process before."""
+        """Receive the pieces of the process before that have arrived."""
         if (worker := self._worker) is None:
             return
         worker.mailbox.collect()
@@ -262,19 +263,19 @@ class StateCopies:
 
     @property
     def oldest(self) -> int:
-        """Batches before the oldest copy: those from there on may be needed again."""
-        return min([*self._batches, self._own[-1].batches])  # the newest may be under way, or left out
+        """Batches before the oldest copy: later ones may be needed again."""
+        return min([*self._batches, self._own[-1].batches])  # the newest may be in progress, or left out
 
-    # ---- going back --------------------------------------------------------------------------------------------------
+    # ---- restoring ---------------------------------------------------------------------------------------------------
 
     def go_back(self, world: World, model: Model, worker: Worker, earliest: int, latest: float) -> int:
-        """Restore the newest state that all have, or can have; return the batches before it. Every rank calls this.
+        """Restore the newest state that all ranks can have; return the batches before it. Collective.
 
         PipelineError where there is none.
 
         Args:
-            earliest: batches before the last call that cannot be made again.
-            latest: batches from which on a new rank would miss what this one is at; infinity on a new one.
+            earliest: batches before the last call that cannot be repeated.
+            latest: batches after which a new rank would miss what this one does; infinity on a new one.
         """
         theirs = [of.batches for of in self._theirs.values() if of.is_whole and of.batches is not None]
         said = world.gather([self._batches, theirs, earliest, latest])
@@ -295,7 +296,7 @@ class StateCopies:
             contents = given if world.rank == rank else contents
         assert contents is not None
         restore(contents, model, worker)
-        # This copy stays until there are newer ones: a rank may be lost before.
+        # Keep this copy until there are newer ones: a rank may be lost before.
         self._own = [Snapshot(), Snapshot.of(batches, contents)]
         received = self._theirs_of(batches)
         self._theirs = {} if received is None else {0: received}
@@ -310,7 +311,7 @@ class StateCopies:
         return next(whole, None)
 
     def _pass_on(self, world: World, rank: int, batches: int) -> dict[int, dict[str, Any]] | None:
-        """Give a lost rank's state to the process that has its number now, where it is returned."""
+        """Send a lost rank's state to the process that has its number now, where it is returned."""
         donor = (rank + 1) % world.size
         received = self._theirs_of(batches) or Received()
         sizes: list[int] = world.gather(received.sizes or [])[donor]

@@ -1,4 +1,4 @@
-"""The launcher's end of what goes to other hosts, which it lets in and whose processes it stands for."""
+"""The launcher's end of the trunks to other hosts: it admits them, and represents their processes here."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from avgpipe.fault.roster import Roster
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 
-_MOST_CALLERS = 16  # that have not shown yet that they know the token
+_MOST_CALLERS = 16  # that have not proved yet that they know the token
 _RETRY_S = 0.5
 
 
 class Gate(Passage):
-    """Stands for one pipeline on another host: each of its processes has a connection to the coordinator from here.
+    """Represents one pipeline of another host, with a connection to the coordinator for each process.
 
     Args:
         number: by which the launcher finds it.
@@ -37,7 +37,7 @@ class Gate(Passage):
         self._number, self._address, self._token = number, address, token
         self._places: dict[int, int] = {}  # by connection: how many stage replicas its pipeline has
         self._handing = threading.Lock()
-        self._handed: set[str] = set()  # what was sent that the pipeline begins with
+        self._handed: set[str] = set()  # names of the states sent, with which the pipeline begins
 
     def is_near(self, number: int) -> bool:
         return number != self.group
@@ -67,14 +67,14 @@ class Gate(Passage):
         elif kind == "hand over":
             number, name, length = values
             memory = self.given.pop(name)
-            self.memory.pop(name, None)  # who asks for it again gets another one
+            self.memory.pop(name, None)  # a second request for it gets new memory
             return [number, name, [*place_of(memory), length]]
         return values
 
     def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
         if kind == "welcome":
             (about,) = values
-            if "place" in about:  # for who wants to start a pipeline
+            if "place" in about:  # the reply to a command that starts a pipeline
                 self.group = int(about["place"][GROUP])
             elif "published" in about and self.group is not None:
                 published = about.pop("published")
@@ -91,7 +91,7 @@ class Gate(Passage):
         return values
 
     def _hand_over(self, name: str, place: list[Any]) -> list[Any]:
-        """Send what each process of the pipeline is told of, once, ahead of all that they are told."""
+        """Send a state once, ahead of the messages about it to each process of the pipeline."""
         with self._handing:
             if name not in self._handed:
                 self._handed.add(name)
@@ -121,7 +121,7 @@ class Gate(Passage):
 
 
 def listen(address: tuple[str, int]) -> socket.socket:
-    """Listen at a host and port. ValueError where they are another one's, or in use."""
+    """Listen at a host and port. ValueError where they are not this host's, or in use."""
     host, port = address
     try:
         return socket.create_server(
@@ -133,10 +133,10 @@ def listen(address: tuple[str, int]) -> socket.socket:
 
 
 class Gates:
-    """Takes in commands on other hosts that start pipelines, in threads of its own.
+    """Admits commands on other hosts that start pipelines, in threads of its own.
 
     Args:
-        listening: where they come; closed with this.
+        listening: the socket to which they connect; closed with this.
         token: what a command must know.
         coordinator: its address and token.
     """
@@ -144,7 +144,7 @@ class Gates:
     def __init__(self, listening: socket.socket, token: str, coordinator: tuple[str, bytes]) -> None:
         self._socket = listening
         self._token, self._coordinator = token.encode(), coordinator
-        # Its threads keep one as long as it is open.
+        # Its threads keep a gate alive as long as it is open.
         self._gates: WeakValueDictionary[int, Gate] = WeakValueDictionary()
         self._numbers = count()
         self._callers = threading.BoundedSemaphore(_MOST_CALLERS)
@@ -174,7 +174,7 @@ class Gates:
                 if self._is_closed:
                     return
                 self._callers.release()
-                time.sleep(_RETRY_S)  # as when there are no descriptors just now
+                time.sleep(_RETRY_S)  # such as when no descriptors are left for now
                 continue
             threading.Thread(target=self._greet, args=(end,), daemon=True).start()
 
@@ -182,7 +182,7 @@ class Gates:
         try:
             with suppress(
                 OSError, EOFError, ValueError, AuthenticationError
-            ):  # it is gone, or does not know the token
+            ):  # the caller has ended, or does not know the token
                 trunk = Trunk.answer(end, self._token)
                 number = next(self._numbers)
                 self._gates[number] = gate = Gate(trunk, number, *self._coordinator)
@@ -193,8 +193,8 @@ class Gates:
     def close(self) -> None:
         self._is_closed = True
         with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._socket.close()
-        for known in self._gates.valuerefs():  # a list, as another one may just be coming in
+        for known in self._gates.valuerefs():  # a list, as another gate may just be added
             if (gate := known()) is not None:
                 gate.close()

@@ -1,4 +1,4 @@
-"""Ranks of which one may be replaced: they meet anew each time, as another *generation*; and spare processes.
+"""Ranks that may be replaced: after each loss they meet again as another *generation*; and spare processes.
 
 Each generation meets under names of its own in the launcher's store, where the launcher announces it.
 """
@@ -21,32 +21,32 @@ _LOOK_S = 0.01
 
 
 def announcement(number: int) -> str:
-    """The name under which the launcher says which ranks a generation has anew, once they are at their Pipeline."""
+    """Name of the text that lists a generation's new ranks, once they are at their Pipeline."""
     return f"generation/{number}"
 
 
 def prospect(number: int) -> str:
-    """The name under which it says before that a generation will come."""
+    """Name of the text by which the launcher announces beforehand that a generation will follow."""
     return f"generation/{number}/awaited"
 
 
 def given_up(number: int) -> str:
-    """The name under which the launcher says that no generation will come, or a rank that it waits for it no more."""
+    """Name of the text by which the launcher or a rank says that no generation follows."""
     return f"generation/{number}/given up"
 
 
 def restored(number: int) -> str:
-    """The name under which the ranks of a generation say that they have the state from which they go on."""
+    """Name of the text by which a generation's ranks report that they have restored their state."""
     return f"generation/{number}/restored"
 
 
 def waited_for(number: int) -> str:
-    """The name under which ranks of a generation say that one has not answered for as long as they wait."""
+    """Name of the text by which a generation's ranks report that they timed out waiting for another one."""
     return f"generation/{number}/waited"
 
 
 class Spares:
-    """What the ranks of a generation say to the launcher, which may have spare processes."""
+    """Reports of a generation's ranks to the launcher, which may have spare processes."""
 
     def __init__(self) -> None:
         from avgpipe.ranks.rendezvous import private_store  # which imports torch; launchers do without
@@ -54,25 +54,25 @@ class Spares:
         self._store: Callable[[], Any] = private_store
 
     def give_up(self) -> None:
-        """Say that nobody is to be replaced, as this one fails of itself."""
+        """Report that no rank is to be replaced, because this one fails by itself."""
         self._store().set(given_up(generation() + 1), "")
 
     def note_wait(self) -> None:
-        """Say that a rank has not answered for as long as this one waits: the launcher then ends who stands still."""
+        """Report a timeout of this rank; the launcher then ends ranks that are stopped."""
         self._store().set(waited_for(generation()), "")
 
     def are_coming(self) -> bool:
-        """Whether another generation will come."""
+        """Whether another generation will follow."""
         return bool(self._store().check([prospect(generation() + 1)]))
 
 
 def pipe_of(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Return where a process that waits is told its place; it is there once the process is ready."""
+    """Return the pipe in which a waiting process gets its place; it exists once the process is ready."""
     return Path(folder) / f"place-of-{rank}"
 
 
 def become_a_rank(first: Callable[[], None]) -> None:
-    """Wait, in a spare or new process, until the launcher says whose place it takes; elsewhere return at once.
+    """Wait, in a spare or new process, for the rank that the launcher assigns; elsewhere return at once.
 
     ``first``: what it does before it waits.
     """
@@ -84,7 +84,7 @@ def become_a_rank(first: Callable[[], None]) -> None:
     new = pipe.with_suffix(".new")
     os.mkfifo(new)
     descriptor = os.open(new, os.O_RDONLY | os.O_NONBLOCK)
-    new.rename(pipe)  # where it is found, somebody reads it
+    new.rename(pipe)  # once the name exists, it has a reader
     select.select([descriptor], [], [])
     with open(descriptor) as file:
         line = file.readline()
@@ -94,24 +94,24 @@ def become_a_rank(first: Callable[[], None]) -> None:
 
 
 def assign_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
-    """Tell processes that wait their place; False if they have not come so far all, and are no help."""
+    """Send waiting processes their place; False if not all of them are ready, and none can be used."""
     if not all(pipe.exists() for pipe in pipes):
         return False
     try:
         for pipe in pipes:
             with open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "w") as file:
                 file.write(json.dumps(place) + "\n")
-    except OSError:  # nobody reads
+    except OSError:  # no reader
         return False
     return True
 
 
 def next_generation(store: Any, timeout_s: float) -> list[int]:
-    """Be of the next generation, once the launcher has announced it; return the ranks that are new in it.
+    """Join the next generation, once the launcher has announced it; return the ranks that are new in it.
 
-    PeerLost if it says that there will be none, as it has lost nobody; or has not said after ``timeout_s`` that there
-    will be one; or another rank has waited for as long. Once it has, it limits itself how long new processes may take
-    to start, and ends this one with the run.
+    PeerLost if the launcher answers that there is none, as no rank is lost; if it announces none within
+    ``timeout_s``; or if another rank has waited as long. Once it has announced one, the launcher itself
+    limits how long new processes may take to start, and ends this one with the run.
     """
     number, deadline = generation() + 1, time.monotonic() + timeout_s
     name = announcement(number)
@@ -120,7 +120,7 @@ def next_generation(store: Any, timeout_s: float) -> list[int]:
         is_late, is_over = time.monotonic() > deadline, store.check([given_up(number)])
         if (is_late or is_over) and not store.check([prospect(number)]):
             store.set(given_up(number), "")
-            raise PeerLost("nobody is replaced" + ("" if is_over else f" within {timeout_s:g} s"))
+            raise PeerLost("no rank is replaced" + ("" if is_over else f" within {timeout_s:g} s"))
         time.sleep(_LOOK_S)
     os.environ[GENERATION] = str(number)
     return [int(rank) for rank in json.loads(store.get(name))]

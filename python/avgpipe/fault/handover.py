@@ -1,4 +1,4 @@
-"""The state that an isolated pipeline begins with when it joins others that train: the reference's, and a donor's."""
+"""The state that an isolated pipeline begins with when it joins others: the reference's, and a donor's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from avgpipe.runtime.worker import Worker
 
 
 def check_state(worker: Worker, number: int) -> None:
-    """Refuse, before a run begins, what no pipeline that comes later could read; CheckpointError names it."""
+    """Refuse, before a run begins, state that no joining pipeline could read; CheckpointError names it."""
     (pipeline,) = worker.placement.pipelines
     trained = worker.trained[number, pipeline]
     for made in (trained.optimizer, trained.lr_scheduler):
@@ -28,10 +28,10 @@ def check_state(worker: Worker, number: int) -> None:
 
 
 def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
-    """Return the state of a stage replica between two turns, before which the run has come to ``counts``.
+    """Return the state of a stage replica between two steps, at the position ``counts`` of the run.
 
-    Of what the donor alone has: the optimizer's state, the learning-rate schedule's and the loss scale; neither its
-    weights nor what its layers carry from batch to batch.
+    The donor's own part is the optimizer's state, the learning-rate schedule's and the loss scale; neither
+    its weights nor what its layers carry from batch to batch.
     """
     (pipeline,) = worker.placement.pipelines
     trained, reference, ema = (
@@ -54,7 +54,7 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
         state["optimizer"] = {**of_all, "state": taken_apart(of_all["state"])}
     if ema is not None:
         state["ema"] = {"flats": list(ema.flats), "updates": ema.updates}
-    with suppress(CheckpointError):  # else who comes cannot read it, and it, not this one, is to end for that
+    with suppress(CheckpointError):  # else the joining pipeline cannot read it, and ends, not this one
         state = readable(state)
     buffer = io.BytesIO()
     torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, state), buffer)
@@ -63,7 +63,7 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
 
 @torch.no_grad()
 def take_state(given: bytes, worker: Worker, number: int) -> Counts:
-    """Begin with a given state; return what the run has come to."""
+    """Begin with a given state; return the run's position."""
     (pipeline,) = worker.placement.pipelines
     trained, reference, ema = (
         worker.trained[number, pipeline],

@@ -1,4 +1,4 @@
-"""Pipelines in processes of their own: one that is lost leaves the others to go on, and may come again."""
+"""Pipelines in processes of their own: when one is lost the others continue, and it may join again."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from avgpipe.runtime.worker import Worker
 
 
 def isolated(plan: Plan) -> int:
-    """Return which pipeline this process is a part of; ValueError where it, or the plan, is of no isolated one."""
+    """Return the pipeline of this process; ValueError where the process or the plan is not isolated."""
     here = pipeline_here()
     if here is None:
         raise ValueError(
@@ -42,11 +42,11 @@ def isolated(plan: Plan) -> int:
 
 
 class Others:
-    """What one process has to do with the other pipelines.
+    """The end of one process towards the other pipelines.
 
     Args:
         worker: the process's.
-        give: returns the state of a stage replica before a turn, for a pipeline that joins.
+        give: returns the state of a stage replica before a step, for a pipeline that joins.
 
     Attributes:
         exchange: what all publish.
@@ -96,7 +96,7 @@ class Others:
 
 
 class Isolation(Policy):
-    """The policy of such pipelines: the others take over what a lost one has not finished."""
+    """The policy of isolated pipelines: the others take over what a lost one has not finished."""
 
     def __init__(self, plan: Plan) -> None:
         self.pipeline = isolated(plan)
@@ -149,9 +149,10 @@ class Isolation(Policy):
             self.feed.enter()
 
     def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
-        """Return what ``find()`` returns in one of the pipelines, between two turns.
+        """Return what ``find()`` returns in one of the pipelines, between two steps.
 
-        One that joins later, and so far does what the others have done long ago, gets what they found then.
+        A pipeline that joins later repeats what the others have done long ago, and gets the results from
+        then.
         """
         feed, exchange = self.feed, self.exchange
         if feed.is_behind:
@@ -159,11 +160,11 @@ class Isolation(Policy):
             if found:
                 return found[0]
             feed.enter()
-            what += ", of one that has come"  # the others ask for something else before this turn
+            what += ", of one that joined"  # the others request something else before this step
         return exchange.once(what, feed.next_batch, find)
 
     def _take_part(self, session: Session) -> Counts | None:
-        """Become a member of the run; return what it has come to, if it goes on already."""
+        """Become a member of the run; return the run's position if others train already."""
         worker, exchange = session.worker, self.exchange
         with worker.running():
             digests = self._digests(session, exchange.membership.has_begun)
@@ -182,7 +183,7 @@ class Isolation(Policy):
         return counts
 
     def _digests(self, session: Session, has_begun: bool) -> list[str]:
-        """Return a digest of what all pipelines must have alike, and one of the weights with which all begin."""
+        """Return a digest of what must be the same in all pipelines, and one of the initial weights."""
         spec, worker = session.spec, session.worker
         made = (
             spec.plan.to_json(),

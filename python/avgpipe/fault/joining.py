@@ -1,9 +1,9 @@
-"""One more pipeline for a run of isolated ones, started by another command, on the launcher's host or on another.
+"""Adds one more pipeline to a run of isolated ones, by another command, on the launcher's host or elsewhere.
 
-The launcher leaves its address and a token in a folder that its user alone can read. Who joins asks there, is told what
-to start, and stays connected: either end sees when the other one is gone. The processes are not the launcher's
-children; it knows them by their connections, of which the kernel says whose they are, and can end them. Those on
-another host the command there ends.
+The launcher leaves its address and a token in a folder that only its user can read. A command that joins asks
+there, gets the job to start, and stays connected: each end notices when the other has ended. The processes
+are not children of the launcher; it knows them by their connections, for which the kernel gives the process
+ids, and can end them. On another host the command there ends them.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _POLL_S = 0.05
 _FINISH_S, _GIVE_UP_S = (
     30.0,
     1.0,
-)  # for the launcher to get the last that was told: at the run's end, and otherwise
-_END_S = 3.0  # in which processes on another host are to end, when they are told to
+)  # for the launcher to receive the last messages: at the run's end, and otherwise
+_END_S = 3.0  # for processes on another host to end, after the order to do so
 
 
 class NoPlace(ValueError):
-    """A run lets nobody in just now, or its host does not answer; it may later."""
+    """A run accepts no other pipeline just now, or its host does not answer; it may later."""
 
 
 def leave_address(folder: Path, address: str, token: str) -> None:
@@ -54,11 +54,11 @@ class Joined:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._starter = _watched(peer_of(connection))
-        self._ranks: dict[int, int | None] = {}  # by process id, what tells its end; None where it has ended
+        self._ranks: dict[int, int | None] = {}  # by process id, its descriptor; None where it has ended
         self._is_killed = False
 
     def know(self, processes: Iterable[int]) -> None:
-        """Note processes that have said that they belong here."""
+        """Note processes that have reported to belong here."""
         for process in processes:
             if process not in self._ranks:
                 self._ranks[process] = _watched(process)
@@ -66,14 +66,14 @@ class Joined:
                     self._kill(process)
 
     def poll_or_kill(self) -> bool | None:
-        """Return None while they run; True once all have ended. Without the command that has started them they end."""
+        """Return None while they run; True once all have ended. Kill them if their command has ended."""
         if _has_ended(self._starter) and not self._is_killed:
             self.kill("the command that started it has ended")
         left = [process for process, watched in self._ranks.items() if not _has_ended(watched)]
         return None if left or not (self._is_killed or _has_ended(self._starter)) else True
 
     def kill(self, why: str, blamed: int | None = None) -> None:
-        """End all at once, and tell the command why."""
+        """Kill all, and send the command the reason."""
         self._is_killed = True
         with suppress(OSError):
             self._connection.send_bytes(encoded(["end", why]))
@@ -99,15 +99,15 @@ class Joined:
 
 
 class JoinedFar:
-    """The processes of a pipeline that a command on another host has started, as that one tells."""
+    """The processes of a pipeline that a command on another host has started and reports on."""
 
     def __init__(self, connection: Connection, gate: Gate) -> None:
         self._connection, self._gate = connection, gate
-        self._limit = float("inf")  # of the monotonic clock, by which they are to have ended
+        self._limit = float("inf")  # on the monotonic clock, for their end
         self._has_ended = False
 
     def poll_or_kill(self) -> bool | None:
-        """Return None while they run; True once all have ended, or that host is gone."""
+        """Return None while they run; True once all have ended, or the connection to that host."""
         if self._has_ended:
             return True
         if time.monotonic() > self._limit:
@@ -121,7 +121,7 @@ class JoinedFar:
         return True if self._has_ended else None
 
     def kill(self, why: str, blamed: int | None = None) -> None:
-        """Have the command end all, and tell it why."""
+        """Have the command end all, and send it the reason."""
         self._limit = min(self._limit, time.monotonic() + _END_S)
         with suppress(OSError):
             self._connection.send_bytes(encoded(["end", why]))
@@ -145,21 +145,21 @@ def _has_ended(watched: int | None) -> bool:
 
 
 def join(folder: Path, say: Callable[[str], None]) -> int:
-    """Start one more pipeline for the run whose launcher has left its address in ``folder``, and wait for its end.
+    """Start one more pipeline for the run whose launcher's address is in ``folder``, and wait for its end.
 
     Returns:
         Its number.
 
     Raises:
-        ValueError: there is no such run, or it lets nobody in.
+        ValueError: there is no such run, or it accepts no other pipeline.
         PipelineError: the pipeline has failed, or was ended.
-        Interrupted: a signal came; the processes have been ended.
+        Interrupted: a signal arrived; the processes have been ended.
     """
     try:
         found = json.loads((folder / ADDRESS).read_text())
         connection = Client(found["address"], authkey=found["token"].encode())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
-        raise ValueError(f"{folder}: no run with --isolate goes on there") from None
+        raise ValueError(f"{folder}: no run with --isolate is active there") from None
     except (OSError, EOFError, ValueError, AuthenticationError) as error:
         raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
     with connection:
@@ -171,15 +171,15 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
 
 
 def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
-    """As :func:`join`, for a launcher on another host, which listens at ``address`` ("host:port").
+    """Do the same as :func:`join`, for a launcher on another host that listens at ``address`` ("host:port").
 
-    What it starts is to be found here as there: by the same words, from the folder in which this process is.
+    The job must exist here as there: under the same names, relative to the current folder of this process.
     """
     with folder_for_a_socket() as folder:
         try:
             relay = Relay(Trunk.connect(parse_address(address), token.encode()), Path(folder))
         except ConnectionRefusedError:
-            raise ValueError(f"{address}: no run with --listen goes on there") from None
+            raise ValueError(f"{address}: no run with --listen is active there") from None
         except AuthenticationError as error:
             raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
         except (OSError, EOFError) as error:
@@ -196,7 +196,7 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
 
 
 def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, Any]:
-    """Ask to start one more pipeline; ValueError where the run lets nobody in."""
+    """Ask to start one more pipeline; ValueError where the run accepts none."""
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
         _, welcome = received(connection)
@@ -217,7 +217,7 @@ def _run(
     run: str,
     say: Callable[[str], None],
 ) -> int:
-    """Start the processes, and wait for their end, or until the launcher says that they are to end."""
+    """Start the processes, and wait for their end, or for the launcher's order to end them."""
     with keeping_handlers(), ExitStack() as stack:
         stack.callback(_send_end, connection)
         processes = job.start(stack, place)
@@ -227,7 +227,7 @@ def _run(
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
                     processes.kill()
-                    if why := _why(connection):  # else their own ends say it
+                    if why := _why(connection):  # else their exit codes say it
                         raise PipelineError(f"pipeline {pipeline} was ended: {why}")
         if isinstance(end, RanksFailed):
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
@@ -243,5 +243,5 @@ def _why(connection: Connection) -> str:
     try:
         _, why = received(connection)
     except (OSError, EOFError, ValueError):
-        return "the run's launcher is gone"
+        return "the run's launcher has ended"
     return str(why)

@@ -1,8 +1,8 @@
-"""Connections of processes of one host to a launcher on another: an end of the trunk on which all of them go.
+"""Connections of processes of one host to a launcher on another: an end of the trunk that carries them.
 
-On the launcher's host the *gate* makes a connection to the coordinator for each process there; on the other host the
-*relay* stands for the coordinator. Messages pass as they are, but for the places of memory in them: each end has its
-own memory, which a :class:`~avgpipe.fault.mirror.Mirror` keeps alike::
+On the launcher's host, the *gate* opens a connection to the coordinator for each process of the other host;
+there, the *relay* acts as the coordinator. Messages pass unchanged except for places of memory: each end has
+its own memory, and a :class:`~avgpipe.fault.mirror.Mirror` keeps both alike::
 
     process -- relay ==== trunk ==== gate -- coordinator
 """
@@ -31,16 +31,16 @@ _END_S = 5.0
 
 
 class Passage(ABC):
-    """What both ends have in common.
+    """The common part of both ends.
 
-    Connections have a number, which the relay gives. What came as memory is handed on as memory.
+    The relay numbers the connections. What arrives as memory is passed on as memory.
 
     Attributes:
-        group: the number of those processes on the joining host, once it is known.
-        asked: requests for memory, by connection and their number: its name and size.
+        group: the number of the processes on the joining host, once it is known.
+        asked: requests for memory, by connection and request number: name and size.
         memory: of the group, by name.
-        given: by name, what has come that one process hands over to another, as long as it is needed here.
-        is_over: whether nothing comes from it any more.
+        given: by name, what one process hands over to another, as long as it is needed here.
+        is_over: whether the trunk brings no more messages.
     """
 
     def __init__(self, trunk: Trunk) -> None:
@@ -68,20 +68,20 @@ class Passage(ABC):
 
     @abstractmethod
     def outward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
-        """Return what a message of a connection here has as it goes over the trunk."""
+        """Return the values of a message from a connection here, as they are sent over the trunk."""
 
     @abstractmethod
     def inward(self, key: int, kind: str, values: list[Any]) -> list[Any]:
-        """Return what a message from the trunk has for a connection here."""
+        """Return the values of a message from the trunk, as they are sent to a connection here."""
 
     @abstractmethod
     def opened(self, key: int) -> None:
-        """See to a connection that the other end has opened."""
+        """Handle a connection that the other end has opened."""
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def send_contents(self, name: str, place: list[Any]) -> None:
-        """Send what lies in memory ahead of the messages about it."""
+        """Send the contents of memory ahead of the messages about it."""
         path, size, length = place
         self._trunk.send(CONTENTS, name, length, parts=[memoryview(Memory.open(path, size))[:length]])
 
@@ -92,7 +92,7 @@ class Passage(ABC):
 
     @abstractmethod
     def memory_for(self, name: str, length: int) -> Memory:
-        """Return memory for so many bytes that one process hands over to another."""
+        """Return memory for ``length`` bytes that one process hands over to another."""
 
     # ---- threads -----------------------------------------------------------------------------------------------------
 
@@ -103,7 +103,7 @@ class Passage(ABC):
             self.cut()
 
     def serve(self, key: int, connection: Connection) -> None:
-        """Pass on what comes from a connection here, until its end; begins a thread."""
+        """Start a thread that passes on the messages of a connection here, until its end."""
         with self._lock:
             self._connections[key] = connection
         thread = threading.Thread(target=self._pass_on, args=(key, connection), daemon=True)
@@ -114,7 +114,7 @@ class Passage(ABC):
             while (message := _next(connection)) is not None:
                 kind, *values = message
                 values = self.outward(key, kind, values)
-                self.mirror.ship()  # what was told before it is there before it
+                self.mirror.ship()  # what was published before the message must arrive before it
                 self._trunk.send(SAY, key, [kind, *values])
             self.mirror.ship()
             self._trunk.send(CLOSE, key)
@@ -130,7 +130,7 @@ class Passage(ABC):
         except (*_GONE, MemoryError, *_INVALID):
             self.cut()
         finally:
-            for key in list(self._connections):  # only now: nothing comes into this host's memory any more
+            for key in list(self._connections):  # only now: nothing writes to this host's memory any more
                 self._forget(key)
             self.is_over = True
 
@@ -147,7 +147,7 @@ class Passage(ABC):
             key, (said, *rest) = values
             message = self.inward(key, said, rest)
             if (connection := self._connections.get(key)) is not None:
-                with suppress(OSError, ValueError):  # its end is told by its own thread
+                with suppress(OSError, ValueError):  # its own thread handles its end
                     connection.send_bytes(encoded([said, *message]))
         else:
             raise ValueError(f"unknown message {kind!r}")
@@ -187,7 +187,7 @@ def _next(connection: Connection) -> list[Any] | None:
 
 
 def published_memory(about: Mapping[str, Any]) -> dict[int, Any]:
-    """Return, of what a roster says of a group, the memory in which its stage replicas tell, by stage replica."""
+    """Return the memory in which a group publishes, by stage replica, from a roster's facts."""
     return {
         p: about["memory"][published_by(p)]
         for p in range(about["places"])

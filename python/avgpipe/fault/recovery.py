@@ -1,4 +1,4 @@
-"""Ranks that are replaced: all go back to a copy of their state, and train again what came after it."""
+"""Recovery after a rank was replaced: all ranks restore a copy of their state and repeat later batches."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from avgpipe.runtime.spec import Spec
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
-_LOST_TIMEOUT_S, _FAILED_TIMEOUT_S = 0.0, 0.5  # with those that are lost, and for a checkpoint
-# For the launcher to say whether a process is lost, or stands still; else a line was lost, and nobody is replaced.
+_LOST_TIMEOUT_S, _FAILED_TIMEOUT_S = 0.0, 0.5  # for links to lost ranks, and for a checkpoint
+# For the launcher to report a lost or stopped process; else a connection was lost, and no rank is replaced.
 _LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
 
 
 class Recovery(Policy):
-    """Keeps copies of each process's state in its neighbour's memory, from which a lost one is replaced.
+    """Keeps copies of each process's state in its neighbour's memory, from which a lost process is replaced.
 
     Args:
         every_s: about how many seconds of work are lost at most.
@@ -42,7 +42,7 @@ class Recovery(Policy):
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
         self._copies = StateCopies(every_s)
-        self._called = 0  # batches before the last call that is not made again
+        self._called = 0  # batches before the last call that cannot be repeated
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
 
     def check(self, spec: Spec) -> None:
@@ -63,7 +63,7 @@ class Recovery(Policy):
 
     def opened(self, session: Session) -> None:
         if not session.world.rank and not is_replaceable():
-            _log.warning("nobody will use the copies of copies_every_s: start with avgpipe run --spares")
+            _log.warning("no process will use the copies of copies_every_s: start with avgpipe run --spares")
         self._copies.attach(session.worker)
 
     def begin(self, session: Session) -> None:
@@ -92,7 +92,7 @@ class Recovery(Policy):
             return
         feed, copies, plan = _feed(session), self._copies, session.spec.running
         copies.collect()
-        # Not in the midst of a round, which step() makes of one batch of the caller.
+        # Not within a round, which step() makes of one batch of the caller.
         if not copies.is_due(feed.next_batch) or feed.next_batch % plan.batches_per_round:
             return
         if copies.must_wait(plan.batches_in_flight) or not may_run(plan, feed.next_batch):
@@ -106,19 +106,19 @@ class Recovery(Policy):
     # ---- going back --------------------------------------------------------------------------------------------------
 
     def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
-        """Return what a call of the user's returns, made once more when a rank has been replaced meanwhile."""
-        # What is asked again draws again: a loader its seed.
+        """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
+        # A repeated call must draw the same random numbers, such as a loader's seed.
         begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
         while True:
             try:
                 found = act()
             except LOST as loss:
                 if any(isinstance(value, Iterator) for value in given):
-                    raise  # a part of it is used up
+                    raise  # the iterator is partly consumed
                 self.recover(session, loss, in_call=True)
                 for generator, state in begin:
                     generator.set_state(state)
-            except CheckpointError:  # on every rank, which go on
+            except CheckpointError:  # on every rank; all continue
                 self._note_call(session)
                 raise
             else:
@@ -126,19 +126,19 @@ class Recovery(Policy):
                 return found
 
     def _note_call(self, session: Session) -> None:
-        """Note that all ranks have made a call, which one that begins at an earlier batch would make again."""
+        """Note that all ranks have made a call, which a restart from an earlier batch would repeat."""
         self._called = session.feed.next_batch
         self._copies.ask_for_one()
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
-        """Come to the result that the caller has last once more, from a copy of the state that all have.
+        """Restore a copy of the state that all ranks have, and repeat the batches up to the last result.
 
-        The rank that replaces a lost one comes there by itself, with as many batches begun. One that stands still is
-        lost, too. Raises ``loss`` where none is replaced, or what was lost is in nobody's memory.
+        The rank that replaces a lost one does the same by itself, with as many batches begun. A stopped rank
+        counts as lost. Raises ``loss`` where no rank is replaced, or no memory has what was lost.
         """
         if not is_replaceable() or not session.world.made_group:
             raise loss
-        told, has_waited = _feed(session).told, isinstance(loss, PipelineTimeout)
+        returned, has_waited = _feed(session).told, isinstance(loss, PipelineTimeout)
         while True:
             notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
             if has_waited:
@@ -149,7 +149,7 @@ class Recovery(Policy):
                 next_generation(private_store(), notice_s)
             except PeerLost as refusal:
                 raise loss from refusal
-            worker.forget()  # the next one may find no memory beside it
+            worker.forget()  # its memory must be free before the next worker is made
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
             try:
@@ -159,10 +159,10 @@ class Recovery(Policy):
                     if worker.preemption.is_known:
                         session.worker.preemption.notice()
                     with session.worker.running():
-                        self._go_back(session, before, told - in_call)
-                self._train_again(session, told)
+                        self._go_back(session, before, returned - in_call)
+                self._train_again(session, returned)
                 return
-            except LOST as another:  # one more, or who stands still while all meet
+            except LOST as another:  # one more rank is lost, or stopped while all meet
                 loss, has_waited = another, True
 
     def _close(self, session: Session) -> None:
@@ -177,10 +177,10 @@ class Recovery(Policy):
             dist.destroy_process_group()
 
     def _go_back(self, session: Session, before: BatchFeed, latest: float) -> None:
-        """Restore a copy of before ``latest`` batches or fewer, and begin there."""
+        """Restore a copy from after at most ``latest`` batches, and begin there."""
         assert before.kept is not None
         world, worker, model = session.world, session.worker, session.spec.model
-        # A new rank has made none of these calls, all of which were before the copy.
+        # A new rank has made none of these calls, which all came before the copy.
         self._set_flags = max(world.gather(self._set_flags), key=len)
         for names, flag in self._set_flags:
             set_requires_grad(worker, find_parameters(model, names), flag)
@@ -192,9 +192,9 @@ class Recovery(Policy):
         feed.next_batch = batches
         session.resume()
 
-    def _train_again(self, session: Session, told: int) -> None:
-        """Train as the caller did, and so as a rank that is new, until there are the results that the caller had."""
-        while _feed(session).told < told:
+    def _train_again(self, session: Session, returned: int) -> None:
+        """Repeat the caller's training, on new ranks too, up to the results that the caller had."""
+        while _feed(session).told < returned:
             session.train_on()
             if session.feed.results:
                 session.feed.results.popleft()

@@ -1,4 +1,4 @@
-"""Another host's end of a run: it stands for the coordinator before the processes of a pipeline there."""
+"""Another host's end of a run: it acts as the coordinator for the processes of a pipeline there."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from avgpipe_ext.ring import Memory
 
 
 class Relay(Passage):
-    """Stands for the coordinator before one pipeline.
+    """Acts as the coordinator for one pipeline.
 
     Args:
         folder: for the socket at which its processes find the run; readable for this user alone.
 
     Attributes:
-        command: the connection of the command that starts them, as one that it has to a launcher on its own host.
+        command: the connection of the command that starts them, like a connection to a launcher on its own
+            host.
     """
 
     def __init__(self, trunk: Trunk, folder: Path) -> None:
@@ -60,7 +61,7 @@ class Relay(Passage):
     # ---- processes ---------------------------------------------------------------------------------------------------
 
     def listen(self, place: Mapping[str, str]) -> dict[str, str]:
-        """Have processes find the run here; return their ``place``, with where."""
+        """Serve the processes of the pipeline here; return their ``place`` with the address."""
         self.group = int(place[GROUP])
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self._path)
@@ -75,17 +76,17 @@ class Relay(Passage):
                 end, _ = listening.accept()
             except OSError:  # closed
                 return
-            with suppress(OSError, EOFError, AuthenticationError):  # it, or the trunk, is gone
+            with suppress(OSError, EOFError, AuthenticationError):  # the process, or the trunk, has ended
                 self._open(let_in(end, token))
 
     def finish(self, limit_s: float) -> None:
-        """End, once the launcher has what was told here, and that the processes have ended, and closes the trunk."""
+        """End once the launcher has received all messages and closes the trunk, or after ``limit_s``."""
         if self.group is not None:
             self.wait_until_over(limit_s)
         self.close()
         if self._socket is not None:
             with suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)  # wakes who listens
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
             self._socket.close()
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ class Relay(Passage):
         elif kind == "hand over":
             number, name, place = values
             self.send_contents(name, place)
-            self.memory.pop(name, None)  # who asks for it again gets another one
+            self.memory.pop(name, None)  # a second request for it gets new memory
             return [number, name, place[-1]]
         elif kind == "alive" and self.given and self._has_begun():
             self.given.clear()
@@ -120,7 +121,7 @@ class Relay(Passage):
             return self._roster_in(*values)
         if kind == "handed over":
             name, length = values
-            memory = self.given.get(name)  # or all have begun, and this one needed another part
+            memory = self.given.get(name)  # None: all have begun, and this process needed another part
             return [name, None if memory is None else [*place_of(memory), length]]
         return values
 
@@ -134,7 +135,7 @@ class Relay(Passage):
             if memory is None or memory.bytes < size:
                 memory = self.memory[name] = Memory.create(size)
         except (MemoryError, OSError) as error:
-            return {"why": str(error) or "there is not as much"}
+            return {"why": str(error) or "there is not enough"}
         published = self.mirror.of(self.group, self._places)
         published.memory |= {place: memory for place in range(self._places) if published_by(place) == name}
         return {"place": place_of(memory)}

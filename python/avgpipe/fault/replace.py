@@ -1,15 +1,15 @@
-"""Putting a new process in the place of a rank that was killed, while the others wait for it instead of ending.
+"""Replaces a rank that was killed by a new process, while the others wait for it instead of ending.
 
-One that a signal has stopped is killed, once the others have waited for it as long as they may. Where others miss
-somebody, and none is lost, they are told, and end: a line is broken, or somebody hangs.
+A rank that a signal has stopped is killed, once the others have timed out waiting for it. Where others miss a
+peer and no rank is lost, they get that answer and end: a connection is broken, or a rank hangs.
 
-A spare process has come as far as its Pipeline, and waits there to be told which rank it is. Where there is none a new
-process comes there in its own time, within the limit of a start. Then the launcher announces the next generation::
+A spare process has started up to its Pipeline, and waits there for its rank. Where there is no spare, a new
+process starts and comes to the same place, within a limit. Then the launcher announces the next generation::
 
-    rank r is killed     prospect of generation g+1     all in their places     generation g+1: who is new
-    the others           ... wait ................................................. meet with a time limit
-    a spare process      told its rank -----------------^
-    a new process        starts ........ Pipeline, told ^
+    rank r is killed     prospect of generation g+1     all at their Pipelines    generation g+1: new ranks
+    the others           ... wait ................................................. meet within a timeout
+    a spare process      gets its rank -----------------^
+    a new process        starts ........ Pipeline, rank ^
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ from avgpipe.ranks.process import GENERATION, SPARE, STORE_FILE, has_missed, is_
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
 _STORE_S = 10.0  # in which the store must answer
-_START_S = 300.0  # of a new process, until it has come to its Pipeline
-_SURE_S = 1.0  # after others have missed a rank, in which it would be known to have been killed
+_START_S = 300.0  # for a new process to reach its Pipeline
+_SURE_S = 1.0  # after ranks have missed a peer; by then a kill would be known
 
 
 class Replacing:
-    """Runs a command on each rank; ranks that are killed are replaced.
+    """Runs a command on each rank, and replaces ranks that are killed.
 
     Args:
         command: what each rank runs.
         size: how many ranks there are.
         spares: how many processes wait to replace one.
         added: variables for all of them.
-        say: is told a line for people.
+        say: prints a line for the user.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class Replacing:
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
         self._spares: list[_Waiting] = []
-        self._starting: dict[int, _Waiting] = {}  # new processes of ranks, not yet in their places
-        self._stopped_timer = StoppedTimer()  # of all ranks, none of which is left to wait for another
-        self._killed_stopped: set[int] = set()  # ranks that were ended for it
+        self._starting: dict[int, _Waiting] = {}  # new processes that do not have their ranks yet
+        self._stopped_timer = StoppedTimer()  # of all ranks, where none is left to wait for another
+        self._killed_stopped: set[int] = set()  # ranks that were killed because they were stopped
         self._failed: RanksFailed | None = None  # the last that was killed
-        # Ranks that have ended as they have missed another one, who is to be blamed if it ends by then.
+        # Ranks that ended because they missed another one, which is to blame if it ends by the deadline.
         self._missed: list[tuple[int, RanksFailed]] = []
-        self._blame_by = float("inf")  # of the monotonic clock
-        self._answer_at: float | None = None  # of the monotonic clock: ranks that ask who is lost
+        self._blame_by = float("inf")  # on the monotonic clock
+        self._answer_at: float | None = None  # on the monotonic clock, to ranks that ask for losses
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
@@ -94,8 +94,8 @@ class Replacing:
         """Run to the end.
 
         Raises:
-            RanksFailed: a rank failed of itself.
-            Interrupted: a signal came. No process is left, whatever happens.
+            RanksFailed: a rank failed by itself.
+            Interrupted: a signal arrived. In any case no process is left.
         """
         from torch.distributed import FileStore  # type: ignore[attr-defined]
 
@@ -116,7 +116,7 @@ class Replacing:
                     self._look_for_spares()
                     time.sleep(_POLL_S)
                 if self._starting and self._failed is not None:
-                    raise self._failed  # nobody is left with whom it could go on
+                    raise self._failed  # no rank is left to continue with
 
     def _close(self, number: int) -> None:
         for one in self._all_started():
@@ -138,7 +138,7 @@ class Replacing:
         return {**rank_environment(rank, self._size), **counts}
 
     def _start_waiting(self, rank: int, deadline: float = float("inf")) -> _Waiting:
-        """Start a process that waits at its Pipeline; -1: as a spare. ``deadline``: as that of the one before it."""
+        """Start a process that waits at its Pipeline; -1: a spare. ``deadline``: of its predecessor."""
         folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
         process = self._start(rank, **{SPARE: str(folder)})
@@ -147,12 +147,12 @@ class Replacing:
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """See which ranks have ended; those that stand still and keep the others waiting are to end, too."""
+        """Find the ranks that have ended; kill stopped ones that keep the others waiting."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
         is_over = self._stopped_timer.expired(bool(stopped)) and len(stopped) == len(self._ranks)
         if stopped and (is_over or self._others_wait()):
             self._kill(stopped)
-            # They may take their time to end, and nobody is to be told meanwhile that none is lost.
+            # They may take long to end; until then no rank may get the answer that none is lost.
             self._put(prospect(self._generation + 1), json.dumps(stopped))
         for rank, one in list(self._ranks.items()):
             end = one.poll()
@@ -171,7 +171,7 @@ class Replacing:
         self._answer()
 
     def _answer(self) -> None:
-        """Tell ranks that ask who is lost that nobody is, once that is sure; else they are told who takes its place."""
+        """Answer ranks that ask for losses: none, once that is sure; else they get a new generation."""
         is_lost = bool(self._starting) or any(one.stopped() for one in self._ranks.values())
         if is_lost or not is_asked(self._folder, self._generation + 1):
             self._answer_at = None
@@ -187,7 +187,7 @@ class Replacing:
             self._ranks[rank].kill()
 
     def _put(self, name: str, text: str) -> None:
-        """Tell the ranks something; one that is stopped while it is at the store gives it free by its end."""
+        """Put a text where the ranks find it; kill ranks that were stopped while they held the store."""
         from avgpipe.ranks.rendezvous import Silence
 
         deadline = time.monotonic() + _STORE_S
@@ -202,9 +202,9 @@ class Replacing:
                 time.sleep(_POLL_S)
 
     def _others_wait(self) -> bool:
-        """Whether ranks have said that another one does not answer.
+        """Whether ranks have reported that another one does not answer.
 
-        One that is stopped while it reads or writes what they say keeps everybody from it.
+        A rank that is stopped while it reads or writes such a report blocks the store for all: True then.
         """
         from avgpipe.ranks.rendezvous import Silence
 
@@ -214,7 +214,7 @@ class Replacing:
             return True
 
     def _is_blame_known(self) -> bool:
-        """Whether one stands still, or has been killed, and the others have not gone on since."""
+        """Whether a rank is stopped, or was killed and the others have not continued since."""
         is_back = self._failed is None or self._is_restored()
         return not is_back or any(one.stopped() for one in self._ranks.values())
 
@@ -239,8 +239,8 @@ class Replacing:
         ready = (one for one in self._spares if one.is_there and not one.process.stopped())
         if (spare := next(ready, None)) is not None:
             self._spares.remove(spare)
-            self._starting[rank] = spare._replace(deadline=float("inf"))  # it is there
-        else:  # those that have not come so far stay spares
+            self._starting[rank] = spare._replace(deadline=float("inf"))  # it is there already
+        else:  # spares that are not ready yet stay spares
             how = "a new process"
             try:
                 self._starting[rank] = self._start_waiting(rank, deadline)
@@ -250,7 +250,7 @@ class Replacing:
         self._say(f"rank {rank} {failure.reason}; {how} takes its place")
 
     def _look_for_new(self) -> None:
-        """Begin the next generation once every lost rank has a process again that waits at its Pipeline."""
+        """Begin the next generation once every lost rank has a new process that waits at its Pipeline."""
         for rank, one in list(self._starting.items()):
             end = one.process.poll()
             if isinstance(end, RanksFailed):
@@ -258,18 +258,18 @@ class Replacing:
                 self._lose(rank, end, one.deadline)
             elif end is not None or (not one.is_there and time.monotonic() > one.deadline):
                 late = f"within {_START_S:.0f} s" if end is None else "before its end"
-                raise self._failure(rank, 0, f"has not come to its Pipeline {late}, in its new process")
+                raise self._failure(rank, 0, f"has not reached its Pipeline {late}, in its new process")
         if not self._starting or not all(one.is_there for one in self._starting.values()):
             return
         self._generation += 1
         for rank, one in self._starting.items():
-            assign_place([one.pipe], self._place(rank))  # who has been killed since is found out as any other
+            assign_place([one.pipe], self._place(rank))  # if it was killed since, _look finds out
             self._ranks[rank] = one.process
         self._put(announcement(self._generation), json.dumps(list(self._starting)))
         self._starting = {}
 
     def _look_for_spares(self) -> None:
-        """Start a spare process for one that was used, but not while the others need the processors to go on."""
+        """Start a spare process for a used one, but not while the others need the processors to recover."""
         if len(self._spares) < self._wanted and not self._starting and self._is_restored():
             try:
                 self._spares.append(self._start_waiting(-1))
@@ -282,7 +282,7 @@ class Replacing:
 
         try:
             return self._board.get(restored(self._generation)) is not None
-        except Silence:  # it is asked again
+        except Silence:  # the next call asks again
             return False
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
@@ -290,11 +290,11 @@ class Replacing:
 
 
 class _Waiting(NamedTuple):
-    """A process that waits at its Pipeline, or is on its way there.
+    """A process that waits at its Pipeline, or is still starting.
 
     Attributes:
-        pipe: in which it is told its place; it is there once the process is.
-        deadline: of the monotonic clock, by which it is to be there.
+        pipe: the pipe in which it gets its rank; it exists once the process is ready.
+        deadline: for reaching its Pipeline, on the monotonic clock.
     """
 
     process: Started

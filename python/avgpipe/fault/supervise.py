@@ -1,4 +1,4 @@
-"""Starting isolated pipelines on this host, each as processes of its own, and starting again those that are lost.
+"""Starts isolated pipelines on this host, each as processes of its own, and restarts those that are lost.
 
 Other commands may start more, here or on other hosts.
 """
@@ -39,21 +39,22 @@ from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import SPARE, WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
-_AGAIN_S = 60.0  # after which what could not be started is tried once more
-_FEW_TURNS = 2  # as many one may tell that goes through another loader, until it finds that and ends
+_AGAIN_S = 60.0  # after a failed start, until the next try
+_FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
 
 
 @dataclass(frozen=True)
 class Isolation:
-    """How many pipelines there are.
+    """How many pipelines a run has.
 
     Attributes:
-        pipelines: how many the run begins with, and has while nothing is lost.
-        least: with fewer it ends.
-        most: how many it has with those that join.
-        restarts: how often in a row a pipeline that was lost is started again though it has made no step.
-        spares: pipelines whose processes have come as far as their Pipeline, and wait there to take the place of one.
+        pipelines: how many the run begins with, and has while none is lost.
+        least: with fewer pipelines the run ends.
+        most: how many it may have, with those that join.
+        restarts: how many times in a row a lost pipeline is restarted that has made no step.
+        spares: pipelines whose processes have started up to their Pipeline, and wait there to replace a lost
+            one.
         listen: host and port where commands on other hosts find the run, with the secret that they must know.
     """
 
@@ -66,10 +67,10 @@ class Isolation:
 
 
 class TooFewLeft(PipelineError):
-    """A run of isolated pipelines has ended, or has not begun, as too few of them were left.
+    """A run of isolated pipelines has ended, or has not begun, because too few of them were left.
 
     Attributes:
-        exit_codes: of the processes of the first one that was lost and did not come back.
+        exit_codes: of the processes of the first pipeline that was lost and did not join again.
     """
 
     def __init__(self, least: int, lost: Sequence[LostPipeline], has_begun: bool = True) -> None:
@@ -85,7 +86,7 @@ class LostPipeline:
 
     Attributes:
         why: names the process to blame.
-        exit_codes: of its processes; () where another command has started them.
+        exit_codes: of its processes; () where another command started them.
     """
 
     pipeline: int
@@ -99,16 +100,16 @@ class _Group:
     processes: Started | Joined | JoinedFar
     resources: ExitStack
     started_at: float = field(default_factory=time.monotonic)
-    why: str | None = None  # it was ended; "" where the end of its process says more
+    why: str | None = None  # the reason for ending it; "" where the exit code of its process says more
     blamed: int | None = None  # a rank
-    stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before it has said hello
+    stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before its processes have connected
 
 
 @dataclass(frozen=True)
 class _Spare:
     processes: Started
     resources: ExitStack
-    folder: TemporaryDirectory[str]  # where its processes are told their place; it is gone then
+    folder: TemporaryDirectory[str]  # where its processes get their place; removed after that
 
 
 class Supervisor:
@@ -116,11 +117,11 @@ class Supervisor:
 
     Args:
         folder: readable for this user alone; :func:`avgpipe.fault.joining.join` finds the run there.
-        say: is told a line for people.
-        recorder: hears what processes tell of the run.
+        say: prints a line for the user.
+        recorder: records what processes report about the run.
 
     Raises:
-        ValueError: where it is to listen it cannot.
+        ValueError: it cannot listen at the given address.
     """
 
     def __init__(
@@ -168,14 +169,14 @@ class Supervisor:
             say(f"other hosts start pipelines by: avgpipe join {self._gates.address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
-        """Run to the end; return whether SIGTERM had its processes end by themselves before.
+        """Run to the end; return whether its processes ended by themselves before, after a SIGTERM.
 
         Args:
-            preemption_s: in which they must. None: that signal ends them.
+            preemption_s: the time limit for that, in seconds. None: SIGTERM ends the processes.
 
         Raises:
             TooFewLeft: too few pipelines were left.
-            Interrupted: a signal came. No process is left, whatever happens.
+            Interrupted: a signal arrived. In any case no process is left.
         """
         with ExitStack() as stack:
             stack.enter_context(self._resources)
@@ -186,7 +187,7 @@ class Supervisor:
 
             def close(number: int) -> None:
                 if preempted is not None and preempted.is_noticed and number != signal.SIGKILL:
-                    number = signal.SIGINT  # they take SIGTERM for a part of that
+                    number = signal.SIGINT  # they take SIGTERM for a part of the preemption
                 started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
                 for one in started:
                     one.processes.close(number)
@@ -213,7 +214,7 @@ class Supervisor:
         return [group.processes for group in groups if isinstance(group.processes, Started)]
 
     def history(self) -> dict[str, Any]:
-        """Return who was lost and who has come so far; steps are counted from 0, over all pipelines."""
+        """Return the pipelines lost and joined so far; steps are counted from 0, over all pipelines."""
         terms = sorted(self._coordinator.history.items())
         lost = [(term, self._losses[number]) for number, term in terms if number in self._losses]
         lost.sort(key=lambda loss: loss[0].published)
@@ -239,7 +240,7 @@ class Supervisor:
         self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
 
     def _start_late(self) -> None:
-        """Start what could not be started before, as long as the run goes on."""
+        """Start pipelines whose start failed before, as long as the run continues."""
         for pipeline, at in list(self._later.items()):
             if time.monotonic() < at or self._finished or self._missing:
                 continue
@@ -248,20 +249,20 @@ class Supervisor:
                 self._say(f"pipeline {pipeline}: {self._start_again(pipeline)}")
 
     def _start_again(self, pipeline: int) -> str:
-        """Start it, now or later; return that in words."""
+        """Start a pipeline, now or later; return a text that says which."""
         try:
             self._start(pipeline)
             return "it is started again"
         except OSError as error:  # no room, or no more processes: the others need neither
             self._later[pipeline] = time.monotonic() + _AGAIN_S
-            return f"it cannot be started again, which is tried once more in {_AGAIN_S:g} s: {reason(error)}"
+            return f"it cannot be started again now, the next try is in {_AGAIN_S:g} s: {reason(error)}"
 
     def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Group:
         with ExitStack() as stack:
             return _Group(pipeline, self._job.start(stack, place), stack.pop_all())
 
     def _from_spares(self, pipeline: int, place: Mapping[str, str]) -> _Group | None:
-        """Give the place to a spare that has come so far; others stay spares, but for those that have ended."""
+        """Assign a place to a spare that is ready; keep the others, except those that have ended."""
         for spare in list(self._spares):
             has_ended = spare.processes.poll_or_kill() is not None
             pipes = [pipe_of(spare.folder.name, rank) for rank in range(self._job.size)]
@@ -274,7 +275,7 @@ class Supervisor:
         return None
 
     def _keep_spares(self) -> None:
-        """Start what was used up; one that ends by itself is missed only when it is needed."""
+        """Replace used spares; a spare that ended by itself is noticed only when it is needed."""
         if not self._coordinator.has_begun or self._finished or self._missing:
             return
         try:
@@ -296,7 +297,7 @@ class Supervisor:
         return number, environment(self._coordinator.address, self._token, number, pipeline)
 
     def _let_join(self, connection: Connection, about: Mapping[str, Any]) -> dict[str, Any]:
-        """Let another command start one more pipeline; return what it needs, or why it may not."""
+        """Let another command start one more pipeline; return what it needs, or the reason for a refusal."""
         gate = None if self._gates is None or "gate" not in about else self._gates[about["gate"]]
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
@@ -323,7 +324,7 @@ class Supervisor:
     # ---- ending ------------------------------------------------------------------------------------------------------
 
     def _say_of_members(self, line: str) -> None:
-        if not self._missing:  # else the run ends, and the last line says why
+        if not self._missing:  # else the run ends, and its last line gives the reason
             self._say(line)
 
     def _lose(self, number: int, rank: int | None, why: str) -> None:
@@ -334,7 +335,7 @@ class Supervisor:
             group.processes.kill(why, rank)
 
     def _look(self) -> None:
-        """See which pipelines have ended."""
+        """Handle pipelines that have ended, are late, or are stopped."""
         for number, group in list(self._groups.items()):
             known = self._coordinator.groups.get(number)
             if isinstance(group.processes, Joined) and known is not None:
@@ -362,10 +363,10 @@ class Supervisor:
         self._look_for_stopped()
         started = {number: group.started_at for number, group in self._groups.items()}
         for number in self._coordinator.overdue(started):
-            self._lose(number, None, "it has not come to its first batch, for which the others have waited")
+            self._lose(number, None, "it has not reached its first batch, for which the others have waited")
 
     def _look_for_stopped(self) -> None:
-        """End pipelines of which a signal has stopped a process before it has come so far that others wait for it."""
+        """End pipelines with a stopped process that no other process waits for yet."""
         for number, group in self._groups.items():
             processes, known = group.processes, self._coordinator.groups.get(number)
             all_known = known is not None and len(known.processes) == known.size
@@ -381,7 +382,7 @@ class Supervisor:
         self._left = dict.fromkeys(self._left, 0)
 
     def _is_over(self) -> bool:
-        """Whether those that trained are done, and nobody is left whom a pipeline that comes could join."""
+        """Whether all pipelines that trained are done, so that none is left to join."""
         return bool(self._finished) and not self._coordinator.training
 
     def _living(self) -> set[int]:
@@ -399,11 +400,11 @@ class Supervisor:
         return [loss for loss in gone if loss.pipeline not in self._living()]
 
     def _replace(self, group: _Group, loss: LostPipeline) -> None:
-        """Start a lost pipeline again, if it may be."""
+        """Restart a lost pipeline, if that is allowed."""
         pipeline, has_begun = group.pipeline, self._coordinator.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
-        is_hopeless = refuses or not (has_begun or was_killed)  # it would do so again
+        is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
         goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
         is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)

@@ -1,7 +1,7 @@
-"""The one connection between a run's launcher and another host, on which all goes that their processes tell each other.
+"""The one connection between a run's launcher and another host, for all messages of their processes.
 
-Both ends must know a token. A message is JSON, and raw parts may follow it; nothing is unpickled, and nothing is
-encrypted.
+Both ends must know a token. A message is JSON, and raw parts may follow it; nothing is unpickled, and nothing
+is encrypted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from typing import Any
 
 _MOST_BYTES = 2**24  # of a message, without its parts
-# Each end proves in a way of its own that it knows the token: else one caller's answer could be shown to another.
+# Each end proves with a prefix of its own that it knows the token, or an answer could be replayed to another.
 _CALLER, _CALLED = b"caller/", b"called/"
-_GREET_S = 10  # in which who connects must have shown that it knows the token
+_GREET_S = 10  # timeout for a peer to prove that it knows the token
 _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
@@ -29,7 +29,7 @@ _KEEP_ALIVE = {
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return host and port of "host:port"; ValueError for what is none."""
+    """Return host and port of "host:port"; ValueError for any other text."""
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isdigit() and int(port) < 2**16):
         raise ValueError(f"{text!r} is no address: write HOST:PORT, as in 10.0.0.1:7000")
@@ -37,7 +37,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 class Trunk:
-    """One end of it; any thread may send, and one receives."""
+    """One end of the connection; any thread may send, and one receives."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -50,7 +50,7 @@ class Trunk:
 
     @classmethod
     def connect(cls, address: tuple[str, int], token: bytes) -> Trunk:
-        """Call a launcher. OSError, EOFError or AuthenticationError: it does not answer, or knows another token."""
+        """Connect to a launcher. OSError, EOFError or AuthenticationError: no answer, or another token."""
         with socket.create_connection(address, _GREET_S) as end:
             end.settimeout(None)
             connection = Connection(end.detach())
@@ -60,7 +60,7 @@ class Trunk:
 
     @classmethod
     def answer(cls, end: socket.socket, token: bytes) -> Trunk:
-        """Let somebody in who has called; raises as :meth:`connect`."""
+        """Answer a caller; raises as :meth:`connect`."""
         connection = Connection(end.detach())
         return cls(
             _greeted(connection, (deliver_challenge, _CALLER + token), (answer_challenge, _CALLED + token))
@@ -74,19 +74,19 @@ class Trunk:
                 self._connection.send_bytes(part)
 
     def receive(self) -> list[Any]:
-        """Return the next message. OSError or EOFError where the connection is closed, ValueError for what is none."""
+        """Return the next message. OSError or EOFError: the connection is closed; ValueError: invalid."""
         message = json.loads(self._connection.recv_bytes(_MOST_BYTES))
         if not isinstance(message, list) or not message:
             raise ValueError(f"not a message: {message!r}")
         return message
 
     def receive_into(self, target: memoryview) -> None:
-        """Take a part of the message before, whose size the receiver knows."""
+        """Receive a part of the message before, whose size the receiver knows."""
         if (size := self._connection.recv_bytes_into(target)) != len(target):
-            raise ValueError(f"{size} bytes have come for {len(target)}")
+            raise ValueError(f"received {size} bytes, and expected {len(target)}")
 
     def cut(self) -> None:
-        """End it for both ends, also where one of this end's threads is at it."""
+        """End the connection for both ends, even while a thread of this end sends or receives."""
         with suppress(OSError), _socket_of(self._connection) as end:
             end.shutdown(socket.SHUT_RDWR)
 
@@ -102,14 +102,14 @@ def let_in(end: socket.socket, token: bytes, within_s: int = _GREET_S) -> Connec
 
 
 def _greeted(connection: Connection, *steps: tuple[Any, bytes], within_s: int = _GREET_S) -> Connection:
-    """Show each other that both know a key, within a limit of time."""
+    """Prove to each other, within a timeout, that both ends know the keys."""
     try:
         _limit(connection, within_s)
         for step, key in steps:
             try:
                 step(connection, key)
             except AssertionError as error:  # another protocol
-                raise AuthenticationError("what has come is no challenge") from error
+                raise AuthenticationError("the peer sent no challenge") from error
         _limit(connection, 0)
         return connection
     except BaseException:

@@ -200,7 +200,7 @@ class TurnFeed(Feed):
         if self._at > self.next_batch:
             with self._worker.running():
                 raise PipelineError(
-                    f"the loader begins with batch {self._at}, and the run has only come to batch {self.next_batch}: "
+                    f"the loader begins with batch {self._at}, and the run is only at batch {self.next_batch}: "
                     "call enter() before the loader is made, and have it begin with batch number pipeline.batches"
                 )
         while self._at < self.next_batch:
@@ -218,13 +218,13 @@ class TurnFeed(Feed):
         return True
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
-        """Begin a step with a batch that all share; also where each pipeline else has batches of its own."""
+        """Begin a step with a batch that all pipelines share, whatever the plan's ``batch``."""
         self._has_loader = True
         self.enter()
         if self._at != self.next_batch:
             with self._worker.running():
                 raise PipelineError(
-                    f"step() was given batch {self._at}, and the run has come to batch {self.next_batch}: call enter() "
+                    f"step() was given batch {self._at}, and the run is at batch {self.next_batch}: call enter() "
                     "before the first step, and begin with batch number pipeline.batches"
                 )
         self._begin_turn((given, copied))
@@ -256,7 +256,7 @@ class TurnFeed(Feed):
         return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
-        """Begin a step: with queued lost parts, else with ``batch`` cut for all, else with the loader's batches.
+        """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches.
 
         Lost parts have steps of their own, so the distribution does not depend on when a loader is asked.
         """

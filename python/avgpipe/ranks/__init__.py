@@ -1,1 +1,1 @@
-"""The processes of a run: how they start, meet, speak, and notice each other's death."""
+"""The processes of a run: how they start, meet, communicate, and notice each other's death."""

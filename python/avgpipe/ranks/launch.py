@@ -1,4 +1,4 @@
-"""Starting the ranks of a run on this machine, by torch's own process launcher, and saying what became of them."""
+"""Starts the ranks of a run on this machine, by torch's own process launcher, and reports how they ended."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from avgpipe.ranks.process import (
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
-BLAME_S = 2.0  # for a rank to end that others have missed
-_STOPPED_S = 8.0  # for which processes may stand still that nobody waits for
+BLAME_S = 2.0  # after ranks have missed a peer, for that peer to end
+_STOPPED_S = 8.0  # for which processes may be stopped while no other one waits for them
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 STOPPED = "was stopped by a signal"
 
@@ -42,8 +42,8 @@ class RanksFailed(PipelineError):
 
     Attributes:
         exit_codes: of every rank, negative for a signal.
-        rank: the one that failed of itself; the others missed it, or were ended for it.
-        reason: what happened to it, as the end of a sentence; by default its exit code says it.
+        rank: the one that failed by itself; the others missed it, or were ended for it.
+        reason: what happened to it, as the end of a sentence; by default from its exit code.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RanksFailed(PipelineError):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal told the launcher to end; its ranks are gone."""
+    """A signal ended the launcher; its ranks have ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(_signal_name(number))
@@ -79,34 +79,34 @@ def run_on_ranks(
     captures: bool = True,
     preemption_s: float | None = None,
 ) -> list[Any]:
-    """Call the function named "module:function" on every rank, each a process of this machine; return its results.
+    """Call the function named "module:function" on every rank, a process of this machine; return its results.
 
-    The function finds torchrun's environment and no process group yet. The ranks meet in a file that only this user can
-    read, and look for each other on this host alone: nothing listens beyond it. When one fails the others are ended;
-    nothing is restarted, and whatever happens, no process is left.
+    The function runs with torchrun's environment and without a process group. The ranks meet in a file that
+    only this user can read, and look for each other on this host alone: nothing listens beyond it. When one
+    fails the others are ended; nothing is restarted, and in any case no process is left.
 
     Args:
         arguments: the function's keyword arguments, which travel as JSON, as do the results.
         threads: of torch in each process. None: the user's choice, or an equal share of the cores.
         environment: variables beside or in place of those of the launcher.
         prefixes: words before the command of each rank, such as those that enter a network namespace.
-        say: is told what rank 0 reports by ``progress``.
-        captures: whether what the processes print is kept back, but for the last line of a failure; else it goes to
-            standard error.
-        preemption_s: the first SIGTERM has the ranks told by a signal of their own, and they may take so long to end by
-            themselves. None: it ends them.
+        say: called with each line that rank 0 reports by ``progress``.
+        captures: whether the output of the processes is kept back, except the last line of a failure; else it
+            goes to standard error.
+        preemption_s: on the first SIGTERM the ranks get a signal of their own, and then have this many
+            seconds to end by themselves. None: SIGTERM ends them.
 
     Raises:
         RanksFailed: a rank failed.
         PipelineError: the ranks were not done after ``timeout_s``.
-        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT came, and the ranks have been ended.
+        Interrupted: SIGINT, SIGTERM, SIGHUP or SIGQUIT arrived, and the ranks have been ended.
     """
     added = {**same_modules(), **(environment or {})}
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
         folder = Path(name)
-        # In a file: anybody may read a command line.
+        # In a file, because every user can read a command line.
         (folder / ARGUMENTS).write_text(json.dumps(dict(arguments)))
         commands = [[*prefix, *tied("stderr", target)] for prefix in prefixes or [()] * world_size]
         _run(commands, folder, added, captures, timeout_s, say, preemption_s)
@@ -133,7 +133,7 @@ def tied(out: str, *command: str) -> list[str]:
 
 
 def rank_environment(rank: int, world_size: int) -> dict[str, str]:
-    """Return what torchrun tells a rank of one host about its place."""
+    """Return the variables by which torchrun places a rank of one host."""
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     return {"GROUP_RANK": "0", **{name: str(value) for name, value in place.items()}}
 
@@ -142,15 +142,15 @@ def private_meeting(folder: str | os.PathLike[str]) -> dict[str, str]:
     """Return the environment of ranks that meet in ``folder``, closed to other users, on this host alone."""
     variables = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     listening = {name: "lo" for name in variables if name not in os.environ}
-    # A rank that starts torchrun hands this environment on; there the variable is not empty, and the file not theirs.
+    # A rank that starts torchrun passes this environment on; torchrun sets the run id, so the file is not used.
     return {STORE_FILE: os.path.join(folder, "store"), "TORCHELASTIC_RUN_ID": "", **listening}
 
 
 @contextmanager
 def loopback_store() -> Iterator[dict[str, str]]:
-    """Hold a store for ranks that join torch's process group by themselves; yields its address for their environment.
+    """Hold a store for ranks that join torch's process group by themselves; yield its address as variables.
 
-    Any process of this host can reach it. Our own ranks neither write to it nor believe it.
+    Any process of this host can reach it. avgpipe's own ranks neither write to it nor trust it.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -163,7 +163,7 @@ def loopback_store() -> Iterator[dict[str, str]]:
 
 @dataclass(frozen=True)
 class Job:
-    """What each process of a pipeline is.
+    """What each process of a pipeline runs.
 
     Attributes:
         out: where standard output goes, "stdout" or "stderr".
@@ -180,7 +180,7 @@ class Job:
     arguments: Mapping[str, Any] | None = None
 
     def start(self, stack: ExitStack, place: Mapping[str, str]) -> Started:
-        """Start the processes of a pipeline; what they need is there until the end of ``stack``."""
+        """Start the processes of a pipeline; their resources are kept until the end of ``stack``."""
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
         if self.arguments is None:
             address = stack.enter_context(loopback_store())
@@ -191,23 +191,23 @@ class Job:
 
 
 def as_here(job: Job) -> Job:
-    """Return a job of another host's launcher for this one: with its own Python, and where its modules are."""
+    """Return another host's job for this host: with its own Python, and the path to its modules."""
     added = {**job.added, **(same_modules() if "PYTHONPATH" in job.added else {})}
     command = job.command if job.arguments is not None else [sys.executable, *job.command[1:]]
     return replace(job, command=command, added=added)
 
 
 class Started:
-    """Processes that have been started together, by torch's launcher: each leads a session of its own."""
+    """Processes started together by torch's launcher; each leads a session of its own."""
 
     def __init__(self, processes: Any, count: int, captures: bool, folder: Path) -> None:
         self._processes, self._count, self._captures, self._folder = processes, count, captures, folder
-        self._first: int | None = None  # to fail, when the others were killed
-        self._stopped: list[int] = []  # ranks that stood still, and were killed for it
-        self._deadline = float("inf")  # of the monotonic clock, for the rank to end that others have missed
+        self._first: int | None = None  # the rank that failed first, when the others were killed
+        self._stopped: list[int] = []  # ranks that were killed because they were stopped
+        self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
 
     def poll(self) -> RanksFailed | bool | None:
-        """Return None while they run; True once all have ended well; or the failure, after which all have ended."""
+        """Return None while they run, True once all have succeeded, or the failure once all have ended."""
         codes = self._exit_codes()
         if len(codes) < self._count and not self._is_blame_known(codes):
             return None
@@ -225,7 +225,7 @@ class Started:
         return RanksFailed(all_codes, first, said, STOPPED if first in self._stopped else None)
 
     def poll_or_kill(self) -> RanksFailed | bool | None:
-        """As :meth:`poll`, but once one has failed the others are killed: nobody waits for what they have to say."""
+        """Do the same as :meth:`poll`, but once one has failed kill the others, without waiting for them."""
         codes = self._exit_codes()
         if self._first is None and self._is_blame_known(codes):
             ends = {rank: (self._code(rank, code), 0) for rank, code in codes.items() if code}
@@ -234,7 +234,7 @@ class Started:
         return self.poll()
 
     def _is_blame_known(self, codes: Mapping[int, int]) -> bool:
-        """Whether one has failed of itself, or stands still, where others have missed it; or does not end in time."""
+        """Whether the rank to blame is known: failed by itself, or stopped and missed, or after BLAME_S."""
         failed = [rank for rank, code in codes.items() if code]
         if failed and self._deadline == float("inf"):
             self._deadline = time.monotonic() + BLAME_S
@@ -242,7 +242,7 @@ class Started:
         return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
 
     def _code(self, rank: int, code: int) -> int:
-        """Return the exit code of one that has failed; PEER_LOST, too, for a script that has missed another one."""
+        """Return the exit code of a failed rank; PEER_LOST also for a script that has missed a peer."""
         return PEER_LOST if code > 0 and has_missed(self._folder, rank) else code
 
     def stopped(self) -> list[int]:
@@ -255,7 +255,7 @@ class Started:
         return stopped if len(stopped) + len(self._exit_codes()) == self._count else []
 
     def _kill_stopped(self) -> list[int]:
-        """Kill and return the ranks that stand still: they would be waited for, as they do not hear a signal."""
+        """Kill and return stopped ranks, which do not handle signals and would be waited for."""
         stopped = self.stopped()
         for rank in stopped:
             os.killpg(self._processes.pids()[rank], signal.SIGKILL)
@@ -263,7 +263,7 @@ class Started:
         return stopped
 
     def _exit_codes(self) -> dict[int, int]:
-        """Return those of the ranks that have ended, without telling torch's launcher, which would end the others."""
+        """Return the exit codes of ended ranks, unnoticed by torch's launcher, which would end the others."""
         codes = {}
         for rank, process in self._processes.pids().items():
             try:
@@ -276,14 +276,14 @@ class Started:
         return codes
 
     def kill(self, why: str = "", blamed: int | None = None) -> None:
-        """End all at once; ``blamed``: the rank that was the first to fail, if it is known."""
+        """Kill all; ``blamed``: the rank that was the first to fail, if it is known."""
         self._first = blamed if self._first is None else self._first
         for process in self._processes.pids().values():
             with suppress(ProcessLookupError):
                 os.killpg(process, signal.SIGKILL)
 
     def send_signal(self, number: int, sent: set[int]) -> None:
-        """Send a signal to those ranks that handle it and are not among ``told``, to which they are added."""
+        """Send a signal to the ranks that handle it and are not in ``sent``, to which they are added."""
         for rank, process in self._processes.pids().items():
             if rank not in sent and _handles(process, number):
                 with suppress(ProcessLookupError):
@@ -297,15 +297,15 @@ class Started:
 
 
 class StoppedTimer:
-    """Whether processes stand still for too long of which no other one would say so."""
+    """Detects stopped processes that no peer is left to report."""
 
     def __init__(self) -> None:
         self._looked_at, self._for_s = time.monotonic(), 0.0
 
     def expired(self, now: bool) -> bool:
-        """Note, many times a second, whether they stand still ``now``; return whether they have for too long."""
+        """Note, many times a second, whether they are stopped ``now``; return whether for too long."""
         looked_at, self._looked_at = self._looked_at, time.monotonic()
-        # This process may have been stopped, too, with all of its terminal's: that time does not count.
+        # This process may have been stopped too, with all others of its terminal: that time does not count.
         self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * _POLL_S) if now else 0.0
         return self._for_s > _STOPPED_S
 
@@ -321,7 +321,7 @@ def start(
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()
-    # As with nohup; torch would handle it.
+    # As with nohup; torch would install a handler.
     outlives_terminal = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     processes = elastic.start_processes(
         "avgpipe",
@@ -369,11 +369,11 @@ def _run(
                     late = f"the workers were not done after {timeout_s:.0f} s and were ended"
                     raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")
         except BaseException as error:
-            # A KeyboardInterrupt comes before torch's launcher has installed its handlers.
+            # KeyboardInterrupt: the signal arrived before torch's launcher had installed its handlers.
             interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
             number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
             if started is not None:
-                # Ranks that were told that they are preempted take SIGTERM for a part of that.
+                # Ranks that know of their preemption take SIGTERM for a part of it.
                 is_preempted = preempted is not None and preempted.is_noticed and interrupted
                 _end(started.close, signal.SIGINT if is_preempted else number)
             if interrupted:
@@ -383,17 +383,18 @@ def _run(
             if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
                 print("\x1b[?25h", end="", file=sys.stderr, flush=True)
     if isinstance(end, RanksFailed):
-        _pass_on(folder / PROGRESS, said, say)  # where it failed
+        _pass_on(folder / PROGRESS, said, say)  # the last line before the failure
         if preempted is not None and preempted.is_noticed and _was_late(end):
             raise Interrupted(signal.SIGTERM) from end
         raise end
 
 
 class Preempted:
-    """What the first SIGTERM means to a launcher: its ranks are told, and may end by themselves in time.
+    """Handles the launcher's first SIGTERM: its ranks are notified, and may end by themselves in time.
 
     Args:
-        all_started: returns all of them, whenever they were started.
+        all_started: returns all started processes at any time.
+        within_s: the time limit in seconds.
     """
 
     def __init__(self, all_started: Callable[[], Iterable[Started]], within_s: float) -> None:
@@ -404,7 +405,7 @@ class Preempted:
         self._listen()
 
     def _listen(self) -> None:
-        """Torch's launcher answers the signal itself whenever it has started something."""
+        """Install the handler; torch's launcher replaces it whenever it starts processes."""
         answer = signal.getsignal(signal.SIGTERM)
         if answer != self._notice and threading.current_thread() is threading.main_thread():
             self._before = answer
@@ -412,14 +413,14 @@ class Preempted:
 
     def _notice(self, *_: object) -> None:
         self._deadline = time.monotonic() + self._within_s + _POLL_S
-        signal.signal(signal.SIGTERM, self._before)  # a second one ends them at once
+        signal.signal(signal.SIGTERM, self._before)  # a second SIGTERM ends them at once
 
     @property
     def is_noticed(self) -> bool:
         return self._deadline is not None
 
     def look(self) -> None:
-        """Tell the ranks; once they have not ended in time, do as that signal does without this."""
+        """Notify the ranks; if they have not ended in time, let SIGTERM have its usual effect."""
         if self._deadline is None:
             self._listen()
             return
@@ -430,13 +431,13 @@ class Preempted:
 
 
 def _was_late(end: RanksFailed) -> bool:
-    """Whether a rank has ended itself, as it was not done in time."""
+    """Whether a rank has ended itself because it was not done in time."""
     return end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @contextmanager
 def ending(close: Callable[[int], None]) -> Iterator[None]:
-    """Call ``close`` after the block, however it ends, with the signal by which what was started is to end.
+    """Call ``close`` after the block in any case, with the signal that should end the started processes.
 
     Interrupted where a signal has ended the block.
     """
@@ -453,20 +454,20 @@ def ending(close: Callable[[int], None]) -> Iterator[None]:
 
 
 def _end(close: Callable[[int], None], number: int) -> None:
-    """Call ``close``, and once more, to end all at once, where a signal comes meanwhile."""
+    """Call ``close``; if a signal arrives meanwhile call it again, to kill all."""
     try:
         close(number)
     except BaseException as error:
         if not (isinstance(error, KeyboardInterrupt) or hasattr(error, "sigval")):
             raise
         if threading.current_thread() is threading.main_thread():
-            for handled in _HANDLED:  # until keeping_handlers gives them back
+            for handled in _HANDLED:  # until keeping_handlers restores them
                 signal.signal(handled, signal.SIG_IGN)
         close(signal.SIGKILL)
 
 
 def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
-    """Have SIGUSR1, by which ranks show what they are at, reach all of them; see :func:`keeping_handlers`."""
+    """Forward SIGUSR1 to all ranks, which print what they are doing; see :func:`keeping_handlers`."""
 
     def pass_on(*_: object) -> None:
         for started in all_started():
@@ -477,7 +478,7 @@ def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
 
 
 def _handles(process: int, number: int) -> bool:
-    """Whether a process would not be ended by a signal."""
+    """Whether a process has a handler for a signal."""
     try:
         status = Path(f"/proc/{process}/status").read_text()
     except OSError:
@@ -487,7 +488,7 @@ def _handles(process: int, number: int) -> bool:
 
 
 def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
-    """Pass on what rank 0 reports by ``progress`` after it has ``said`` something; return what it said last."""
+    """Pass on the line of rank 0's ``progress`` unless it is ``said``; return the last line passed on."""
     line = path.read_text(errors="replace") if path.is_file() else ""
     if line in ("", said):
         return said
@@ -496,10 +497,10 @@ def _pass_on(path: Path, said: str, say: Callable[[str], None]) -> str:
 
 
 def first_to_fail(failures: Mapping[int, tuple[int, int]], stopped: Collection[int] = ()) -> int:
-    """Return the rank to blame, of exit codes and times by rank: others missed it, or the launcher ended them.
+    """Return the rank to blame, from exit codes and times by rank; the others missed it, or were ended.
 
-    ``stopped``: ranks that stood still, and were killed for it. What a script is ended by that has missed one of these
-    may have any exit code.
+    ``stopped``: ranks that were killed because they were stopped. A script that missed one of these may end
+    with any exit code.
     """
 
     def blame(rank: int) -> tuple[int, int]:
@@ -520,7 +521,7 @@ def is_stopped(process: int) -> bool:
 
 def _last_line(log: str) -> str:
     lines = Path(log).read_text(errors="replace").splitlines() if log else []
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
 
 def _signal_name(number: int) -> str:
@@ -529,7 +530,7 @@ def _signal_name(number: int) -> str:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Give back the signal handlers that torch's launcher replaces in the main thread."""
+    """Restore the signal handlers that torch's launcher replaces in the main thread."""
     before = {number: signal.getsignal(number) for number in (*_HANDLED, signal.SIGUSR1)}
     try:
         yield
@@ -540,7 +541,7 @@ def keeping_handlers() -> Iterator[None]:
 
 
 def _quieten_torch() -> None:
-    """The launcher's log says in many lines what we say in one; LOGLEVEL brings it back."""
+    """Silence the launcher's long log, as the error says the same in a line; LOGLEVEL brings it back."""
     if "LOGLEVEL" in os.environ:
         return
     for name in list(logging.root.manager.loggerDict):

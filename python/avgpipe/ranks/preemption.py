@@ -1,8 +1,9 @@
-"""When ranks are told that they will be ended soon: all stop at the same place of their loops, without a collective.
+"""Preemption: ranks that will be ended soon all stop at the same place of their loops, without a collective.
 
-A rank that learns of it, by a signal of its own or from the others' store, tells a place that it has not passed yet,
-and goes on to that one; there it waits until all have told theirs. The greatest is where all stop. A thread tells and
-asks, so that a rank which waits for another one's work keeps nobody.
+A rank that learns of its preemption, from a signal or from the others' store, publishes the next place that
+it has not passed, goes on to that place, and waits there until all ranks have published theirs. All stop at
+the greatest. A thread publishes and reads the places, so that a rank which waits for another one's work
+delays no rank.
 """
 
 from __future__ import annotations
@@ -19,30 +20,30 @@ _LOOK_S = 0.2
 
 
 class Preemption:
-    """Whether the ranks are to stop, as each is asked at the same places."""
+    """Decides where the ranks stop; each asks at the same places."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._lock = threading.Lock()
-        self._place: int | None = None  # at which this rank was asked last
-        self._announced: int | None = None  # the place that it has not passed yet
+        self._place: int | None = None  # at which this rank asked last
+        self._announced: int | None = None  # the next place, which it has not passed
         self._is_noticed = self._is_written = False
         self._agreed = threading.Event()
-        self._stop = 0  # where all do
+        self._stop = 0  # the place at which all stop
 
     def notice(self) -> None:
-        """Say that this process will be ended; in any thread, and in a signal handler."""
+        """Note that this process will be ended; in any thread, and in a signal handler."""
         self._is_noticed = True
 
     @property
     def is_known(self) -> bool:
-        """Whether this process, or another one as far as it has learnt, will be ended."""
+        """Whether this process will be ended, or knows that another one will."""
         return self._is_noticed or self._announced is not None
 
     def is_due(self, place: int) -> bool:
-        """Whether to stop at ``place``, a number that grows; the same on all ranks that are asked there.
+        """Whether to stop at ``place``, a number that grows; the same on all ranks that ask there.
 
-        PeerLost or PipelineTimeout where another rank does not tell its place.
+        PeerLost or PipelineTimeout where another rank does not publish its place.
         """
         if self._world.size == 1:
             return self._is_noticed
@@ -60,12 +61,12 @@ class Preemption:
                 raise loss
             if time.monotonic() > deadline:
                 raise PipelineTimeout(
-                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for the others to tell where they can "
-                    "stop, as they are to be ended: every rank must ask for it"
+                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for the place at which the "
+                    "others can stop before they are ended: every rank must read pipeline.preempted"
                 )
 
     def look(self) -> None:
-        """Tell the others, and see what they have told; called now and then by a thread."""
+        """Publish this rank's place, and read those of the others; called repeatedly by a thread."""
         if self._agreed.is_set() or self._place is None:
             return
         with suppress(RuntimeError):  # the store does not answer: next time
