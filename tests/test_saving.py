@@ -140,7 +140,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], tmp_path: Path) -> N
 def test_a_clock_is_not_asked_where_processes_are_replaced(tmp_path: Path) -> None:
     with make(PLAN, copies_every_s=1) as p:
         checkpoints = Checkpoints(p, tmp_path)
-        with pytest.raises(ValueError, match=r"isolate=True save where the number of a batch says so"):
+        with pytest.raises(ValueError, match=r"isolate=True save by the number of a batch"):
             checkpoints.due()
         train_and_save(p, checkpoints, 2)
     assert saved(tmp_path) == {"last": 2}
@@ -150,9 +150,9 @@ def _ask_a_clock(folder: str) -> int:
     plan = Plan(micro_batches=2, pipelines=2, isolate=True)
     with make(plan) as p:
         checkpoints = Checkpoints(p, folder, every_s=60)
-        with pytest.raises(ValueError, match="save where the number of a batch says so"):
+        with pytest.raises(ValueError, match="save by the number of a batch"):
             checkpoints.due()
-        checkpoints.go_on(checkpoints.standing(), 0)  # as who tells others does
+        checkpoints.go_on(checkpoints.standing(), 0)  # as for pipelines that join
         assert not checkpoints.due()
         list(p.train(batches(2)))
         return p.batches

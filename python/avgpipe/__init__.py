@@ -1,6 +1,7 @@
 """avgpipe: pipeline-parallel training with elastic averaging.
 
-Names are loaded on first use, so that the pure-data rooms (schedule, planning, timeline) work without torch.
+Names are loaded on first use, so that the pure-data packages (schedule, planning, timeline) work without
+torch.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What knows accelerators: which device is a process's own, its streams, events, generators and memory.
+"""Accelerators: a process's own device, and the streams, events, generators and memory of devices.
 
-An accelerator does later what it is told now, stream by stream; the CPU does it at once, and has no streams: nothing of
-them is made or called there. Accelerators are asked for by what they can do (``torch.accelerator``), never by name.
+An accelerator runs work later, in the order of each stream; the CPU runs it at once, and has no streams: none
+are made or called for it. Accelerators are identified by what they can do (``torch.accelerator``), never by
+name.
 
-There is a current device for each thread, at first device 0. Whoever switches to another one for a moment goes back to
-it afterwards, which on CUDA makes a context there, of some hundred MB; so a process selects its device in every thread
-that comes near it.
+Each thread has a current device, at first device 0. Switching to another device for a moment and back creates
+a CUDA context of some hundred MB on device 0; so a process selects its device in every thread
+that uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 
 class _Torch:
-    """Streams as torch has them. Tests put others in their place, which keep account of what waits for what."""
+    """Streams of torch. Tests replace them by streams that record what waits for what."""
 
     Stream: Any = torch.Stream
     current_stream: Any = staticmethod(torch.accelerator.current_stream)
@@ -61,17 +62,17 @@ class _Torch:
 
 backend: Any = _Torch()
 
-# Owners of memory that is not the allocator's, by address: who reads it on a stream tells them (``used_on``).
+# Owners of memory outside of the allocator, by address; ``used_on`` calls them when a stream reads it.
 foreign_memory: WeakValueDictionary[int, Any] = WeakValueDictionary()
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether what a device is told is done later, in the order of streams."""
+    """Whether a device runs work later, in the order of streams."""
     return bool(backend.enqueues(device))
 
 
 def on_accelerator(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may still have to be made: whoever looks at them waits for a device."""
+    """Whether a tensor's values may still be pending, so that reading them waits for a device."""
     return bool(backend.holds(tensor))
 
 
@@ -81,7 +82,7 @@ def current_stream(device: torch.device) -> Any:
 
 
 def pinned_bytes(size: int) -> torch.Tensor:
-    """Return memory of the host, as bytes, to which an accelerator copies while the host goes on."""
+    """Return pinned host memory, as bytes, to which an accelerator copies while the host continues."""
     found: torch.Tensor = backend.pinned_bytes(size)
     return found
 
@@ -92,7 +93,7 @@ def own_stream(device: torch.device) -> Any:
 
 
 def timed_event(device: torch.device) -> Any:
-    """Return an event that the current stream reaches, and that tells when."""
+    """Return an event recorded on the current stream that measures time."""
     event = backend.Event(device, enable_timing=True)
     event.record(current_stream(device))
     return event
@@ -116,16 +117,16 @@ def used_on(stream: Any, tensors: Iterable[Any]) -> None:
 def own_device(device: torch.device | str) -> torch.device:
     """Return ``device``, with its number if it is an accelerator.
 
-    Where a launcher has numbered the processes of this host, each takes a device of its own as long as there are
+    If a launcher has numbered the processes of this host, each takes its own device as long as there are
     enough; else it is the current one.
 
     Raises:
-        ValueError: torch sees no such device here.
+        ValueError: torch finds no such device here.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
     try:
         found = torch.device(device)
-    except RuntimeError:  # torch knows no such type
+    except RuntimeError:  # torch has no such type
         found = torch.device("meta")
     if found.type == "cpu":
         return found
@@ -149,7 +150,7 @@ def select(device: torch.device) -> None:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Bytes that can be had on a device without swapping; infinite where the system, or its allocator, does not say."""
+    """Return the free bytes of a device, without swapping; infinite if it does not report them."""
     if device.type != "cpu":
         try:
             return int(torch.accelerator.get_memory_info(device)[0])
@@ -161,7 +162,7 @@ def free_bytes(device: torch.device) -> float:
 
 
 def device_name(device: torch.device) -> str:
-    """Return what an accelerator is called, such as "NVIDIA H200"."""
+    """Return the name of an accelerator, such as "NVIDIA H200"."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(device) if name is None else str(name(device))
 
@@ -182,12 +183,12 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def has_graphs(device: torch.device) -> bool:
-    """Whether work on a device can be captured once, and launched as a whole."""
+    """Whether work on a device can be captured once, and launched as one graph."""
     return bool(backend.has_graphs(device))
 
 
 def free_cached(device: torch.device) -> None:
-    """Give memory that the allocator keeps for later back to the device. Waits for the device."""
+    """Return the allocator's cached memory to the device. Waits for the device."""
     backend.free_cached(device)
 
 
@@ -209,5 +210,5 @@ class ReadyOnEvent:
 
 
 def ready_on_event(value: Any, device: torch.device) -> ReadyOnEvent:
-    """Return ``value``, which the current stream makes, for another stream."""
+    """Return ``value``, which the current stream computes, for another stream."""
     return ReadyOnEvent(value, current_stream(device).record_event(), device)

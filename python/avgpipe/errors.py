@@ -1,4 +1,4 @@
-"""What can go wrong in a run. Wrong arguments raise ValueError or TypeError; a failed run raises PipelineError."""
+"""Errors of a run. Wrong arguments raise ValueError or TypeError; a failed run raises PipelineError."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ScheduleError(PipelineError, ValueError):
 
 
 class StageError(PipelineError, ValueError):
-    """A stage's layers or the loss refused what they were given."""
+    """A stage's layers or the loss function failed on their inputs."""
 
 
 class PeerLost(PipelineError):
@@ -33,11 +33,11 @@ class CheckpointError(PipelineError, ValueError):
 
 
 class LibraryNotFound(ImportError, ValueError):
-    """What was asked for needs a library that is not installed. The message names it and how to get it."""
+    """A library that a feature needs is not installed. The message names it and how to install it."""
 
 
 def library(name: str, user: str, packages: str) -> Any:
-    """Import the module ``name``, which ``user`` needs and ``pip install PACKAGES`` brings; LibraryNotFound."""
+    """Import module ``name`` for ``user``; LibraryNotFound, with the way to install it, if missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -52,7 +52,7 @@ def check_count(name: str, value: object, least: int = 1) -> None:
 
 
 def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
-    """The end of an error message about an unknown name: the nearest valid one, and all of them."""
+    """Return the end of an error message about an unknown name: the nearest valid one, and all of them."""
     import difflib
 
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
@@ -61,7 +61,7 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error's text that says something, or else what kind of error it is, and where it is from."""
+    """Return the first line of an error's text that is not empty, or else its type and origin."""
     lines = (line.strip() for line in str(error).splitlines())
     frames = traceback.extract_tb(error.__traceback__)
     where = (

@@ -1,4 +1,4 @@
-"""Files that are either wholly written or not touched, and values read from them."""
+"""Files that are either written completely or not at all, and values read from them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from avgpipe.errors import nearest
 def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write ``data`` (text as UTF-8) to ``path`` so that readers find the old or the new content whole.
 
-    The data goes to a hidden temporary file in the same folder, reaches the disk, and then takes the place of
+    The data goes to a hidden temporary file in the same folder, is synced to disk, and then replaces
     ``path`` in one step; a symbolic link stays one and its target is replaced. Several processes may write
-    the same path: the last one wins. Raises OSError, and leaves no temporary file, where the folder is
+    the same path: the last one wins. Raises OSError, and leaves no temporary file, if the folder is
     missing or cannot be written.
     """
     target = Path(os.path.realpath(path))
@@ -28,7 +28,7 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
         raise FileNotFoundError(errno.ENOENT, "no such folder, make it first", str(target.parent))
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, "is a folder, give the path of a file", str(target))
-    # Not tempfile: its files are the owner's alone; this one must get the mode that any new file gets.
+    # Not tempfile: its files are private to the owner; this one must get the mode that any new file gets.
     temporary = target.parent / f".{target.name[:100]}.{uuid.uuid4().hex}.tmp"
     try:
         with open(temporary, "xb") as file:
@@ -63,7 +63,7 @@ def json_object(what: str, text: str) -> dict[str, Any]:
 
 
 def check_keys(where: str, values: dict[str, Any], known: Sequence[str], needed: Iterable[str] = ()) -> None:
-    """Raise ValueError for a key that is not known, and for one that is needed and missing."""
+    """Raise ValueError for an unknown key, and for a needed key that is missing."""
     for key in values:
         if key not in known:
             raise ValueError(f"{where}: unknown key {key!r}: {nearest(key, tuple(known))}")
@@ -73,7 +73,7 @@ def check_keys(where: str, values: dict[str, Any], known: Sequence[str], needed:
 
 
 def dataclass_of(where: str, kind: Any, values: Any) -> Any:
-    """Make a dataclass of the object that a file has for it; ValueError names what in it cannot be."""
+    """Make a dataclass from its object in a file; ValueError names what is wrong in it."""
     if not isinstance(values, dict):
         raise ValueError(f"{where} must be a JSON object, not {type(values).__name__}")
     needed = [field.name for field in fields(kind) if field.default is MISSING]

@@ -55,7 +55,7 @@ from avgpipe.runtime.session import LOST, Session
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.weights import gather_state
 
-if TYPE_CHECKING:  # what takes long to import, or most pipelines do without
+if TYPE_CHECKING:  # slow to import, or unused by most pipelines
     from matplotlib.figure import Figure
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -69,14 +69,14 @@ if TYPE_CHECKING:  # what takes long to import, or most pipelines do without
     from avgpipe.runtime.prepared import PrepareStage
 
 _log = logging.getLogger("avgpipe")
-_PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for which the other workers may need what was sent last
+_PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for the other workers to receive the last messages
 
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def _recovering(call: _Call) -> _Call:
-    """Make a method go on when a rank has been replaced: it begins anew, with training where it was."""
+    """Make a method survive the replacement of a rank: it starts again, from the same state of training."""
 
     @wraps(call)
     def again(self: Pipeline, *args: Any, **options: Any) -> Any:
@@ -102,129 +102,143 @@ class Pipeline:
 
     Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
     must be one rank per worker of the plan; alone, the process runs all stages. ``model`` is copied, not changed:
-    ``state_dict`` returns what was learnt.
+    ``state_dict`` returns the trained weights.
 
     Args:
-        model: ``nn.Sequential``, a list of modules, a model of most families of transformers as it is (see
+        model: ``nn.Sequential``, a list of modules, an unchanged model of most families of transformers (see
             ``avgpipe.model.transformers``), a module that torch.fx can trace, or, with ``example_inputs``, one that
-            torch.export can; or one of these in a PeftModel whose adapters are in the layers, such as LoRA's: what is
-            frozen stays so, and names are the PeftModel's.
+            torch.export can; or one of these in a PeftModel whose adapters are in the layers, such as LoRA's:
+            frozen parameters stay frozen, and names are the PeftModel's.
         plan: how to cut, schedule and average.
-        loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if it says so by
-            ``reduction = "sum"``; or ``(sum, count)``, a scalar and what to divide it by over the whole batch, such as
-            the targets that are not ignored. A scalar of unknown kind is taken for a mean over samples; where the first
-            batch shows that it is none, a warning says so. Either may come with metrics, ``(loss, {"name": value})``,
-            numbers or tensors without a dimension, which are put together as the loss is: means where it is a mean,
-            sums where it is a sum, and beside ``(sum, count)`` sums that the same count divides.
+        loss_fn: ``loss_fn(output, target)`` returns a scalar, the mean over samples, or a sum if its
+            attribute ``reduction`` is "sum"; or ``(sum, count)``, a scalar and its divisor over the whole
+            batch, such as the number of targets that are not ignored. A scalar of unknown kind is taken for a
+            mean over samples; if the first batch shows that it is none, there is a warning. Either may have
+            metrics, ``(loss, {"name": value})``, numbers or tensors without a dimension, which are combined
+            as the loss is: means if it is a mean, sums if it is a sum, and beside ``(sum, count)`` sums that
+            the same count divides.
         optimizer: ``optimizer(params)`` returns a torch optimizer of a stage's parameters, or a list of several, each
-            parameter in exactly one, which step in turn. Where its first parameter is called ``named_params`` or
-            ``named_parameters``, it gets pairs (name, parameter) instead, as torch's optimizers take them too; names
-            are those of the unsplit model, as in ``state_dict``, of a tied parameter the first. Optimizers with
-            ``train()`` and ``eval()``, as schedule-free ones, are for one pipeline: evaluation has their weights for
-            it.
-        device: by default where the model's parameters are. "cuda", or another accelerator without a number: under
-            torchrun the device of this rank's place on its host, else the current one. It becomes the calling thread's
-            current device.
-        seed: what the layers draw follows from it, the pipeline, batch, micro-batch and layer alone.
-        timeout_s: no wait for another worker lasts longer.
-        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; of several optimizers each
-            has one.
+            parameter in exactly one, which step in turn. If its first parameter is called ``named_params`` or
+            ``named_parameters``, it gets pairs (name, parameter) instead, as torch's optimizers accept too;
+            names are those of the unsplit model, as in ``state_dict``, of a tied parameter the first.
+            Optimizers with ``train()`` and ``eval()``, such as schedule-free ones, require a single pipeline:
+            evaluation uses their weights for it.
+        device: by default that of the model's parameters. "cuda", or another accelerator without a number:
+            under torchrun the device with this rank's local number, else the current one. It becomes the
+            calling thread's current device.
+        seed: of the layers' random numbers, which depend on it, the pipeline, batch, micro-batch and layer
+            alone.
+        timeout_s: the limit of every wait for another worker.
+        lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; each of several
+            optimizers has one.
         clip_grad_norm: limit of the norm of a batch's gradient over all stages; ``math.inf`` measures it alone, for
-            ``result.grad_norm``. Where pipelines share a batch, they wait for each other's gradients of it. Pipelines
-            that are isolated, or have workers of their own, do not: there it is of each one's share.
-        skip_nonfinite: a batch whose gradients have infinities or NaN, on whichever stage, changes neither weights nor
-            statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for the device, as
-            it does where losses are scaled.
+            ``result.grad_norm``. Pipelines that share a batch wait for each other's gradients of it.
+            Pipelines that are isolated, or have workers of their own, do not: there it limits each one's
+            share.
+        skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
+            nor statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for
+            the device, as it does with ``loss_scale``.
         autocast: dtype for ``torch.autocast`` in training; evaluation and prediction are in the dtype of the weights.
-        loss_scale: what losses are multiplied with for the backward, so that small gradients of float16 are not lost:
+        loss_scale: the factor on losses for the backward, so that small gradients in float16 are not lost:
             "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
-            "dynamic" under ``autocast=torch.float16``, else none. An update whose scaled gradients overflow on
-            whichever stage is left out, and ``skipped_updates`` counts it.
-        loss_weight: ``loss_weight(target)``, what a micro-batch weighs in its batch's mean loss; by default its
-            samples, or the elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
-        link: how tensors travel between workers: "auto" (shared memory between processes of one host, their device's
-            memory where they share a CUDA device, NCCL where each has one, torch.distributed between hosts), or the
-            name of one.
-        wire_dtype: torch.bfloat16 or torch.float16 halves what travels between stages of different workers, for less
-            exact activations and gradients; None sends them as they are. Gradients of tied weights, exchanged after all
-            backwards, travel as bfloat16 only.
-        cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one. For plans that flush, and
-            stages whose layers launch the same kernels every time: no random numbers, no waiting for the device,
-            nothing carried from batch to batch. What has another shape than the first batch, as a short last one, runs
-            without.
-        compile: True, or a dict of keyword arguments of ``torch.compile``, runs every layer through it, each by itself:
-            let a layer be a whole block. What comes compiled, by its ``compile()`` or ``torch.compile``, stays so in
-            any case, with its own options. Dropout draws the same for any number of stages, but with the default
-            backend not what plain layers draw, unless ``torch._inductor.config.fallback_random`` is set. With
-            recomputation the default is ``dynamic=False``. The first batches wait for the compiler, which ``timeout_s``
-            must allow for.
-        weights_from: for a model on the meta device, where its values come from: a folder or file of safetensors; a
-            mapping from names to tensors, of which each rank asks for those of its stages; or a function that fills
-            the modules of a stage, as by ``module.apply(...)``. Each rank makes what its stages hold and no more, so
-            that a model may be larger than a host. Names in a folder that ``save_pretrained`` wrote may have, or lack,
-            the prefix of the model's body.
+            "dynamic" under ``autocast=torch.float16``, else none. An update is left out if scaled gradients
+            overflow on any stage, and ``skipped_updates`` counts it.
+        loss_weight: ``loss_weight(target)``, the weight of a micro-batch in its batch's mean loss; by default
+            its number of samples, or of the elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
+        link: how tensors are sent between workers: "auto" (shared memory between processes of one host,
+            device memory if they share a CUDA device, NCCL if each has one, torch.distributed between hosts),
+            or the name of one.
+        wire_dtype: torch.bfloat16 or torch.float16 halves the data sent between stages of different workers,
+            for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
+            exchanged after all backwards, are sent as bfloat16 only.
+        cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one graph. For plans
+            that flush, and stages whose layers launch the same kernels every time: no random numbers, no
+            waiting for the device, no state carried from batch to batch. Inputs of another shape than the
+            first batch's, as in a short last one, run without.
+        compile: True, or a dict of keyword arguments of ``torch.compile``, compiles every layer separately:
+            let a layer be a whole block. Modules compiled before, by ``compile()`` or ``torch.compile``, stay
+            so in any case, with their own options. Dropout draws the same for any number of stages, but with
+            the default backend not what plain layers draw, unless ``torch._inductor.config.fallback_random``
+            is set. With recomputation the default is ``dynamic=False``. The first batches wait for the
+            compiler, which ``timeout_s`` must allow for.
+        weights_from: for a model on the meta device, the source of its values: a folder or file of
+            safetensors; a mapping from names to tensors, of which each rank reads those of its stages; or a
+            function that fills the modules of a stage, as by ``module.apply(...)``. Each rank allocates its
+            own stages only, so a model may be larger than a host's memory. Names in a folder that
+            ``save_pretrained`` wrote may have, or lack, the prefix of the model's body.
         mesh: the dimension of a device mesh along which the stages lie, such as ``device_mesh["pp"]``: its ranks are
-            this pipeline's, and the other ranks of the whole mesh make pipelines of their own, of the same model.
-        group: likewise the torch.distributed group of this pipeline's ranks, by whose numbers in it messages name
-            them. Without both, the pipeline has all ranks.
+            this pipeline's, and the other ranks of the whole mesh form pipelines of their own, of the same
+            model.
+        group: likewise the torch.distributed group of this pipeline's ranks; messages name ranks by their
+            numbers in it. Without both, the pipeline has all ranks.
         prepare_stage: ``prepare_stage(module, stage, mesh)`` makes a stage of this rank parallel over the other
-            dimensions of ``mesh``, which is the whole one here: by ``fully_shard`` or ``parallelize_module`` on
-            ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module, ...)``. It
-            changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. Every pipeline must train on
-            batches of as many samples; a batch's loss is that of the pipeline's own. Ranks with different data
-            should get a ``seed`` each, those that share layers' work the same one.
-        memory_limit_bytes: of a worker, for the weights of all pipelines and the activations in flight; what
-            ``advance="auto"`` must keep to.
-        example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces what torch.fx
-            cannot, layers of a traced model are proved to compute what it does, the default cut balances what forward
-            and backward compute, and ``print(pipeline)`` shows what stages send. Shapes must be alike on all
-            ranks. The runs that follow may have other batch sizes, and other sizes as far as
-            the model's code allows. The example says, too, which arguments of a traced model batches give: without it,
-            a model whose forwards ask whether something is None goes without those that are None by default.
-        names_of: the model that a list of layers is made of: names of parameters are this model's.
-        accumulate: how many batches of the loader make one update, that of one batch of all their samples. The plan's
-            ``micro_batches`` are of each, so that activations take no more memory but for schedules that keep all of
-            a batch, such as "gpipe"; and shapes may differ between them. The end of a loader makes an update of what is
-            left. ``batch`` then means all of them, in results too.
+            dimensions of ``mesh``, which is the whole mesh here: by ``fully_shard`` or ``parallelize_module``
+            on ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module,
+            ...)``. It changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. All
+            pipelines must train on batches of equally many samples; a batch's loss is that of the pipeline's
+            own. Ranks with different data should have different ``seed`` values, ranks that share layers the
+            same one.
+        memory_limit_bytes: per worker, for the weights of all pipelines and the activations in flight; the
+            limit of ``advance="auto"``.
+        example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces models
+            that torch.fx cannot, layers of a traced model are proved to compute what it does, the default cut
+            balances the computation of forward and backward, and ``print(pipeline)`` shows the sizes of
+            messages between stages. Shapes must be the same on all ranks. Later batches may have other batch
+            sizes, and other sizes as far as the model's code allows. The example also decides which arguments
+            of a traced model batches
+            give: without it, a model whose forward checks whether an argument is None is called without those
+                that
+            are None by default.
+        names_of: the model that a list of layers is made from: names of parameters are this model's.
+        accumulate: how many batches of the loader make one update, like one batch of all their samples. The
+            plan's ``micro_batches`` count those of each, so activations take no more memory, except with
+            schedules that keep all of a batch, such as "gpipe"; and shapes may differ between the batches. At
+            the end of a loader, the rest makes an update. ``batch`` then means all of them, in results too.
         verify_wire: give each message between processes a checksum, which the receiver checks: a bit that was flipped
-            on the way ends the run with an error that names both, and the message. On devices, for links through the
-            host's memory. What torch.distributed sums and broadcasts is not checked.
-        verify_every: after so many batches, or a few more so that all pipelines have had their turn, finish what is in
-            flight and compare bit for bit what must be equal: copies of tied weights, replicas of a stage, the
-            references of dedicated pipelines; and a micro-batch on each stage with itself when it runs twice, on an
+            in transit ends the run with an error that names both processes, and the message. On devices, for
+            links through host memory. Sums and broadcasts of torch.distributed are not checked.
+        verify_every: after this many batches, or a few more to complete a round of all pipelines, finish the
+            batches in flight and compare bit for bit what must be equal: copies of tied weights, replicas of
+            a stage, the references of dedicated pipelines; and two runs of one micro-batch on each stage, on
+            an accelerator only with ``torch.use_deterministic_algorithms(True)``. A difference ends the run
+            with an error that names it, and its place. Otherwise training continues unchanged.
             accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
             that names it, and where it is. Training goes on as if nothing had happened.
         copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches, so
-            that a process which is killed is replaced, and training goes on from the last copy without a disk; for
-            ranks that ``avgpipe run --spares`` has started. About so many seconds of work are lost at most: the next
-            copy is taken after three quarters of them, as one counts once it has come. Each process holds two
-            copies of its own state (weights, optimizer states, reference) and two of its neighbour's, and the inputs
-            and targets since. The script of the new process runs from its beginning, finds in ``batches`` where to go
-            on, and gives ``train`` a loader that begins there. A loader that is an iterator cannot be evaluated again.
+            that a killed process is replaced, and training continues from the last copy without a disk; for
+            ranks that ``avgpipe run --spares`` has started. At most about this many seconds of work are lost:
+            the next copy is taken after three quarters of them, as a copy counts only once it has arrived.
+            Each process holds two copies of its own state (weights, optimizer states, reference) and two of
+            its neighbour's, and the inputs and targets since. The script of the new process runs from its
+            beginning, reads its position from ``batches``, and gives ``train`` a loader that begins there. A
+            loader that is an iterator cannot be evaluated again.
         ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
-            each of its updates: ``average = decay average + (1 - decay) weights``, which the first update sets. Each
-            stage keeps its own, in one more copy of the weights, for ``weights="ema"`` in :meth:`evaluate`,
-            :meth:`predict` and :meth:`state_dict`; checkpoints have it. Buffers are not averaged over time.
-        check: "first-batch": before the first batch trains, look whether training is what was asked for, and raise or
-            warn where it is not. Ranks must be given the same batches, of which some are compared, and loaders must end
-            with the same one. The first rank runs the model as it was given and as its stages run it, on samples of the
-            batch: outputs, gradients and buffers must be equal, also in evaluation and with recomputation. That takes
-            the time of some batches, and memory for a copy of the whole model and for its gradients, twice; its code
-            and hooks run a few times more, on copies of its modules. A model that computes something else of a batch in
-            micro-batches than of the whole one, as its layers mix samples or count forwards, is warned of. What has no
-            gradient is named. An optimizer must give all parameters together, as the script's model has them, the same
-            options as stage by stage; one of the caller's own class tries steps on small tensors. A loss function is
-            called a few times more, to see whether it is the mean that it is taken for. "every": compare stages with
-            the model in every hundredth batch, too, on the weights that it was given with; "full": in all batches, on
-            all samples; "off": nothing of it.
-        batch_dim: along which dimension tensors have the samples of a batch: a number for all of them, such as 1 for
-            layers that want [length, batch, ...]; or one for the inputs and one for the targets, ``(1, 0)``, and if
-            need be a third for the model's outputs, 0 otherwise. Where tensors differ, in place of a number tuples,
-            lists and dicts as a batch has them, with None for what goes whole to every micro-batch, as a mask that all
-            samples share: ``({"x": 0, "mask": None}, 0)``.
+            each of its updates: ``average = decay average + (1 - decay) weights``, with the first update's
+            weights as its first value. Each stage keeps its own, in one more copy of the weights, for
+            ``weights="ema"`` in :meth:`evaluate`, :meth:`predict` and :meth:`state_dict`; checkpoints have
+            it. Buffers are not averaged over time.
+        check: "first-batch": before the first batch trains, check that training does what was requested, and
+            raise or warn if it does not. Ranks must have the same batches, of which some are compared, and
+            loaders must end after the same one. The first rank runs the model as it was given and as its
+            stages run it, on samples of the batch: outputs, gradients and buffers must be equal, also in
+            evaluation and with recomputation. That takes the time of some batches, and memory for a copy of
+            the whole model and for its gradients, twice; its code and hooks run a few times more, on copies
+            of its modules. A warning reports a model that computes something else of a batch in micro-batches
+            than of the whole one, because its layers mix samples or count forwards. Another names parameters
+            without a gradient. An optimizer must give the parameters the same options for the whole model as
+            stage by stage; one of the caller's own class tries steps on small tensors. A loss function is
+            called a few times more, to check that it is a mean if it is used as one. "every": also compare
+            stages with the model in every hundredth batch, on the weights that it was given with; "full": in
+            all batches, on all samples; "off": no checks.
+        batch_dim: the dimension of tensors along which the samples of a batch are: a number for all of them,
+            such as 1 for layers that take [length, batch, ...]; or one for the inputs and one for the
+            targets, ``(1, 0)``, and optionally a third for the model's outputs, 0 otherwise. If tensors
+            differ, tuples, lists and dicts with the structure of a batch replace a number, with None for
+            tensors that every micro-batch gets whole, such as a mask that all samples share: ``({"x": 0,
+            "mask": None}, 0)``.
 
     Raises:
-        ValueError: for a plan that the model or the ranks do not fit. Failures of a run are ``PipelineError``.
+        ValueError: if the plan does not fit the model or the ranks. Failures of a run are ``PipelineError``.
     """
 
     @_in_own_modes
@@ -323,7 +337,7 @@ class Pipeline:
         select(spec.device)
         if isinstance(loss_fn, nn.Module):
             loss_fn.to(spec.device)
-        self._stepped = self._predicted = 0  # how often step and predict were called
+        self._stepped = self._predicted = 0  # calls of step and predict
         self.plan, self._spec = plan, spec
         self._session = Session(spec, policy)
         self._audit()
@@ -333,14 +347,14 @@ class Pipeline:
         policy.begin(self._session)
 
     def _audit(self) -> None:
-        """Have the first batches looked at, and warn of what is seen of the model alone."""
+        """Set up the checks of the first batches, and warn of findings in the model itself."""
         spec, worker = self._spec, self._session.worker
         options, plan, layers = spec.options, spec.plan, spec.layers
         if not (options.keeps_modes or self.world.rank) and tells_modes_apart(layers):
             _log.warning(
-                "the model is in evaluation mode as a whole, as one that was loaded, and is trained in training mode, "
-                "with its dropout and batch statistics: call model.train() to say so, and eval() of the modules that "
-                "are to stay as they are"
+                "the model is in evaluation mode as a whole, like one that was just loaded, and is trained in training "
+                "mode, with its dropout and batch statistics: call model.train() to confirm, and eval() of the modules "
+                "that must stay in evaluation mode"
             )
         if options.check == "off":
             return
@@ -374,12 +388,12 @@ class Pipeline:
         make it, and all else as inputs.
 
         The pipelines share each batch, or take turns: see ``Plan.batch``. They stream: when the result of batch j is
-        yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator one at
-        least. Whatever is called then (``evaluate``, ``save``) finishes them first.
+        yielded, the next one is in flight, of batches taken in turn the next N - 1, and on an accelerator at
+        least one. Calls between results (``evaluate``, ``save``) finish these first.
 
-        The loader is a batch ahead: the one after batch j is fetched before the result of j is yielded. So what the
-        loop's body tells the loader then, as how hard batches shall be, reaches it a batch later than in a plain loop,
-        and where both draw from one generator, the loader draws first.
+        The loader is a batch ahead: the one after batch j is fetched before the result of j is yielded. So
+        settings of the loader that the loop's body changes then, such as a difficulty, apply a batch later
+        than in a plain loop, and if both draw from one generator, the loader draws first.
         """
         session = self._session
         session.drain()
@@ -394,15 +408,15 @@ class Pipeline:
                 continue
             if ended:
                 return
-            if session.feed.results:  # else what was trained on is lost, and is trained on again
+            if session.feed.results:  # otherwise a replaced rank lost them, and they are trained on again
                 result, _ = session.feed.results.popleft()
                 yield result
 
     def step(self, inputs: Any, targets: Any) -> float:
         """Train on a batch for a round: every pipeline on its share of the samples. Wait, and return the mean loss.
 
-        It makes an update by itself, whatever ``accumulate`` is. The loss is NaN where nothing counts, as where all
-        targets are ignored.
+        It is one update by itself, whatever ``accumulate`` is. The loss is NaN if nothing counts, as with all
+        targets ignored.
         """
         session = self._session
         n = self.plan.batches_per_round if session.policy.pipeline is None else 1
@@ -437,10 +451,10 @@ class Pipeline:
         self._session.drain()
 
     def enter(self) -> int:
-        """Come into a run of isolated pipelines before the first batch, with which train() else does it.
+        """Join a run of isolated pipelines before the first batch; otherwise train() joins it.
 
-        Where others train already, it returns once this pipeline has their state; they then wait for its first batch,
-        which is number ``batches``.
+        If others train already, it returns once this pipeline has their state; they then wait for its first
+        batch, which is number ``batches``.
 
         Returns:
             How many results they have had, each of a batch or of what was left of it; 0 at the beginning of a run.
@@ -449,10 +463,11 @@ class Pipeline:
 
     @_recovering
     def once(self, what: str, find: Callable[[], Any]) -> Any:
-        """Return, on every rank of all pipelines, what ``find()`` returns on one of them, as JSON carries it.
+        """Return, on every rank of all pipelines, what ``find()`` returns on one of them, sent as JSON.
 
-        For what decides how training goes on, and may differ between ranks, as what a clock or a file says. Batches in
-        flight are finished first. Every rank calls it, after the same batch; ``what`` names it to all of them.
+        For values that decide how training goes on, and may differ between ranks, such as from a clock or a
+        file. Batches in flight are finished first. Every rank calls it, after the same batch, with the same
+        name ``what``.
         """
         session = self._session
         session.drain()
@@ -475,9 +490,9 @@ class Pipeline:
     ) -> EvaluationResult:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
-        ``metric_fn`` is the mean over the samples it is given, a number or a dict of numbers by name. ``weights``:
-        "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training goes on afterwards as if nothing
-        had happened.
+        ``metric_fn`` is the mean over the samples of its arguments, a number or a dict of numbers by name.
+        ``weights``: "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training continues
+        unchanged afterwards.
         """
         session, options = self._session, self._spec.options
         session.drain()
@@ -501,7 +516,7 @@ class Pipeline:
                 return EvaluationResult(**evaluate(modes))
         with evaluating, session.settling() as modes:
             found = session.policy.once(session, f"evaluation of {which}", partial(evaluate, modes))
-            # What has drawn from it goes on alike in all pipelines.
+            # Reads the loader to its end, so that a generator it draws from is the same in all pipelines.
             deque(modes.made_outside(batches), maxlen=0)
         return EvaluationResult(**found)
 
@@ -509,12 +524,12 @@ class Pipeline:
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """Return the model's output for a batch of any size, in evaluation mode, on every rank.
 
-        ``inputs`` are those of a pair, so of a collator's mapping all but its "labels". ``weights``: as in
+        ``inputs`` are those of a pair; of a collator's mapping, all but "labels". ``weights``: as in
         :meth:`evaluate`.
         """
         session = self._session
         which, inputs = self._which(weights), plain(inputs)
-        # Raises what is wrong with them before the pipeline is at it.
+        # Raises for wrong inputs before the pipeline starts.
         dims = self._spec.options.batch_dims
         sample_count(inputs, is_whole=self.plan.micro_batches == 1, dims=dims)
         session.policy.come_in(session)
@@ -546,13 +561,14 @@ class Pipeline:
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
         """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
 
-        Optimizers, learning-rate schedules, and what layers carry from batch to batch stay as they are; the average of
-        ``ema_decay`` begins anew. A plan without a flush fills its pipeline again.
+        Optimizers, learning-rate schedules, and state that layers carry from batch to batch stay unchanged;
+        the average of ``ema_decay`` starts again. A plan without a flush fills its pipeline again.
 
         Args:
             state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
-                so the mapping may read its files when it is asked.
-            strict: whether missing and unexpected names are refused. Else what is missing stays as it is.
+                so the mapping may read its files on access.
+            strict: whether missing and unexpected names are refused. Otherwise what is missing stays
+                unchanged.
 
         Returns:
             The names that are missing, and those that are unexpected.
@@ -573,7 +589,7 @@ class Pipeline:
 
     @_recovering
     def distances(self) -> avgpipe.runtime.distances.Distances:
-        """Return how far the replicas are from the reference and from each other, over the whole model.
+        """Return the distances of the replicas from the reference and from each other, over the whole model.
 
         It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
         """
@@ -591,7 +607,7 @@ class Pipeline:
 
     @property
     def _saving(self) -> Any:
-        """What saves and loads checkpoints."""
+        """The object that saves and loads checkpoints."""
         session = self._session
         if session.saving is None:
             session.saving = named("avgpipe.checkpoint.saving:Saving")(session)
@@ -599,39 +615,42 @@ class Pipeline:
 
     @_recovering
     def save(self, directory: str | Path, *, wait: bool = True, also: Sequence[str | Path] = ()) -> None:
-        """Write a checkpoint that loads under any plan. The folder appears, or replaces the one there, all at once.
+        """Write a checkpoint that loads under any plan. Its folder appears, or replaces another, in one step.
 
         Args:
             directory: of the checkpoint.
             wait: False: the state is copied in main memory, which is kept for the next time, and a thread writes it
-                while training goes on; batches in flight go on, too, each stage copying its state between two. Why it
-                could not be written is told by :meth:`wait_for_save`; else by the next save, which has then saved
-                nothing, or by :meth:`close`. A save waits for the one before. Isolated pipelines always wait.
-            also: other folders that get the same checkpoint, by links to its files where the file system has them.
+                while training goes on; batches in flight go on, too, each stage copying its state between
+                two. If it cannot be written, :meth:`wait_for_save` raises the error; else the next save,
+                which then has saved nothing, or :meth:`close`. A save waits for the one before. Isolated
+                pipelines always wait.
+            also: other folders that get the same checkpoint, by links to its files if the file system has
+                them.
 
         Raises:
-            CheckpointError: on every rank, where it cannot be written, where another run saves, and for weights with
-                infinities or NaN: what was there stays, and training may go on.
+            CheckpointError: on every rank, if it cannot be written, if another run saves there, and for
+                weights with infinities or NaN: the old checkpoint stays, and training may go on.
             ValueError: for sharded stages: see :meth:`sharded_state_dict`.
         """
         self._saving.save([Path(folder) for folder in (directory, *also)], wait)
 
     @_recovering
     def wait_for_save(self) -> None:
-        """Wait until what ``save(folder, wait=False)`` has begun to write is a checkpoint.
+        """Wait until the checkpoint that ``save(folder, wait=False)`` has begun is written.
 
-        CheckpointError, on every rank, where it could not be written. Where a rank is replaced meanwhile, it may not be
-        there: a warning says so.
+        CheckpointError, on every rank, if it cannot be. If a rank is replaced meanwhile, it may be missing: a
+        warning reports it.
         """
         self._saving.wait()
 
     def load(self, directory: str | Path) -> None:
-        """Go on from a checkpoint: bit for bit under the same plan, else from its weights and optimizer states.
+        """Resume from a checkpoint: bit for bit under the same plan, else from weights and optimizer states.
 
-        An isolated pipeline that comes when others train has what they have, and loads nothing before its first batch.
+        An isolated pipeline that joins others in training gets their state, and loads nothing before its
+        first batch.
 
-        CheckpointError, on every rank, for one that is missing, damaged or another model's: nothing has changed then.
-        ValueError for sharded stages: see :meth:`sharded_state_dict`.
+        CheckpointError, on every rank, if it is missing, damaged or another model's: nothing has changed
+        then. ValueError for sharded stages: see :meth:`sharded_state_dict`.
         """
         self._saving.load(Path(directory))
 
@@ -640,9 +659,10 @@ class Pipeline:
         """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
 
         ``dcp.save(pipeline.sharded_state_dict(), checkpoint_id=folder)`` on all ranks of the mesh writes weights,
-        buffers, optimizer states, learning-rate schedule and loss scale. To go on, also under other numbers of stages,
-        shards or replicas: have ``dcp.load`` fill what this returns, then call :meth:`load_sharded_state_dict`. Tensors
-        are not copied; the names below "model" are those of ``state_dict()``. An average of ``ema_decay`` begins anew.
+        buffers, optimizer states, learning-rate schedule and loss scale. To resume, also with other numbers
+        of stages, shards or replicas: let ``dcp.load`` fill what this returns, then call
+        :meth:`load_sharded_state_dict`. Tensors are not copied; the names below "model" are those of
+        ``state_dict()``. An average of ``ema_decay`` starts again.
 
         Raises:
             ValueError: for several pipelines: use :meth:`save`.
@@ -651,9 +671,9 @@ class Pipeline:
         return self._saving.sharded_state()  # type: ignore[no-any-return]
 
     def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what ``torch.distributed.checkpoint`` has loaded into :meth:`sharded_state_dict`, on every rank.
+        """Resume, on every rank, from a :meth:`sharded_state_dict` that ``dcp.load`` has filled.
 
-        CheckpointError for what is no such state; the pipeline may have a part of it then.
+        CheckpointError if it is no such state; the pipeline may have a part of it then.
         """
         self._saving.load_sharded_state(state)
 
@@ -661,15 +681,15 @@ class Pipeline:
     def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
         """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
 
-        With several pipelines all of them get the reference's values of what is frozen. A checkpoint does not say what
-        is.
+        With several pipelines all of them get the reference's values of frozen parameters. A checkpoint does
+        not record which are frozen.
 
         Args:
             names: of parameters, or of modules that hold them, as in ``state_dict()``.
             flag: whether they train.
 
         Raises:
-            ValueError: for what did not require a gradient when the Pipeline was made.
+            ValueError: for parameters that did not require a gradient when the Pipeline was made.
         """
         names = [names] if isinstance(names, str) else list(names)
         if self._spec.options.prepare is not None:
@@ -693,7 +713,7 @@ class Pipeline:
 
     @property
     def advance(self) -> avgpipe.planning.advance.AdvanceChoice | None:
-        """What advance="auto" has chosen."""
+        """The choice of advance="auto"."""
         return None if self._session.auto is None else self._session.auto.choice
 
     @property
@@ -703,7 +723,7 @@ class Pipeline:
 
     @property
     def device(self) -> torch.device:
-        """The device where this rank computes; of CUDA with its number."""
+        """The device where this rank computes, on CUDA with its number."""
         return self._spec.device
 
     @property
@@ -713,7 +733,7 @@ class Pipeline:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a process that is lost may be replaced from a copy of its state: see ``copies_every_s``."""
+        """Whether a lost process may be replaced from a copy of its state: see ``copies_every_s``."""
         return self._spec.options.copies
 
     @property
@@ -724,8 +744,8 @@ class Pipeline:
     def loader_state(self, loader: Any) -> Any:
         """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.
 
-        The loader itself may be a batch ahead. ``loader`` is what was given to :meth:`train`, and has a ``state_dict``,
-        as torchdata's StatefulDataLoader. Batches that are in flight are finished first.
+        The loader itself may be a batch ahead. ``loader`` is the one given to :meth:`train`, and has a
+        ``state_dict``, like torchdata's StatefulDataLoader. Batches in flight are finished first.
         """
         self.drain()
         return self._session.loader.state(loader)
@@ -734,16 +754,16 @@ class Pipeline:
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers of this rank: one per pipeline and stage that has trainable parameters.
 
-        Their groups' options and their states may be changed between two batches. Weights may not: of several pipelines
-        the reference has them, too, and :meth:`load_state_dict` changes all.
+        Their groups' options and their states may be changed between two batches, but not weights: with
+        several pipelines the reference has them, too, and :meth:`load_state_dict` changes all.
         """
         return [r.optimizer for r in self._session.worker.trained.values() if r.optimizer is not None]
 
     @property
     def skipped_updates(self) -> int:
-        """Updates that ``skip_nonfinite`` or ``loss_scale`` has left out, of pipelines that this rank has a part in.
+        """Updates that ``skip_nonfinite`` or ``loss_scale`` left out, of pipelines with a part on this rank.
 
-        Pipelines that share a batch leave it out together, which counts once.
+        If pipelines that share a batch leave it out together, it counts once.
         """
         worker = self._session.worker
         found = {i: lane.update.skipped for (_, i), lane in worker.lanes.items()}
@@ -754,15 +774,15 @@ class Pipeline:
 
     @_recovering
     def timeline(self) -> avgpipe.timeline.timeline.Timeline:
-        """Return what ran when in the last steps, on all ranks; times in seconds from the first of them."""
+        """Return the recent steps on all ranks, with their times in seconds from the first of them."""
         with self._session.idle():
             return named("avgpipe.measure.running:gather_timeline")(self._session.worker)  # type: ignore[no-any-return]
 
     @_recovering
     def busy_fractions(self, first_batch: int = 0) -> list[float]:
-        """Return each worker's computing share of the time, 0..1, from ``first_batch`` on, as far as it is recorded.
+        """Return each worker's share of time spent computing, 0..1, in recorded batches from ``first_batch``.
 
-        Cheaper than :meth:`timeline`: a number of each worker travels.
+        Cheaper than :meth:`timeline`: each worker sends one number.
         """
         with self._session.idle():
             shares: list[float] = named("avgpipe.measure.running:gather_busy")(
@@ -772,23 +792,23 @@ class Pipeline:
 
     @_recovering
     def measured_costs(self) -> avgpipe.planning.costs.Costs:
-        """Return what forwards, backwards, updates and messages of each stage have taken so far: medians, in seconds.
+        """Return median seconds of each stage's forwards, backwards, updates and messages so far.
 
-        ``simulate`` takes them, for another plan. Memory is in it after ``advance="auto"`` alone.
+        ``simulate`` takes them, for another plan. It includes memory only after ``advance="auto"``.
 
         Raises:
             ValueError: for stages with replicas, and pipelines with workers of their own.
         """
         if self.plan.replication or self.plan.spread:
             raise ValueError(
-                "measured_costs() is of stages with a worker each, and the plan has "
+                "measured_costs() needs stages with one worker each, and the plan has "
                 f"replication={self.plan.replication} and spread={self.plan.spread}: see timeline()"
             )
         with self._session.idle():
             return named("avgpipe.measure.running:measured_costs")(self._session.worker)  # type: ignore[no-any-return]
 
     def preempt(self) -> None:
-        """Say that this process will be ended soon; in a signal handler, or any thread. See :attr:`preempted`."""
+        """Announce that this process will end soon; also from a signal handler or thread. See ``preempted``."""
         if self.launcher is not None:
             self.launcher.stop()
         self._session.worker.preemption.notice()
@@ -797,7 +817,8 @@ class Pipeline:
     def preempted(self) -> bool:
         """Whether a rank has called :meth:`preempt`: True on all ranks from the same batch on, within seconds.
 
-        Every rank must ask after every batch, or at the same ones, and not in the middle of an evaluation::
+        Every rank must read it after every batch, or after the same ones, and not in the middle of an
+        evaluation::
 
             signal.signal(signal.SIGTERM, lambda *_: pipeline.preempt())
             for result in pipeline.train(loader):
@@ -814,20 +835,20 @@ class Pipeline:
             return worker.preemption.is_due(self._session.feed.next_batch)
 
     def doing(self) -> str:
-        """Say what this rank is at, in words; in any thread."""
+        """Return what this rank is doing, in words; from any thread."""
         return f"{self.world.name(self.world.rank)}: {self._session.worker.scheduler.doing()}"
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Let the other workers have what was sent last, and end the threads. The process group stays.
+        """Send the last messages, and end the threads. The process group stays.
 
-        CheckpointError where ``save(folder, wait=False)`` could not be written and nobody was told yet.
+        CheckpointError if ``save(folder, wait=False)`` has failed and the error was not raised yet.
         """
         self._close()
 
     def _close(self, error: BaseException | None = None) -> None:
-        """``error``: why, which says more than what could not be written."""
+        """``error``: the reason, which matters more than a checkpoint that was not written."""
         session, worker = self._session, self._session.worker
         failed, limit_s = worker.failure is not None, session.world.timeout_s
         patience_s = _FAILED_PATIENCE_S if failed else min(limit_s, _PATIENCE_S)
@@ -864,9 +885,9 @@ class Pipeline:
         return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
 
     def __str__(self) -> str:
-        """Return the cut as a table: layers by name, parameters, estimated cost, and what stages send on.
+        """Return the cut as a table: layers by name, parameters, estimated cost, and messages between stages.
 
-        A line beneath says what kind of estimate the cost is.
+        A line beneath names the kind of estimate.
         """
         cut = self._seen_cut()
         how = f"{self.plan.pipelines} pipeline{'s' * (self.plan.pipelines > 1)}, {self.plan.schedule}"
@@ -874,11 +895,11 @@ class Pipeline:
         return f"Pipeline: {stages}, {how}, on {self.device}\n{cut}"
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the cut, as ``print(pipeline)`` tells it; a matplotlib figure, written to ``path`` if given."""
+        """Draw the cut that ``print(pipeline)`` shows; a matplotlib figure, written to ``path`` if given."""
         return named("avgpipe.measure.cut_picture:plot_cut")(self._seen_cut(), path)  # type: ignore[no-any-return]
 
     def _seen_cut(self) -> Cut:
-        """Return the cut with what the stages of this process have been seen to send."""
+        """Return the cut with the messages that stages of this process have sent so far."""
         from avgpipe.model.cut import Cut, sent
 
         spec = self._spec
@@ -903,11 +924,9 @@ class Pipeline:
 
 
 def _policy(plan: Plan, copies_every_s: float | None) -> Policy:
-    """Return what is done about processes that are lost."""
+    """Return the policy for lost processes."""
     if plan.isolate and copies_every_s is not None:
-        raise ValueError(
-            "copies_every_s cannot have isolate=True: pipelines in processes of their own stand in for each other"
-        )
+        raise ValueError("copies_every_s cannot have isolate=True: isolated pipelines replace each other")
     if plan.isolate or pipeline_here() is not None:
         return cast(Policy, named("avgpipe.fault.isolation:Isolation")(plan))
     if copies_every_s is not None:
@@ -916,12 +935,12 @@ def _policy(plan: Plan, copies_every_s: float | None) -> Policy:
 
 
 def _import_late() -> None:
-    """Load what torch loads when the first optimizer is made."""
+    """Import the modules that torch imports when the first optimizer is made."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
 
 
 def _close(pipeline: weakref.ref[Pipeline]) -> None:
-    """Close a Pipeline at the end of the program, for those who did not."""
+    """Close a Pipeline at the end of the program, if the caller did not."""
     alive = pipeline()
     if alive is not None:
         alive.close()

@@ -1,4 +1,4 @@
-"""A plan: every choice that makes a run what it is, as one value that can be printed, saved and edited."""
+"""A plan: all choices of a run, as one value that can be printed, saved and edited."""
 
 from __future__ import annotations
 
@@ -31,54 +31,59 @@ class Plan:
     """How to train.
 
     Attributes:
-        stages: K, into how many parts the model is cut.
+        stages: K, the number of parts that the model is cut into.
         pipelines: N, how many replicas of the model train at once.
-        micro_batches: M, the parts of a batch. Pipelines that share a batch need one each: a smaller M is made N.
-        schedule: what runs when, see ``build_schedule``.
+        micro_batches: M, the parts of a batch. Pipelines that share a batch need one each: a smaller M is
+            raised to N.
+        schedule: the order of actions, see ``build_schedule``.
         advance: of the schedule "advance-forward", see ``build_schedule``; "auto" lets a Pipeline measure and choose.
-        system: the name of the published system that this is, whose row of ``avgpipe.systems`` the other attributes
-            must have: ``Plan.for_system`` gives them to you.
+        system: the name of the published system that this is; the other attributes must match its row of
+            ``avgpipe.systems``: ``Plan.for_system`` sets them.
         partition: the first layer of stages 1..K-1 as indices, or as module names for a traced model; None: balanced by
-            an estimate, of the work on ``Pipeline(example_inputs=...)`` where that is given; ``print(pipeline)`` says
-            what kind of estimate it is.
-        alpha: elasticity, see ``Reference``; so are the next three. With one pipeline, which has nobody to agree with,
-            they do nothing.
+            an estimate, of the work on ``Pipeline(example_inputs=...)`` if that is given; ``print(pipeline)``
+            names the kind of estimate.
+        alpha: elasticity, see ``Reference``; so are the next three. With one pipeline they have no effect.
         rule: by which pipelines and reference are averaged. "mean-gradient": one optimizer for all, which steps the
             reference by the mean of the pipelines' gradients; "avgpipe", "easgd": each has its own, and an elastic
-            force ties them. None: "mean-gradient" where pipelines share each batch and neither ``alpha`` nor
-            ``period`` nor an asynchronous ``staleness`` asks for more, else "avgpipe".
-        staleness: 0, 1 or "asynchronous", how old the reference may be that a pipeline is pulled to.
+            force ties them. None: "mean-gradient" if pipelines share each batch and neither ``alpha`` nor
+            ``period`` nor an asynchronous ``staleness`` needs more, else "avgpipe".
+        staleness: 0, 1 or "asynchronous", the age of the reference that a pipeline is pulled to.
         period: updates of a pipeline in a round of averaging.
         warmup_rounds: batches at the beginning of training whose gradients are of the newest weights: with rule
             "mean-gradient", rounds of staleness 0; schedules without a flush have one batch in flight. Gradients change
-            quickly then, and late ones cost most. None: 100 rounds with rule "mean-gradient" and staleness 1, else 0.
+            fast then, and late ones cost most. None: 100 rounds with rule "mean-gradient" and staleness 1,
+            else 0.
         recompute: which micro-batches store only their stage's input and run the forward again before the backward:
             "never", "always", or "except-last" (all but the last micro-batch, as its backward comes soonest).
-        weights: which version of the weights a batch runs on; None: what the schedule was published with. "flush": the
-            newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward and backward on the
-            version that was the newest on the stage at the first forward; "vertical-sync", on the one that was the
-            newest on the first stage; "double-buffer" (2BW), on the newest but one; "predicted" (SpecTrain), as "stash"
-            with the correction "predicted".
+        weights: the version of the weights that a batch runs on; None: as the schedule was published.
+            "flush": the newest, for schedules that flush. For those that do not: "stash" (PipeDream), forward
+            and backward on the version that was the newest on the stage at the first forward;
+            "vertical-sync", on the one that was the newest on the first stage; "double-buffer" (2BW), on the
+            newest but one; "predicted" (SpecTrain), as "stash" with the correction "predicted".
         replication: how many workers each stage has, R_k; micro-batch m goes to number m % R_k of stage k, and
             gradients are summed over them. None: one each.
         stages_per_worker: of the schedules "interleaved-1f1b", "interleaved-zero-bubble" and "looped-bfs", see
             ``build_schedule``.
-        spread: whether each pipeline has workers of its own, which average over the network, instead of sharing all.
-        isolate: whether each pipeline has processes of its own, one for each worker, on the workers that all share. One
-            that is lost then leaves the others to go on, and may come again: see ``avgpipe run --isolate``.
-        placement: for each stage its workers, in ascending order: which rank runs what. None: workers are numbered
-            stage after stage, or as the schedule has them.
-        batch: what a batch of the loader is to several pipelines. "global": all of them share it, pipeline i trains on
-            the i-th N-th of its micro-batches, and the reference moves once, so that a batch is a step of about what
-            one pipeline would make of it. "per-pipeline": batch j is pipeline j % N's, and the reference moves by the
-            mean of N updates once all have theirs, so that N batches are a step like that of an N-fold batch. At one
-            pipeline's learning rate that learns much less from a batch: a small language model needed 1.5 times the
-            samples with two pipelines and 3 times with four. Raise the rate as for a batch N times as large.
-        correction: what is done about gradients of weights that are some updates old, of schedules without a flush.
+        spread: whether each pipeline has its own workers, which average over the network, instead of sharing
+            all.
+        isolate: whether each pipeline has its own processes, one for each worker, on the workers that all
+            share. If one pipeline is lost, the others go on, and it may join again: see ``avgpipe run
+            --isolate``.
+        placement: for each stage its workers, in ascending order: the rank that runs it. None: workers are
+            numbered stage after stage, or as the schedule has them.
+        batch: how several pipelines use a batch of the loader. "global": all of them share it, pipeline i
+            trains on the i-th N-th of its micro-batches, and the reference moves once, so that a batch is
+            about the step that one pipeline would make of it. "per-pipeline": batch j is pipeline j % N's,
+            and the reference moves by the mean of N updates once all have theirs, so that N batches are a
+            step like that of an N-fold batch. At one pipeline's learning rate that learns much less from a
+            batch: a small language model needed 1.5 times the samples with two pipelines and 3 times with
+                four. Raise
+            the rate as for a batch N times as large.
+        correction: of gradients of weights that are some updates old, with schedules without a flush.
             "predicted": forward and backward run on the weights as the optimizer's state (SGD with momentum, Adam,
-            AdamW) predicts them for the time of the batch's update; "error-feedback": each step is made with the
-            difference to the one before added; "nesterov": with momentum over the steps and its look-ahead. The last
-            two do for any optimizer. None: nothing.
+            AdamW) predicts them for the time of the batch's update; "error-feedback": each step adds its
+            difference from the one before; "nesterov": with momentum over the steps and its look-ahead. The
+            last two work with any optimizer. None: no correction.
     """
 
     stages: int = 1
@@ -148,14 +153,14 @@ class Plan:
         self._check_system()
 
     def _check_system(self) -> None:
-        """A plan that is named after a published system must be one: a name alone changes nothing."""
-        if self.system == "avgpipe":  # what has no other name
+        """Refuse a plan with a published system's name and other options: a name alone changes nothing."""
+        if self.system == "avgpipe":  # the default, of any options
             return
         for name, value in systems.fixed(self.system).items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"system {self.system!r} has {name} {value!r}, and this plan {getattr(self, name)!r}: write "
-                    f"Plan.for_system({self.system!r}, ...), which sets what belongs to the system"
+                    f"Plan.for_system({self.system!r}, ...), which sets the options of the system"
                 )
 
     def _check_isolation(self) -> None:
@@ -163,7 +168,7 @@ class Plan:
             raise ValueError(f"isolate must be True or False, not {self.isolate!r}")
         if self.pipelines == 1:
             raise ValueError(
-                "isolate=True with pipelines=1: there is no other one that could go on, use at least two"
+                "isolate=True with pipelines=1: there is no other pipeline that could go on, use at least two"
             )
         if self.spread:
             raise ValueError(
@@ -248,12 +253,12 @@ class Plan:
 
     @property
     def shares(self) -> int:
-        """How many pipelines train on parts of each batch of the loader: N, or 1 where they take turns."""
+        """How many pipelines train on parts of each batch of the loader: N, or 1 if they take turns."""
         return self.pipelines if self.batch == "global" else 1
 
     @property
     def micro_batches_each(self) -> int:
-        """The micro-batches that a pipeline has of a batch, at most: of isolated ones the last may have all."""
+        """The most micro-batches that a pipeline has of a batch: of isolated ones, the last may have all."""
         return self.micro_batches if self.isolate else -(-self.micro_batches // self.shares)
 
     @property
@@ -269,12 +274,12 @@ class Plan:
             return 1 + schedule.lookahead
         if self.shares == 1:
             return self.pipelines
-        # With staleness the next one too, so that a pipeline which is ahead of the others goes on.
+        # With staleness the next one too, so that a pipeline which is ahead of the others can continue.
         return 2 if self.staleness else 1
 
     @property
     def delays(self) -> tuple[int, ...]:
-        """By how many updates the gradients of each stage are late once the pipeline is full; 0 with a flush."""
+        """The lateness of each stage's gradients, in updates, once the pipeline is full; 0 with a flush."""
         schedule, weights = self.build_schedule(), self.weights or "flush"
         first_row = schedule.rows[schedule.worker_of(0)]
         rows = [schedule.rows[workers[0]] for workers in schedule.replicas]
@@ -282,7 +287,7 @@ class Plan:
 
     @property
     def workers(self) -> int:
-        """How many processes it takes."""
+        """The number of worker processes that the plan needs."""
         one = self.build_schedule().workers
         return one * self.pipelines if self.spread else one
 
@@ -323,7 +328,7 @@ class Plan:
         from avgpipe.files import dataclass_of, json_object
 
         values = json_object("a plan", text)
-        values.setdefault("batch", "per-pipeline")  # plans from before there was a choice mean that
+        values.setdefault("batch", "per-pipeline")  # the only choice of plans without this key
         plan: Plan = dataclass_of("plan", cls, values)
         return plan
 
@@ -346,5 +351,5 @@ def _check_name(what: str, value: Any, valid: tuple[str, ...]) -> None:
 
 
 def _as_tuple(value: Any) -> Any:
-    """Lists, and lists in them, as tuples."""
+    """Return lists, and lists in them, as tuples."""
     return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value

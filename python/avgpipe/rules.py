@@ -1,4 +1,4 @@
-"""Averaging rules, and corrections of late gradients, as coefficients; the checked options of a reference. No torch."""
+"""Averaging rules and corrections of late gradients, as coefficients; options of a reference. No torch."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class Rule:
         z' = z + sum of all u, or their mean
 
     Attributes:
-        from_step: what the update gets of the step.
-        from_force: what the update gets of the force.
+        from_step: The factor of the step in the update.
+        from_force: The factor of the force in the update.
         force_after_step: The force is that of x + d, not that of x.
-        joins: With staleness 0 there is no f; instead, once z' is there, all replicas move by a (z' - x').
+        joins: With staleness 0 there is no f; instead, once z' is known, all replicas move by a (z' - x').
         averages: z moves by the mean of the updates, not by their sum.
         beta: The default elasticity of N replicas is beta / N.
         alone: The default elasticity of a single replica.
         tries: The reference has the optimizer, which steps z by the mean of the replicas' gradients g in a round, and
-            a replica goes on from where that optimizer would bring z with its own gradient alone: u = -g, and
-            x' = z + the step that z's optimizer makes of g. Nothing else here counts.
+            a replica continues from where that optimizer would move z with its own gradient alone: u = -g,
+            and x' = z + the step that z's optimizer makes of g. The other coefficients have no effect.
     """
 
     from_step: float
@@ -54,7 +54,7 @@ RULES = {
     "easgd": Rule(
         from_step=0, from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9
     ),
-    # One optimizer for all: data parallelism with staleness 0, and with 1 nobody waits.
+    # One optimizer for all: data parallelism with staleness 0, and with 1 without waits.
     "mean-gradient": Rule(
         from_step=0,
         from_force=0,
@@ -70,7 +70,7 @@ RULES = {
 
 @dataclass(frozen=True)
 class Correction:
-    """What is done about gradients of weights that are some updates old, where a schedule does not flush.
+    """A correction of gradients of weights that are some updates old, for schedules that do not flush.
 
     With d the step that the optimizer makes of such a gradient:
 
@@ -95,35 +95,35 @@ class Correction:
 CORRECTIONS = {
     # SpecTrain (Chen, Yang, Cheng 2018), XPipe (Guan et al. 2019), PipeMare (Yang et al. 2021).
     "predicted": Correction(predicts=True),
-    # Zmushko et al., arXiv 2606.30634: the step that was missing from the weights is made up for in the next.
+    # Zmushko et al., arXiv 2606.30634: the next step makes up for the one that was missing from the weights.
     "error-feedback": Correction(gain=1.0, per_update=True),
     # Nesterov's look-ahead over the optimizer's steps, after Ajanthan et al., ICML 2025.
     "nesterov": Correction(momentum=0.9, gain=0.9),
 }
 STALENESS = (0, 1, "asynchronous")
 # While Adam's second moments are young a trial step is far from the true one. On a small language model 25 rounds that
-# wait take away two thirds of what staleness 1 costs, and 100 nearly all of it.
+# wait remove two thirds of the cost of staleness 1, and 100 nearly all of it.
 WARMUP_ROUNDS: int = 100
 
 
 def suited_rule(alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
-    """Return the rule of several pipelines that were told none: the one that learns most from a batch, if it can be.
+    """Return the default rule of several pipelines: the one that learns most from a batch, if it is possible.
 
-    Pipelines that share a batch can share the optimizer. What asks for elasticity, or for rounds of several batches, is
-    for replicas with optimizers of their own.
+    Pipelines that share a batch can share the optimizer. Options for elasticity, or for rounds of several
+    batches, need replicas with their own optimizers.
     """
     shares = batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
     return "mean-gradient" if shares else "avgpipe"
 
 
 def suited_warmup(pipelines: int, rule: str, staleness: int | str) -> int:
-    """Return the rounds that wait at the beginning, of a plan that says nothing of it."""
+    """Return the default number of waiting rounds at the beginning."""
     return WARMUP_ROUNDS if pipelines > 1 and RULES[rule].tries and staleness == 1 else 0
 
 
 @dataclass(frozen=True)
 class Elasticity:
-    """How ``replicas`` (N) replicas agree with the reference: see :class:`avgpipe.Reference` for the meanings."""
+    """The averaging of ``replicas`` (N) replicas and the reference: see :class:`avgpipe.Reference`."""
 
     replicas: int
     rule: str
@@ -141,7 +141,7 @@ class Elasticity:
         period: int,
         warmup_rounds: int = 0,
     ) -> Elasticity:
-        """The options with the default of ``alpha`` filled in; ValueError or TypeError for a wrong one."""
+        """Return the options with the default of ``alpha``; ValueError or TypeError for a wrong one."""
         check_count("replicas", replicas)
         check_count("period", period)
         if rule not in tuple(RULES):
@@ -198,12 +198,12 @@ class Elasticity:
         return self.staleness == 0 or number < self.warmup_rounds
 
     def pulls_at_the_end(self, number: int) -> bool:
-        """The step that completes this round, from 0, moves the weights of all replicas."""
+        """Whether the step that completes this round, from 0, moves the weights of all replicas."""
         return self.coefficients.joins and self.synchronous(number) and self.alpha != 0
 
     @property
     def force(self) -> tuple[float, int]:
-        """Elasticity and staleness, as the operators call it, of the force in a replica's own part of a round."""
+        """Elasticity and staleness, as of the operators, of the force in a replica's own part of a round."""
         rule = self.coefficients
         if rule.joins and self.staleness == 0:
             return 0.0, 0
@@ -211,10 +211,10 @@ class Elasticity:
 
     @property
     def shares(self) -> dict[str, Any]:
-        """What the update gets of step and force, as options of the operators."""
+        """The factors of step and force in the update, as options of the operators."""
         return {"from_step": self.coefficients.from_step, "from_force": self.coefficients.from_force}
 
     @property
     def scale(self) -> float:
-        """What one replica's update is multiplied by on its way into z."""
+        """The factor on one replica's update when it is added to z."""
         return 1 / self.replicas if self.coefficients.averages else 1.0

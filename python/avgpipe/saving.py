@@ -1,4 +1,4 @@
-"""When a training loop saves, and which of its checkpoints stay."""
+"""When a training loop saves, and which checkpoints it keeps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _log = logging.getLogger("avgpipe")
 class Checkpoints:
     """The checkpoints of a training loop. Every rank calls its methods, in one order.
 
-    The newest is the folder ``last``; with ``keep`` above 1 the newest ones are ``batch-N``, too, and what is said to
-    be the best is ``best``. Each loads by itself, and files that several have are there once::
+    The newest is the folder ``last``; with ``keep`` above 1 the newest ones are also ``batch-N``, and the one
+    saved with ``best=True`` is ``best``. Each loads by itself, and files that several share exist once::
 
         checkpoints = avgpipe.Checkpoints(pipeline, "run", every_s=60, keep=3)
         checkpoints.load()
@@ -29,8 +29,8 @@ class Checkpoints:
 
     Args:
         folder: for the folders of the checkpoints.
-        every_s: about how many seconds lie between two; :meth:`due` says when.
-        keep: how many of the newest stay, ``last`` included.
+        every_s: about the seconds between two; :meth:`due` decides.
+        keep: how many of the newest are kept, ``last`` included.
     """
 
     def __init__(
@@ -43,24 +43,25 @@ class Checkpoints:
         self._pace = Timetable(every_s, pipeline.plan.batches_per_round)
         self._batches = 0  # since the ranks agreed last
         self._saved_at = time.monotonic()
-        self._source: str | None = None  # which was loaded in place of newer ones, until another is there
-        self._has_saved = False  # since then
-        self._is_told = False  # to those that join, by who asks standing()
+        self._source: str | None = None  # the one loaded instead of newer ones, until another is written
+        self._has_saved = False  # since that load
+        self._shares_state = False  # whether pipelines that join get standing()
 
     @property
     def batches_to_agreement(self) -> int:
-        """After how many more batches :meth:`due` may say so."""
+        """The number of further batches until :meth:`due` may return True."""
         return max(1, self._pace.batches() - self._batches)
 
     def due(self, batches: int = 1) -> bool:
-        """Whether to save now, on all ranks alike, after so many more batches; they seldom agree on it.
+        """Whether to save now, on all ranks alike, after ``batches`` more batches; ranks seldom agree on it.
 
-        ValueError with ``copies_every_s`` and ``isolate``: a process that comes later does not know when they have.
+        ValueError with ``copies_every_s`` and ``isolate``: a process that joins later does not know when they
+        last did.
         """
-        if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._is_told):
+        if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._shares_state):
             raise ValueError(
-                "due() asks a clock, and a process that comes later does not know since when: with copies_every_s or "
-                "isolate=True save where the number of a batch says so, as if result.batch % 1000 == 999"
+                "due() reads a clock, and a process that joins later does not know since when: with copies_every_s or "
+                "isolate=True save by the number of a batch, as if result.batch % 1000 == 999"
             )
         self._batches += batches
         if self._batches < self._pace.batches():
@@ -72,23 +73,23 @@ class Checkpoints:
         return self._pace.due(batches, float(elapsed_s))
 
     def standing(self) -> dict[str, Any]:
-        """Return what :meth:`due` goes by, as JSON carries it, for those that join."""
-        self._is_told = True
+        """Return the state of :meth:`due`, for JSON, for pipelines that join."""
+        self._shares_state = True
         elapsed_s = time.monotonic() - self._saved_at
         return {"pace": asdict(self._pace), "batches": self._batches, "elapsed_s": elapsed_s}
 
     def go_on(self, standing: dict[str, Any], ago_s: float) -> None:
-        """Have :meth:`due` say what it says on those that were at ``standing`` so long ago."""
-        self._is_told = True
+        """Make :meth:`due` agree with pipelines that had the state ``standing`` ``ago_s`` seconds ago."""
+        self._shares_state = True
         self._pace, self._batches = Timetable(**standing["pace"]), standing["batches"]
         self._saved_at = time.monotonic() - standing["elapsed_s"] - ago_s
 
     def save(self, *, best: bool = False, wait: bool = True) -> None:
-        """Save, as the pipeline's ``save`` does, and delete those that are not to stay.
+        """Save, as the pipeline's ``save`` does, and delete the checkpoints that are not kept.
 
         Raises:
-            CheckpointError: as of the pipeline's. Of one that was begun without ``wait``, it is raised by the next
-                save, or the pipeline's ``wait_for_save``; this save goes on then.
+            CheckpointError: as in the pipeline's ``save``. If a save without ``wait`` has failed, the next
+                save or the pipeline's ``wait_for_save`` raises it; that save is written nevertheless.
         """
         self._saved_at, failure = time.monotonic(), None
         self._pace.saved()
@@ -112,9 +113,9 @@ class Checkpoints:
             delete_old(self._folder, self._keep - 1, following, self._source)
 
     def load(self) -> bool:
-        """Go on from the newest checkpoint that loads; False where there is none.
+        """Resume from the newest checkpoint that loads; False if there is none.
 
-        CheckpointError, that of the newest, where none of them does.
+        CheckpointError, that of the newest, if none of them loads.
         """
         paths = self._pipeline.once(
             "checkpoints there", lambda: [str(path) for path in checkpoints_in(self._folder)]
@@ -135,7 +136,7 @@ class Checkpoints:
         return False
 
     def _note_loaded(self, source: str | None) -> None:
-        """Note which checkpoint was loaded in place of newer ones; who comes later, and loads none, is told."""
+        """Note the checkpoint loaded instead of newer ones, also for pipelines that join, which load none."""
         self._source = self._pipeline.once("checkpoint in place of newer ones", lambda: source)
         self._has_saved = False
 
@@ -176,5 +177,5 @@ class Timetable:
         return save
 
     def saved(self) -> None:
-        """A checkpoint was saved."""
+        """Record that a checkpoint was saved."""
         self.since_save = 0

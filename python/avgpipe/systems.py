@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import lcm
 from typing import Any
 
-WORKERS = "workers"  # in a row: as many as there are workers, where each has one stage
+WORKERS = "workers"  # in a row: the number of workers, with one stage each
 
 # An option that is not named here is the caller's choice. ``stages``, ``micro_batches`` or ``pipelines`` in a row are
 # fixed by the system.
@@ -29,7 +29,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
         "batch": "per-pipeline",
     },
     "data-parallel": {"schedule": "1f1b", "pipelines": 1, "stages": 1, "replication": [WORKERS]},
-    # Each worker goes on with its own batch, and tells the others what it has learnt when it has.
+    # Each worker continues with its own batch, and sends the others its update when it is done.
     "data-parallel-asp": {
         "schedule": "1f1b",
         "rule": "avgpipe",
@@ -44,7 +44,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 
 def row(system: str, workers: int) -> dict[str, Any]:
-    """A system's options on so many workers of one stage each."""
+    """Return a system's options on ``workers`` workers of one stage each."""
     found = {name: workers if value == WORKERS else value for name, value in SYSTEMS[system].items()}
     if found.get("replication") == [WORKERS]:
         found["replication"] = [workers]
@@ -52,16 +52,16 @@ def row(system: str, workers: int) -> dict[str, Any]:
 
 
 def fixed(system: str) -> dict[str, Any]:
-    """A system's options that are the same on any number of workers."""
+    """Return a system's options that are the same on any number of workers."""
     return {name: value for name, value in SYSTEMS[system].items() if value not in (WORKERS, [WORKERS])}
 
 
 def micro_batches(system: str, stages: int, replication: Sequence[int] | None, wanted: int = 1) -> int:
-    """The least number that a system can have, at least ``wanted``; as many for every replica of each stage."""
+    """Return the least number for a system, at least ``wanted``; equal for each replica of a stage."""
     weights = SYSTEMS[system].get("weights")
-    if weights in ("stash", "predicted"):  # a batch is what is in flight
+    if weights in ("stash", "predicted"):  # whole batches are in flight
         wanted = 1
-    if weights == "double-buffer":  # two versions are enough then, and each is there when a batch runs on it
+    if weights == "double-buffer":  # two versions are enough then, and each exists when a batch runs on it
         counts = replication or [1] * stages
         wanted = max(wanted, stages, *(-(-sum(counts[k:]) // r) * r - r for k, r in enumerate(counts)))
     step = lcm(*(replication or ()))

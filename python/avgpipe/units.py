@@ -1,6 +1,7 @@
-"""Quantities as text: how options and files write them, and how reports print them.
+"""Quantities as text: as written in options and files, and as printed in reports.
 
-A parser takes the name of what it reads (an option, a key of a file) first; its ValueError begins with that name.
+A parser takes the name of its source (an option, a key of a file) first; its ValueError begins with that
+name.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ def parse_numbers(
     """Read numbers with commas between them.
 
     Args:
-        name: What the error begins with.
+        name: The beginning of the error.
         text: As in "1,2,4".
         kind: int or float.
-        example: What the error suggests.
+        example: The example that the error suggests.
         least: The smallest number that is accepted; None accepts all, infinite ones included.
     """
     try:
@@ -72,7 +73,7 @@ def parse_names(text: str | None) -> tuple[str, ...]:
 
 
 def _with_unit(text: Any, units: dict[str, float], default: str = "") -> float | None:
-    """The value in the unit that is 1; None for what is no finite number with such a unit."""
+    """Return the value in the unit of factor 1; None if it is no finite number with such a unit."""
     match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([A-Za-z]*)\s*", str(text))
     if match is None or (match[2] or default) not in units:
         return None
@@ -84,7 +85,7 @@ def _with_unit(text: Any, units: dict[str, float], default: str = "") -> float |
 
 
 def format_bytes(size: float) -> str:
-    """Three digits and the unit: "12.3 MiB"."""
+    """Return three digits and the unit: "12.3 MiB"."""
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}" if size < 1000 * scale else f"{size / scale:.0f} {unit}"
@@ -92,7 +93,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Three digits and the power of a thousand: "12.3 M"."""
+    """Return three digits and the power of a thousand: "12.3 M"."""
     for unit, scale in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= scale:
             return f"{count / scale:.3g} {unit}" if count < 1000 * scale else f"{count / scale:,.0f} {unit}"
@@ -100,14 +101,14 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits and the unit: "12.3 ms"."""
+    """Return three digits and the unit: "12.3 ms"."""
     unit, per_s = time_unit(seconds)
     value = seconds * per_s
     return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def duration(seconds: float) -> str:
-    """A duration to read: 42 s, 3:05 min, 2:07 h."""
+    """Return a duration in words: 42 s, 3:05 min, 2:07 h."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -117,5 +118,5 @@ def duration(seconds: float) -> str:
 
 
 def time_unit(seconds: float) -> tuple[str, float]:
-    """The unit in which so long a time reads well, and how many of it make a second."""
+    """Return the unit that suits a time, and how many of it make a second."""
     return ("s", 1.0) if seconds >= 2 else ("ms", 1e3) if seconds >= 2e-3 else ("µs", 1e6)

@@ -1,4 +1,4 @@
-"""What is done about late gradients, whose weights are some updates old: see :class:`avgpipe.rules.Correction`."""
+"""Corrections of gradients of weights that are some updates old: see :class:`avgpipe.rules.Correction`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from avgpipe.rules import Correction
 
 Flats: TypeAlias = list[torch.Tensor]
 
-# The key of a step under which an optimizer's state holds it, so that checkpoints keep it with the parameter.
+# The key of a step in an optimizer's state, so that checkpoints keep it with the parameter.
 LAST_UPDATE = "last_update"
 
 
@@ -26,16 +26,16 @@ class WeightPrediction:
         w - s lr u                                                   SGD with momentum buffer u
         (1 - lr weight_decay)^s w - s lr m / (sqrt(v) + eps)         AdamW, m and v without bias; Adam without the decay
 
-    What has made no step yet stays as it is.
+    Parameters without a step yet stay unchanged.
 
     Raises:
-        ValueError: for an optimizer whose state does not tell.
+        ValueError: for an optimizer whose state does not allow a prediction.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, arena: Arena) -> None:
         self._optimizer, self._arena = optimizer, arena
         self._numbers = {p: n for n, p in enumerate(arena.parameters)}
-        self._views: dict[int, list[torch.Tensor]] = {}  # of buffers, which are few and used again
+        self._views: dict[int, list[torch.Tensor]] = {}  # of buffers, which are few and reused
         kind, groups = type(optimizer), optimizer.param_groups
         if kind not in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
             raise ValueError(_refusal(kind.__name__))
@@ -46,11 +46,11 @@ class WeightPrediction:
 
     @torch.no_grad()
     def __call__(self, out: Flats, updates: int) -> None:
-        """Write what the weights will be after so many more updates."""
+        """Write the weights predicted after ``updates`` more updates."""
         to, now = self._of(out), self._of(self._arena.weights)
         rest = set(range(len(now)))
         for group in self._optimizer.param_groups:
-            calls: dict[float, list[int]] = {}  # parameters that have made as many steps
+            calls: dict[float, list[int]] = {}  # parameters, by their number of steps
             for p in group["params"]:
                 if state := self._optimizer.state.get(p):
                     calls.setdefault(float(state.get("step", 1)), []).append(self._numbers[p])
@@ -97,12 +97,12 @@ class WeightPrediction:
 def _refusal(what: str) -> str:
     return (
         f"weights cannot be predicted from the state of {what}: use SGD with momentum, Adam or AdamW, or the "
-        "correction 'error-feedback', which does for any optimizer"
+        "correction 'error-feedback', which works with any optimizer"
     )
 
 
 class CorrectedSteps:
-    """Corrects each step of an optimizer by the one before; both in memory laid out as the weights.
+    """Corrects each step of an optimizer by the one before; both in memory laid out like the weights.
 
     Args:
         correction: the rule.
@@ -122,7 +122,7 @@ class CorrectedSteps:
 
     @contextmanager
     def correcting(self, before: Flats | None) -> Iterator[None]:
-        """The optimizer makes a step inside. ``before``: the weights until then, if they are kept."""
+        """Correct the optimizer's step inside. ``before``: the weights before the step, if they are kept."""
         stepped = [p.grad is not None for p in self._arena.parameters]
         self._adopt()
         if before is None:
@@ -136,12 +136,12 @@ class CorrectedSteps:
                 avgpipe_ext.correct_update_(x, old, last, self._momentum, self._gain, not self._has_last)
         self._has_last = True
         for p, view, has_stepped in zip(self._arena.parameters, self._views, stepped):
-            if has_stepped:  # else its optimizer takes any state for that of a step
+            if has_stepped:  # otherwise its optimizer would take this for the state of a first step
                 self._optimizer.state[p][LAST_UPDATE] = view
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Take over what a checkpoint has brought into the optimizer's state."""
+        """Copy a last step that a checkpoint has loaded into the optimizer's state."""
         for p, view in zip(self._arena.parameters, self._views):
             known = self._optimizer.state[p].get(LAST_UPDATE) if p in self._optimizer.state else None
             if known is not None and known is not view:

@@ -1,4 +1,4 @@
-"""An exponential moving average of weights over updates, in memory laid out as theirs."""
+"""An exponential moving average of weights over updates, in memory laid out like theirs."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import torch
 class MovingAverage:
     """Averages flat weights by the rule of ``torch.optim.swa_utils``.
 
-    The first update takes the weights over; each later one moves the average by ``1 - decay`` of the way to them.
+    The first update copies the weights; each later one moves the average by ``1 - decay`` of the way to them.
 
     Args:
-        weights: what is averaged, as it is before the first update.
+        weights: the weights before the first update.
         decay: from 0 to 1.
 
     Attributes:
-        flats: the average. Of weights in 16 bits, whose steps would be lost in it otherwise, in float32.
-        updates: how many it is of.
+        flats: the average. Of weights in 16 bits it is float32, as small changes would be lost otherwise.
+        updates: the number of updates in it.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor], decay: float) -> None:
@@ -34,7 +34,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self, weights: Sequence[torch.Tensor]) -> None:
-        """Take in the weights after an update."""
+        """Add the weights after an update."""
         if self.updates == 0:
             self.restart(weights)
         elif self.flats:
@@ -44,7 +44,7 @@ class MovingAverage:
 
     @torch.no_grad()
     def restart(self, weights: Sequence[torch.Tensor]) -> None:
-        """Begin anew at ``weights``."""
+        """Start again at ``weights``."""
         self.updates = 0
         for flat, value in zip(self.flats, weights):
             flat.copy_(value)

@@ -1,10 +1,10 @@
 """Flat memory: one 1-D buffer per dtype and device, in which each tensor is a view.
 
-So an averaging step is one pass over flat memory, and weights are exchanged by moving a pointer. The operators know
-real floating dtypes and equal strides: a complex tensor is kept as the real tensor with one more dimension of size 2
-(every rule is linear with real coefficients), and a tensor that overlaps itself, has gaps or is sparse is kept dense.
-Gradients stay where autograd makes them: a buffer of ours would have to be zeroed, and then read and written once more
-by every batch.
+So an averaging step is one pass over flat memory, and weights are exchanged by moving a pointer. The
+operators support real floating dtypes and equal strides: a complex tensor is kept as the real tensor with one
+more dimension of size 2 (every rule is linear with real coefficients), and a tensor that overlaps itself, has
+gaps or is sparse is kept dense. Gradients stay where autograd allocates them: our own buffer would have to be
+zeroed, and read and written once more, in every batch.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Region(NamedTuple):
         return self.offset + prod(self.shape)
 
     def view(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The tensor."""
+        """Return the tensor."""
         flat = flats[self.buffer]
         real = flat.as_strided(self.shape, self.strides, flat.storage_offset() + self.offset)
         return torch.view_as_complex(real) if self.is_complex else real
 
 
 class Layout:
-    """Where ``parameters`` lie, in their order.
+    """The places of ``parameters`` in flat memory, in their order.
 
     Attributes:
         keys: Dtype and device of each buffer, in order of appearance.
@@ -51,7 +51,7 @@ class Layout:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device | None = None) -> None:
-        """``device``: where the buffers are; by default where their parameters are."""
+        """``device``: of the buffers; by default that of their parameters."""
         self.keys: list[tuple[torch.dtype, torch.device]] = []
         self.sizes: list[int] = []
         self.regions = [self._place(p, device or p.device) for p in parameters]
@@ -71,14 +71,14 @@ class Layout:
         return region
 
     def zeros(self, dtypes: Sequence[torch.dtype] | None = None) -> FlatBuffers:
-        """New buffers, of other ``dtypes`` if given."""
+        """Return new buffers, of other ``dtypes`` if given."""
         kinds = zip(dtypes or [dtype for dtype, _ in self.keys], self.sizes, self.keys)
         return FlatBuffers(
             self, [torch.zeros(size, dtype=d, device=device) for d, size, (_, device) in kinds]
         )
 
     def tensors(self, flats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The views of the buffers ``flats`` in the parameters' order, shapes and (complex) dtypes."""
+        """Return views of the buffers ``flats`` in the parameters' order, shapes and (complex) dtypes."""
         return [region.view(flats) for region in self.regions]
 
 
@@ -90,7 +90,7 @@ class FlatBuffers:
     flats: list[torch.Tensor]
 
     def tensors(self) -> list[torch.Tensor]:
-        """The values in the parameters' order, shapes and (complex) dtypes; views of the buffers."""
+        """Return the values in the parameters' order, shapes and (complex) dtypes; views of the buffers."""
         return self.layout.tensors(self.flats)
 
     def zero_(self) -> None:
@@ -101,7 +101,7 @@ class FlatBuffers:
 class Arena:
     """Moves ``parameters`` (of one device) into flat buffers: ``weights``, laid out by ``layout``.
 
-    Those that lie in such buffers already stay where they are.
+    Parameters that are already in such buffers stay there.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -120,7 +120,7 @@ class Arena:
             p.grad = None
 
     def settle_grads(self) -> None:
-        """Give all gradients the form of their parameters; they are complete."""
+        """Give all gradients, which are complete, the form of their parameters."""
 
     def local_grads(self) -> list[torch.Tensor | None]:
         """Return this process's part of each parameter's gradient, in the same memory."""
@@ -135,7 +135,7 @@ class Arena:
         return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).square().sum()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the weights as they train, by parameter; parameters may show others for now."""
+        """Return the weights in training, by parameter; parameters may show others at the moment."""
         return self.layout.tensors(self.weights)
 
     def local_tensors(self) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class Arena:
         return self.tensors()
 
     def gathered(self, layout: Layout) -> list[torch.Tensor]:
-        """Return the whole weights, laid out by ``layout``, which parameters of these shapes have."""
+        """Return the whole weights, laid out by ``layout``, which is for the whole shapes."""
         return self.weights
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -155,13 +155,13 @@ class Arena:
         target.copy_(value)
 
     def point_at(self, buffers: Sequence[torch.Tensor]) -> None:
-        """Make the parameters those of ``buffers``, laid out as ``weights`` are; no bytes are moved."""
+        """Make the parameters views of ``buffers``, laid out like ``weights``, without copying."""
         for p, view in zip(self.parameters, self.layout.tensors(buffers)):
             p.data = view
 
     @contextmanager
     def reading(self, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Make the parameters those of ``buffers`` inside the block; no bytes are moved."""
+        """Make the parameters views of ``buffers`` inside the block, without copying."""
         own = [p.data for p in self.parameters]
         self.point_at(buffers)
         try:
@@ -172,7 +172,7 @@ class Arena:
 
 
 def move_into(buffers: FlatBuffers, tensors: Iterable[torch.Tensor]) -> FlatBuffers:
-    """Copy the tensors' values into the buffers and make the tensors views of them; returns the buffers."""
+    """Copy the tensors' values into the buffers, make the tensors views of them, and return the buffers."""
     for t, view in zip(tensors, buffers.tensors()):
         view.copy_(t.data)
         t.data = view
@@ -182,14 +182,14 @@ def move_into(buffers: FlatBuffers, tensors: Iterable[torch.Tensor]) -> FlatBuff
 def rehome(
     layout: Layout, tensors: Sequence[torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> FlatBuffers | str:
-    """Move ``tensors`` into flat buffers like ``layout``'s, of their own dtypes, or return why that cannot be.
+    """Move ``tensors`` into flat buffers like ``layout``'s, of their own dtypes, or return the obstacle.
 
-    Tensors that lie in such buffers already stay where they are.
+    Tensors that are already in such buffers stay there.
 
     Args:
         layout: That of the reference, with a region for each tensor.
         tensors: Those of a replica.
-        optimizer: Its optimizer, whose parameters may be views of tensors that stay where they are.
+        optimizer: Its optimizer, whose parameters may be views of tensors that are not moved.
     """
     found: list[set[torch.dtype]] = [set() for _ in layout.keys]
     for t, region in zip(tensors, layout.regions):
@@ -213,7 +213,7 @@ def rehome(
 
 
 def _buffers_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-    """The buffers that have the tensors at the layout's places; None unless there are such."""
+    """Return the buffers that have the tensors at the layout's places; None unless they exist."""
     flats: dict[int, torch.Tensor] = {}
     for t, region in zip(tensors, layout.regions):
         size, storage = layout.sizes[region.buffer], t.untyped_storage()
@@ -229,7 +229,7 @@ def _buffers_of(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[torch.T
 def hidden_view(
     optimizer: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> str | None:
-    """The attribute in which an optimizer holds memory of ``weights`` by another tensor than one of ``parameters``."""
+    """Return the attribute in which an optimizer holds ``weights`` by tensors other than ``parameters``."""
     memory = {_address(t) for t in weights if t.numel()}
     own = {id(p) for p in parameters}
     held = _held("", vars(optimizer), set())
@@ -237,7 +237,7 @@ def hidden_view(
 
 
 def _held(name: str, value: Any, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in a value, with their names."""
+    """Yield the tensors in a value, with their names."""
     if isinstance(value, torch.Tensor):
         yield name, value
         return
@@ -265,5 +265,5 @@ def _owns_its_memory(t: torch.Tensor) -> bool:
 
 
 def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
-    """Return a dense tensor's own strides, in whatever order of dimensions; else dense ones."""
+    """Return a dense tensor's own strides, in any order of dimensions; else dense ones."""
     return torch.empty_like(p, layout=torch.strided, device="meta").stride()

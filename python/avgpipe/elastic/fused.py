@@ -2,8 +2,8 @@
 
 A step of torch.optim.SGD, Adam or AdamW and the averaging rule can be one pass over memory. Weights, momenta, reference
 and update of a replica lie in flat buffers of one layout, so a parameter's place in one of them is its place in all.
-Gradients stay where autograd made them: an operator is called with lists, of the parameters' gradients and of the views
-at their places. What has no gradient now makes no step and only takes part in the averaging.
+Gradients stay where autograd allocated them: an operator gets lists, of the parameters' gradients and of the
+views at their places. A parameter without a gradient makes no step and only takes part in the averaging.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Row: TypeAlias = tuple[torch.Tensor, ...]  # weights, reference, update; in a ca
 
 
 class Unfusable(Exception):
-    """Why a step cannot be done in one pass with the averaging."""
+    """The reason why a step cannot be done in one pass with the averaging."""
 
 
 class Call:
@@ -37,9 +37,9 @@ class Call:
 
     Attributes:
         group: The number of their group.
-        made: Their steps, as the host knows them; SGD counts no further than to its first one.
+        made: Their number of steps, known on the host; for SGD 0, or 1 for any more.
         params: The parameters' numbers.
-        regions: Where they lie.
+        regions: The parameters' places.
         columns: Their weights, places in reference and update, and states.
         counters: Adam's.
         is_exact: Whether weights and reference are both float32, or both float64.
@@ -58,7 +58,7 @@ class Call:
         self._added = [whole] if whole is not None and len(whole) == len(self.counters) else self.counters
 
     def count(self, by: float | torch.Tensor) -> None:
-        """Count a step, or ``by`` -1 on the device one that was skipped after all."""
+        """Count a step; ``by`` -1, on the device, takes back one that was skipped after all."""
         if self.counters:
             torch._foreach_add_(self._added, by)
         elif self.made == 0:
@@ -74,21 +74,21 @@ class FusedStep:
         self._inner, self._replica, self._z = inner, replica, z
         self._never = _obstacle(inner, replica)
         self._params: list[torch.Tensor] = []
-        self._places: Any = None  # what the parameters were located for
-        self._known: list[Any] = []  # what the calls were planned for
+        self._places: Any = None  # the parameters' addresses when they were located
+        self._known: list[Any] = []  # what the plan of calls was made for
         self._calls: list[Call] = []
         self._state: dict[str, FlatBuffers] = {}
-        if self._never is None:  # now, as looking at gaps may wait for a device
+        if self._never is None:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
                 self._locate()
 
     def obstacle(self) -> str | None:
-        """Why the next step cannot be fused, whatever its gradients."""
+        """Return why the next step cannot be fused, whatever its gradients."""
         if self._never:
             return self._never
         if self._inner._optimizer_step_post_hooks:
             return "the inner optimizer's post-step hooks see the weights between step and averaging"
-        step = vars(self._inner).get("step")  # a learning-rate scheduler's wrapper only notes the call
+        step = vars(self._inner).get("step")  # a learning-rate scheduler's wrapper only counts the call
         wraps_own = getattr(step, "__wrapped__", None) is type(self._inner).step
         if step is not None and not (wraps_own and hasattr(step, "_wrapped_by_lr_sched")):
             return "the inner optimizer's step method is not its class's"
@@ -103,11 +103,11 @@ class FusedStep:
         return None
 
     def skips(self, found_inf: torch.Tensor | None) -> bool | None:
-        """Whether a GradScaler skips the step; None if only the device knows, and nothing here needs to."""
+        """Whether a GradScaler skips the step; None if only the device knows, and the host need not."""
         if found_inf is None:
             return False
         groups = self._inner.param_groups
-        if type(self._inner) is torch.optim.SGD:  # a first step is as any on momentum 0, unless dampened
+        if type(self._inner) is torch.optim.SGD:  # a first step equals one on momentum 0, unless dampened
             must_know = any(group["momentum"] and group["dampening"] for group in groups)
         else:  # counters on the device move alike if all parameters step
             on_device = all(group["fused"] or group["capturable"] for group in groups)
@@ -119,7 +119,7 @@ class FusedStep:
     def prepare(
         self, scale: torch.Tensor | None, found_inf: torch.Tensor | None, skips: bool | None
     ) -> FusedUpdate:
-        """Make ready a step with the gradients of now. Raises Unfusable, with nothing stepped, if it cannot be fused.
+        """Prepare a step with the present gradients; raise Unfusable, with nothing stepped, if that fails.
 
         Args:
             scale: A GradScaler's.
@@ -147,14 +147,14 @@ class FusedStep:
         return FusedUpdate(self._replica, steps, self._still, scaling)
 
     def _look(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
-        """All that the choice of calls depends on, beside the parameters' places."""
+        """Return all that the choice of calls depends on, beside the parameters' places."""
         groups, state = self._inner.param_groups, self._inner.state
         flags = [bool(group.get(name)) for group in groups for name in ("momentum", "fused", "capturable")]
         held = [value for entry in state.values() for value in entry.values()]
         return [*(g is None for g in grads), *flags, *state.values(), *held]
 
     def _plan(self, grads: Sequence[torch.Tensor | None]) -> None:
-        """Decide which call of an operator steps which parameters."""
+        """Assign the parameters to calls of an operator."""
         for call in self._calls:
             self._made |= dict(zip(call.params, zip(call.counters, [call.made] * len(call.params))))
         calls: dict[Any, list[Any]] = {}
@@ -188,21 +188,21 @@ class FusedStep:
         try:
             gaps = self._find_gaps()
         except Unfusable as reason:
-            self._never = str(reason)  # not looked for again at every step
+            self._never = str(reason)  # not checked again at every step
             raise
         self._rows: list[Row] = [
             (p, r.view(z), r.view(update)) if r else () for p, r in zip(params, self._regions)
         ]
         self._gaps: list[Row] = [(gap.view(x), gap.view(z), gap.view(update)) for gap in gaps]
         self._members = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
-        # Adam's counters: one tensor for each group, and each parameter's with what the host knows of it
+        # Adam's counters: one tensor for each group, and each parameter's with its value on the host
         self._counters: dict[Any, torch.Tensor] = {}
         self._made: dict[int, tuple[torch.Tensor, float]] = {}
         self._strides = [p.stride() if p.layout == torch.strided else () for p in params]
         self._places = places
 
     def _find_gaps(self) -> list[Region]:
-        """The parts of x that are no parameter's, except zeros that alignment left."""
+        """Return the parts of x that belong to no parameter, except zeros from alignment."""
         gaps = []
         for b, flat in enumerate(self._replica.x.flats):
             places = sorted((r.offset, r.stop, n) for n, r in enumerate(self._regions) if r and r.buffer == b)
@@ -220,9 +220,9 @@ class FusedStep:
     def _adopt(
         self, group: Group, members: range, i: int
     ) -> tuple[list[torch.Tensor], float, dict[str, Any]]:
-        """Parameter i's state, brought to its place in flat memory, how many steps it has made, and its entry.
+        """Return parameter i's state, moved to its place in flat memory, its number of steps, and its entry.
 
-        SGD counts 0 or 1: in a first step, momentum becomes the gradient.
+        For SGD the number is 0 or 1: in a first step, momentum becomes the gradient.
         """
         p, region, x = self._params[i], self._regions[i], self._replica.x
         is_sgd = type(self._inner) is torch.optim.SGD
@@ -239,11 +239,11 @@ class FusedStep:
             elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
                 raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
             elif (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
-                mine = value  # there already
+                mine = value  # in its place already
             else:
                 mine.copy_(value)
                 if on_accelerator(value):
-                    # Loaded on the caller's stream, read on this one, and forgotten below.
+                    # Loaded on the caller's stream, read on this one, and dropped below.
                     used_on(current_stream(value.device), [value])
             if value is not None or not is_sgd:
                 entry[name] = mine
@@ -251,7 +251,7 @@ class FusedStep:
         return states, made if is_sgd else self._steps_made(group, members, i, entry), entry
 
     def _steps_made(self, group: Group, members: range, i: int, entry: dict[str, Any]) -> float:
-        """Adam's counter, made or moved to where torch would have it, as a number."""
+        """Return Adam's step counter as a number; create it, or move it, where torch would have it."""
         on_device = group["fused"] or group["capturable"]
         device = self._params[i].device if on_device else torch.device("cpu")
         mine, made = self._made.get(i, (torch.empty(0), 0.0))
@@ -269,12 +269,12 @@ class FusedStep:
 
 @dataclass
 class FusedUpdate:
-    """One replica's step and averaging with the gradients and learning rates of when it was prepared.
+    """One replica's step and averaging, with the gradients and learning rates at its preparation.
 
     Attributes:
         replica: The replica.
         steps: The calls, with their options and gradients.
-        still: What makes no step, by device.
+        still: The parameters without a step, by device.
         scaling: A GradScaler's tensors.
     """
 
@@ -284,7 +284,7 @@ class FusedUpdate:
     scaling: dict[str, torch.Tensor | None]
 
     def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
-        """Step and average; returns the operators' counts of what is not finite."""
+        """Step and average; return the operators' counts of nonfinite values."""
         elasticity, found_inf, counts = self.replica.elasticity, self.scaling["found_inf"], []
         for call, settings, grads in self.steps:
             call.count(1.0)
@@ -309,12 +309,12 @@ class FusedUpdate:
 
     @property
     def may_wait(self) -> bool:
-        """Done later, with those of the other replicas, it would give the same bits: 16 bits round less often then."""
+        """Whether a later step, joint with other replicas', gives the same bits; in 16 bits it rounds less."""
         exact = all(call.is_exact for call, *_ in self.steps)
         return exact and all(value is None for value in self.scaling.values())
 
     def is_finite(self) -> bool:
-        """Whether all weights that it steps are."""
+        """Whether all weights that it steps are finite."""
         return all(bool(x.isfinite().all()) for call, *_ in self.steps for x in call.columns[0])
 
 
@@ -322,8 +322,8 @@ def step_together(updates: Sequence[FusedUpdate]) -> list[torch.Tensor] | None:
     """Do all steps, the move of z and all pulls of a round with staleness 0 in one pass.
 
     28 N + 8 bytes of memory traffic per parameter in float32 with Adam, where N steps, the sum and N pulls take
-    52 N + 8. Returns the operators' counts of what is not finite; None, with nothing done, unless all replicas step
-    the same places with the same settings.
+    52 N + 8. Returns the operators' counts of nonfinite values; None, with nothing done, unless all replicas
+    step the same places with the same settings.
     """
     plans = [[(c.regions, _round_options(c, options)) for c, options, _ in u.steps] for u in updates]
     if any(plan != plans[0] for plan in plans) or any(options is None for _, options in plans[0]):
@@ -352,7 +352,7 @@ def _columns(rows: Sequence[Row]) -> list[list[torch.Tensor]]:
 
 
 def _round_options(call: Call, options: dict[str, Any]) -> dict[str, Any] | None:
-    """What `elastic_round_` takes for the call's next step; None if only the device knows it."""
+    """Return the options of `elastic_round_` for the call's next step; None if only the device knows them."""
     if not call.counters:
         return {"optimizer": "sgd", **options}
     if on_accelerator(call.counters[0]):
@@ -372,7 +372,7 @@ def _options(optimizer: type, group: Group, made: float) -> dict[str, Any]:
 
 
 def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:
-    """Why no step of ``inner`` can ever be fused."""
+    """Return why no step of ``inner`` can ever be fused."""
     period = replica.elasticity.period
     if type(inner) not in STATE:
         return f"{type(inner).__name__} is not one of torch.optim.SGD, Adam and AdamW"

@@ -1,4 +1,4 @@
-"""Which tensors take part in the averaging, and which of a replica's is which of the reference's."""
+"""Decides which tensors are averaged, and matches a replica's tensors with the reference's."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # what the operators know
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)  # that the operators support
 WAY_OUT = "pass parameters=replica.parameters(), in the order in which the Reference was built"
 
 
 def list_tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, all different; TypeError or ValueError if they are something else."""
+    """Return the tensors, all different; TypeError or ValueError if they are something else."""
     if isinstance(values, torch.Tensor):
         raise TypeError(
             f"{name} must be a list of tensors, such as model.parameters(), not one tensor; pass [tensor]"
@@ -30,7 +30,7 @@ def list_tensors(name: str, values: Iterable[torch.Tensor]) -> list[torch.Tensor
 
 
 def averaged(parameters: list[torch.Tensor]) -> list[int]:
-    """Which take part: all but frozen ``nn.Parameter``s and integers.
+    """Return the indices of tensors that are averaged: all but frozen ``nn.Parameter``s and integers.
 
     A plain tensor does: it is a flat buffer whose views are the parameters, or a weight of functional code.
     """
@@ -50,7 +50,7 @@ def averaged(parameters: list[torch.Tensor]) -> list[int]:
 
 
 def check_shapes(name: str, values: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> None:
-    """ValueError unless ``values`` have the number and shapes of the reference's."""
+    """Raise ValueError unless ``values`` have the number and shapes of the reference's."""
     if len(values) != len(mine):
         raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}")
     for i, (value, z) in enumerate(zip(values, mine)):
@@ -67,10 +67,10 @@ def replica_tensors(
     averaged: Sequence[int],
     given: Iterable[torch.Tensor] | None,
 ) -> list[torch.Tensor]:
-    """The replica's tensors, one for each ``averaged`` one of the reference's (``everything``) and in their order.
+    """Return the replica's tensors, one for each ``averaged`` one of ``everything``, the reference's.
 
-    They are ``given``, or else what ``inner`` optimizes: all parameters, or the trainable ones. ValueError if
-    they do not correspond, as when parameter groups have changed the order.
+    They are ``given``, or else those that ``inner`` optimizes: all parameters, or the trainable ones.
+    ValueError if they do not correspond, for example because parameter groups have changed the order.
     """
     own = optimized(inner)
     if given is None:
@@ -91,7 +91,7 @@ def replica_tensors(
 
 
 def optimized(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The parameters of an optimizer, in the order of its groups."""
+    """Return the parameters of an optimizer, in the order of its groups."""
     return [p for group in inner.param_groups for p in group["params"]]
 
 
@@ -108,7 +108,7 @@ def holds(tensors: Sequence[torch.Tensor], p: torch.Tensor) -> bool:
 
 
 def starting_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Those of ``tensors`` whose memory begins where that of one of ``others`` does."""
+    """Return those of ``tensors`` whose memory begins at the same address as one of ``others``."""
     dense = [[t for t in ts if t.layout == torch.strided and t.numel()] for ts in (tensors, others)]
     places = {t.data_ptr() for t in dense[1]} - {0}
     return [t for t in dense[0] if t.data_ptr() in places]
@@ -136,9 +136,9 @@ def _pick(
 
 @torch.no_grad()
 def _refuse_permuted(tensors: list[torch.Tensor], zs: list[torch.Tensor]) -> None:
-    """Refuse tensors whose shapes fit, but whose values are z's in another order, as parameter groups make one."""
+    """Refuse tensors that fit in shape, but have z's values in another order, as parameter groups cause."""
     astray = [j for j, (t, z) in enumerate(zip(tensors, zs)) if not _equal(t, z)]
-    # lazily: with other weights altogether, the first one without a match ends the search
+    # lazily: if all weights differ, the first one without a match ends the search
     if astray and all(_home(j, astray, tensors, zs) is not None for j in astray):
         j = astray[0]
         raise ValueError(

@@ -24,31 +24,34 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     A ``torch.optim.Optimizer``: groups, state, defaults and ``zero_grad`` are the inner's own; hooks and learning-rate
     schedulers may be put on either; closures and ``torch.amp.GradScaler`` work. A step that the scaler skips still
-    takes part in its round, with nothing to add.
+    takes part in its round, with an update of zero.
 
-    With replicas in one process and staleness 0 or 1, step them in turn, in any order: RuntimeError for one that needs
-    an update that is not there yet (``ready`` tells). With a group, a step waits for the others.
+    With replicas in one process and staleness 0 or 1, step them in turn, in any order: a step that needs a
+    missing update raises RuntimeError (``ready`` predicts it). With a group, a step waits for the others.
 
     Args:
-        inner_optimizer: What steps the replica's parameters.
-        reference: What the replicas agree on.
+        inner_optimizer: The optimizer of the replica's parameters.
+        reference: The reference that the replicas are averaged with.
         replica: Which of the reference's replicas this is; by default 0, or the rank in the reference's group.
         parameters: The replica's tensors in the order in which the reference was built; by default those that the inner
             optimizer holds, which must then be in that order. Needed when groups change it, when the optimizer holds
             only some of the trainable parameters, and when the reference is over flat buffers of which the optimizer's
             parameters are views.
         fused: Whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
-            rounds otherwise than two but changes nothing else; state_dict is the same. None: where possible, decided at
-            every step (not with period > 1, amsgrad, differentiable, settings on an accelerator, weights that are not
-            in flat buffers, post-step hooks of the inner optimizer, or N = 1 without elasticity). True: the same, but
-            ValueError here with the reason if no step could be. False: never. A fused pass reads gradients that
-            GradScaler has scaled as they are, and leaves them so; pre-step hooks may change gradients, and what they do
-            to weights counts as done before the round. It ignores the inner optimizer's ``foreach``.
+            rounds differently from two passes but changes nothing else; state_dict is the same. None: if
+            possible, decided at every step (not with period > 1, amsgrad, differentiable, settings on an
+            accelerator, weights that are not in flat buffers, post-step hooks of the inner optimizer, or N =
+            1 without elasticity). True: the same, but ValueError here with the reason if no step could be.
+            False: never. A fused pass reads gradients as GradScaler has scaled them, and leaves them so;
+                pre-step
+            hooks may change gradients, and their changes of weights count as done before the round. It
+            ignores the inner optimizer's ``foreach``.
         flat: Whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They
-            remain the same objects, with the same values; what else holds their old memory, such as a captured graph,
-            no longer follows them. So every pass is one over flat memory, and a step can be fused. With False, and for
-            what cannot be moved (sparse or complex tensors, other dtypes, devices or strides than the reference's,
-            memory that is shared), averaging works on a copy of the weights, filled before and written back after.
+            remain the same objects, with the same values; other references to their old memory, such as a
+            captured graph, no longer follow them. So every pass is one over flat memory, and a step can be
+            fused. With False, and for tensors that cannot be moved (sparse or complex tensors, other dtypes,
+            devices or strides than the reference's, shared memory), averaging works on a copy of the weights,
+            filled before and written back after.
     """
 
     def __init__(
@@ -90,12 +93,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._idle_steps = 0  # of these
-        self._has_told = False  # with the last step
+        self._has_published = False  # an update with the last step
         self._done: Callable[[], None] | None = None  # of a step_in_round
-        # The base class's __init__ would build groups and state of its own; this sets up only its hooks.
+        # The base class's __init__ would build its own groups and state; this sets up only its hooks.
         known = set(inner_optimizer.defaults)
         super().__setstate__({})
-        for key in set(inner_optimizer.defaults) - known:  # the base class's own, not for new groups of inner
+        for key in set(inner_optimizer.defaults) - known:  # of the base class, not for inner's new groups
             del inner_optimizer.defaults[key]
         self._warned_capturable_if_run_uncaptured = True
 
@@ -106,7 +109,7 @@ class ElasticAveraging(torch.optim.Optimizer):
             del self.reference._replicas[self.replica]
             raise
 
-    # GradScaler then calls step() in any case, and leaves unscaling and skipping to it.
+    # With this, GradScaler always calls step(), which unscales and skips itself.
     _step_supports_amp_scaling = True
 
     @property
@@ -133,20 +136,20 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @property
     def update(self) -> list[torch.Tensor] | None:
-        """What this replica has told the reference with its last step, one flat tensor per buffer of the reference's.
+        """The update of this replica's last step, one flat tensor per buffer of the reference's.
 
-        None if that step was not the last of a period. It stays until the next one that is.
+        None if that step was not the last of a period. Valid until the next step that is.
         """
-        return self.reference._updates[self.replica].flats if self._has_told else None
+        return self.reference._updates[self.replica].flats if self._has_published else None
 
     @property
     def ready(self) -> bool:
-        """step() may run now. With a group always: the step waits instead."""
+        """Whether step() may run now. With a group always: the step waits instead."""
         return self.reference._may_step(self.replica, self._finishes)
 
     @property
     def settled(self) -> bool:
-        """The weights contain the pull of every round that this replica took part in.
+        """Whether the weights contain the pull of every round that this replica took part in.
 
         False only with rule avgpipe and staleness 0, from this replica's contribution to that of all others.
         """
@@ -159,7 +162,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         return self._position + 1 == self.reference.elasticity.period
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The inner optimizer's step; the last one of a period then exchanges with the reference.
+        """Run the inner optimizer's step; the last one of a period then exchanges with the reference.
 
         RuntimeError, with nothing changed, if updates of others that it needs are missing (see ``ready``).
         """
@@ -183,12 +186,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         return result
 
     def step_in_round(self, done: Callable[[], None]) -> None:
-        """:meth:`step`, which may leave its work to the one that completes the round: one pass for all replicas.
+        """Run :meth:`step`, possibly later, with the one that completes the round: one pass for all replicas.
 
-        Gradients must stay as they are until ``done`` is called, at the latest by the step that completes the
+        Gradients must not change until ``done`` is called, at the latest by the step that completes the
         round; learning rates and groups may change at once. Weights and state are those before the step until
-        then, unless :meth:`complete`, or whatever here or in the reference reads or replaces them, does the
-        replica's own part now. As long as all is finite, the result is the same in every bit.
+        then, unless :meth:`complete`, or another method here or in the reference that reads or replaces them,
+        does the replica's own part earlier. If all values are finite, the result is the same in every bit.
         """
         self._done = done
         try:
@@ -199,36 +202,36 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._done = None
 
     def idle(self) -> None:
-        """Let a step pass that other replicas make, and for which this one has no gradients.
+        """Count a step that other replicas make, and for which this one has no gradients.
 
-        It counts in the period. Who makes no step in a whole one has no part in its round.
+        It counts in the period. A replica without a step in a whole period has no part in its round.
         """
-        self._opt_called = True  # for torch's warning of schedules that go first
+        self._opt_called = True  # for torch's warning of schedules that step first
         if self._trial is not None:
-            self._trial.tell_settings()
+            self._trial.share_settings()
         elif self._position == 0 and self._replica.remembers:
             self._replica.begin()
         self._idle_steps += 1
         self._end_step()
 
     def complete(self) -> None:
-        """Do now what a :meth:`step_in_round` has left for later, if anything."""
+        """Do now what a :meth:`step_in_round` has postponed, if anything."""
         self.reference._complete(self.replica)
         if self._trial is not None:
             self._trial.share()
 
     @property
     def shares_state(self) -> bool:
-        """The inner optimizer's state is the reference's, and the same for all replicas."""
+        """Whether the inner optimizer's state is the reference's, and the same for all replicas."""
         return self._trial is not None
 
     def restored(self) -> None:
-        """The inner optimizer has been given a state: it becomes that of all, where replicas share theirs."""
+        """Make the inner optimizer's new state that of all, if replicas share theirs."""
         if self._trial is not None:
             self._trial.restore()
 
     def replaced(self) -> None:
-        """The replica's weights have been replaced: a period that is under way begins at these."""
+        """React to replaced weights: a period that has begun starts from these."""
         if self._position and self._replica.remembers:
             self._replica.begin()
 
@@ -236,11 +239,11 @@ class ElasticAveraging(torch.optim.Optimizer):
         period = self.reference.elasticity.period
         self._local_steps += 1
         self._position += 1
-        self._has_told = self._position == period and self._idle_steps < period
+        self._has_published = self._position == period and self._idle_steps < period
         if self._position < period:
             return
         self._position = self._idle_steps = 0
-        if not self._has_told:
+        if not self._has_published:
             return
         reference, done = self.reference, self._done
         # hooks see the weights after every step
@@ -253,7 +256,7 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @property
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """What GradScaler sets during its step: the scale (None: unscaled already), and whether to skip."""
+        """GradScaler's settings during its step: the scale (None: unscaled already), and whether to skip."""
         return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
     def _trial_step(self, trial: TrialSteps, closure: Callable[[], Any] | None) -> Any:
@@ -267,19 +270,19 @@ class ElasticAveraging(torch.optim.Optimizer):
         elif scale is not None:
             _unscale(self.inner, scale)
         self._local_steps += 1
-        self._has_told = True
+        self._has_published = True
         self.reference._contribute(self.replica, trial)
         return loss
 
     def _plain_step(self, step: Callable[[], Any]) -> Any:
-        """``step`` is the inner optimizer's."""
+        """Call ``step``, the inner optimizer's, as GradScaler's settings require."""
         if self._position == 0 and self._replica.remembers:
             self._replica.begin()
         scale, found_inf = self._scaling
         if found_inf is None:
             return step()
         inner: Any = self.inner
-        # such a one unscales and skips without waiting for a device
+        # with this flag it unscales and skips without waiting for a device
         if getattr(inner, "_step_supports_amp_scaling", False):
             inner.grad_scale, inner.found_inf = scale, found_inf
             try:
@@ -293,7 +296,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         return step()
 
     def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
-        """The inner optimizer's step, with its hooks, and the averaging together."""
+        """Run the inner optimizer's step, with its hooks, and the averaging together."""
         from avgpipe.elastic.fused import Unfusable
 
         scale, found_inf = self._scaling
@@ -307,7 +310,7 @@ class ElasticAveraging(torch.optim.Optimizer):
             try:
                 update = fused.prepare(scale, found_inf, skips)
             except Unfusable:
-                # because of gradients, and hooks have run already: the class's step without them
+                # because of gradients, after hooks have run: call the class's step without them
                 self._plain_step(lambda: type(inner).step.__wrapped__(inner))
                 update = None
             self._end_step(update)
@@ -341,9 +344,9 @@ class ElasticAveraging(torch.optim.Optimizer):
         self.inner.add_param_group({**param_group, "params": params})
 
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's, and "elastic": local steps, place in the period, weights at its beginning.
+        """Return the inner optimizer's, and "elastic": local steps, place in the period, its first weights.
 
-        What waits for other replicas is in ``reference.state_dict()``.
+        Updates that wait for other replicas are in ``reference.state_dict()``.
         """
         for before_hook in self._optimizer_state_dict_pre_hooks.values():
             before_hook(self)
@@ -361,7 +364,7 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also takes the inner optimizer's own state dict; a new period then begins."""
+        """Load a state; it may also be the inner optimizer's own, and then a new period begins."""
         state = dict(state_dict)
         for before_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state = before_hook(self, state) or state
@@ -389,7 +392,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         self.inner.load_state_dict(state)
         self.restored()
         self._local_steps, self._position = extra["local_steps"], extra["position"]
-        self._idle_steps, self._has_told = 0, False
+        self._idle_steps, self._has_published = 0, False
         if extra["start"] is not None:
             for mine, value in zip(self._replica.begin().tensors(), extra["start"]):
                 mine.copy_(value)

@@ -7,7 +7,7 @@ With staleness 1, z_r being the reference before round r:
     replica 1  step, force(z_r) ──┤       (the local steps of round r+1 run meanwhile)           │
                                   └ z_r+1 step, finish round r: wait for it, z_r+1 <─────────────┘
 
-With staleness 0 in one process a replica may contribute a step that is still to be done
+With staleness 0 in one process a replica may contribute a step that is postponed
 (:meth:`Reference._contribute_later`):
 
     replica 0  gradients ready ──┐
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from avgpipe.elastic.fused import FusedUpdate
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
-# Given z, writes a replica's update and applies the force that needs no other replica; returns counts of what was
-# not finite.
+# Given z, writes a replica's update and applies the force that needs no other replica; returns counts of
+# nonfinite values.
 Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
 
 
 class Reference:
-    """Weights z that N replicas agree on: they move it by their updates, it pulls them together.
+    """Weights z that N replicas are averaged with: their updates move it, and it pulls them together.
 
-    z moves by the *mean* of N updates, so N replicas want a learning rate like that of an N-fold batch.
+    z moves by the *mean* of N updates, so N replicas need a learning rate like that of an N-fold batch.
 
     With staleness 0 and 1 results do not depend on the order in which replicas step: updates are added in
     replica order. An update with infinities or NaN does not reach z; ``dropped_updates`` counts such updates
@@ -55,37 +55,38 @@ class Reference:
 
     Args:
         parameters: The initial z, copied; their order is the order in which replicas give theirs. Parameters
-            that are frozen now are held but take no part (what shall be unfrozen later must be trainable here).
-            Plain floating tensors take part, so z can be that of flat buffers. A replica may have another dtype
-            than z, such as bfloat16 replicas of a float32 reference.
+            that are frozen now are held but take no part (parameters to be unfrozen later must be trainable
+            here). Plain floating tensors take part, so z can be that of flat buffers. A replica may have
+            another dtype than z, such as bfloat16 replicas of a float32 reference.
         replicas: N, all in this process, or one on each rank of ``group``.
         alpha: Elasticity a from 0 to 1; by default 1/N with rule avgpipe (0 for N = 1, where z simply follows x),
             0.9/N with rule easgd (also for N = 1, where z is then a moving average of x).
-        rule: With d_i what replica i's optimizer did in a round, and z' the reference after it,
+        rule: With d_i the step of replica i's optimizer in a round, and z' the reference after it,
             "avgpipe" (Chen et al., PPoPP 2023): z' = z + (1/N) sum_i d_i, and a force pulls each x_i + d_i;
             "easgd" (Zhang, Choromanska, LeCun 2015): e_i = a (x_i + d_i - z) leaves x_i, and z' = z + sum_i e_i;
             "mean-gradient": ``outer`` is the optimizer of all, with one state: it steps z by the mean of the replicas'
-            gradients, and x_i becomes what it would have made of z with the gradient of replica i alone, or with
-            staleness 0 z'. The replicas' own optimizers say how: they are of the same kind, their groups' settings
-            (such as learning rates) count, and their states are the reference's.
+            gradients, and x_i becomes the result of its step from z with the gradient of replica i alone, or
+            with staleness 0 z'. The replicas' own optimizers define the steps: they are of the same kind,
+            their groups' settings (such as learning rates) count, and their states are the reference's.
         staleness: Of rule avgpipe,
             0: the force is a (z' - (x_i + d_i)), and the step that completes a round pulls all replicas;
             1: the force is a (z - x_i), both from the beginning of the round, so no replica waits;
-            "asynchronous": as 1 with whatever z is there, and an update is applied on arrival (not reproducible).
+            "asynchronous": as 1 with the z at hand, and an update is applied on arrival (not reproducible).
             Rule easgd uses z from before the round with 0 and 1 alike.
         period: Local steps tau in a round.
         warmup_rounds: Of rule mean-gradient, rounds at the beginning that have staleness 0 whatever ``staleness`` is:
-            while gradients change quickly, those of old weights cost most.
+            while gradients change fast, those of old weights cost most.
         outer: A function from parameters to an optimizer that steps z, with -(1/N) sum_i d_i (easgd: -sum_i e_i;
             mean-gradient: (1/N) sum_i g_i) as its gradient (Douillard et al. 2023); ``reference.outer`` is what it
-            returned. Its parameters may be views of those that it was given.
+            returned. Its parameters may be views of its arguments.
         group: Process group of the replicas: replica = rank in the group, N = its size. z is its first rank's.
             With staleness 1 the all-reduce runs during the next round's local steps. Time limits are the group's.
-        remote: Replicas of other processes that tell their updates in a way of the caller's: :meth:`accept` takes
-            one in, when :meth:`ready` says that it may come.
-        ema: An average of the flat z, which takes in every move of z.
-        open: Who has a part in a round is for the caller to say, who ends each by :meth:`complete`; the mean is over
-            those. ``replicas`` is how many there mostly are, for the default of alpha.
+        remote: Replicas of other processes whose updates the caller transfers: :meth:`accept` adds
+            one, when :meth:`ready` allows it.
+        ema: An average of the flat z, updated with every move of z.
+        open: Whether the caller decides which replicas have a part in a round, and ends each by
+            :meth:`complete`; the mean is over these. ``replicas`` is the usual number, for the default of
+            alpha.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Reference:
         self.group, self._ema = group, ema
         self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
         layout = Layout(given[i] for i in self.averaged)
-        self._rank = 0  # the replica that an optimizer is made for unless told
+        self._rank = 0  # the default replica of an optimizer
         if group is not None:
             _check_group(group, e, layout, outer is not None)
             self._rank = dist.get_rank(group)
@@ -133,7 +134,7 @@ class Reference:
         self.outer = None if outer is None else _make_outer(outer, zs)
         self._grads = None if outer is None else layout.zeros()
         self.stepped = [] if self.outer is None else _places_in(self.z, self.outer)
-        # By replica, the places of which it has told a gradient, where all share the optimizer.
+        # By replica, the places of its published gradients, if all share the optimizer.
         self.told: dict[int, set[Region]] = {}
         self._remote = frozenset(range(replicas) if self._spans_ranks else remote)
         # the rule of one replica without elasticity: z is x
@@ -145,7 +146,7 @@ class Reference:
         self._is_open = open
         self._per_round = 1 if self._spans_ranks or open else replicas
         self._dropped = 0
-        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not waited for yet
+        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not read yet
         self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
         self._works: list[dist.Work] = []  # the all-reduce of the last round
         self._lock = threading.Lock()
@@ -162,7 +163,7 @@ class Reference:
 
     @property
     def dropped_updates(self) -> int:
-        """Updates that were left out because they were not finite; on an accelerator, in part."""
+        """Updates left out because they were not finite; on an accelerator, in part."""
         if self._bad_counts is not None:
             self._dropped += int(self._bad_counts)
             self._bad_counts = None
@@ -201,7 +202,7 @@ class Reference:
         return mine
 
     def release(self, replica: int) -> None:
-        """Forget a replica's weights, so that another optimizer can be made for it between two rounds."""
+        """Drop a replica's weights, so that another optimizer can be made for it between two rounds."""
         if replica in self._contributed:
             raise RuntimeError(
                 f"replica {replica} is in the middle of round {self.round}: complete the round first"
@@ -213,39 +214,41 @@ class Reference:
 
     @torch.no_grad()
     def align(self, replica: int, layout: Layout, regions: Sequence[int]) -> None:
-        """Give parts of a replica z's values, now and at the beginning of its round; no update holds any of them.
+        """Give parts of a replica z's values, now and at the start of its round; remove them from updates.
 
         Args:
             replica: The replica.
             layout: Of parameters in the tensors that the reference was built over, one for each of its buffers.
-            regions: Which of these parameters.
+            regions: The indices of these parameters.
         """
         z, mine = layout.tensors(self.z.flats), self._replicas[replica]
         for buffers in (mine.x, mine.before):
             values = layout.tensors(buffers.flats) if buffers is not None else []
             for n in regions if values else ():
                 values[n].copy_(z[n])
-        for update in self._updates.values():  # what is told already in an unfinished round
+        for update in self._updates.values():  # published already in an unfinished round
             values = layout.tensors(update.flats)
             for n in regions:
                 values[n].zero_()
 
     # ---- rounds ------------------------------------------------------------------------------------------------------
     def ready(self, replica: int) -> bool:
-        """Whether :meth:`accept` may take in an update of this remote replica: its round has begun."""
+        """Whether :meth:`accept` may add an update of this remote replica: its round has begun."""
         return self._may_step(replica, True)
 
     def accept(self, replica: int, update: Sequence[torch.Tensor]) -> None:
-        """Take in what a remote replica told, one flat tensor per buffer, as ``ElasticAveraging.update`` gave it."""
+        """Add a remote replica's update, one flat tensor per buffer, as from ``ElasticAveraging.update``."""
         with self._lock, torch.no_grad():
-            for mine, told in zip(self._update_of(replica).flats, update, strict=True):
-                mine.copy_(told)
+            for mine, theirs in zip(self._update_of(replica).flats, update, strict=True):
+                mine.copy_(theirs)
             self._count(replica)
 
     def without_gradient(self, replica: int) -> list[int]:
-        """Return the parameters of the outer optimizer, by number, of which a replica has told no gradient now."""
-        told = self.told.get(replica)
-        return [] if told is None else [n for n, (_, region) in enumerate(self.stepped) if region not in told]
+        """Return the numbers of the outer optimizer's parameters without a gradient from a replica."""
+        there = self.told.get(replica)
+        return (
+            [] if there is None else [n for n, (_, region) in enumerate(self.stepped) if region not in there]
+        )
 
     def complete(
         self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]
@@ -253,8 +256,9 @@ class Reference:
         """End a round of an open reference.
 
         Args:
-            updates: Of those who have a part in it, in an order that all find alike: as ``ElasticAveraging.update``.
-            without: By replica, what its :meth:`without_gradient` returned.
+            updates: Of the replicas with a part in it, in a global order; each as
+                ``ElasticAveraging.update``.
+            without: By replica, the result of its :meth:`without_gradient`.
         """
         with self._lock, torch.no_grad():
             for i, numbers in without.items() if self.stepped else ():
@@ -262,14 +266,14 @@ class Reference:
             self.told = {i: self.told[i] for i in without if i in self.told}
             scale = 1 / len(updates) if self.elasticity.coefficients.averages else 1.0
             self._move([list(update) for update in updates], scale)
-            self._tell_ema()
+            self._update_ema()
             self._contributions += 1
             self._contributed.clear()
             self._pull()
 
     @property
     def _joins(self) -> bool:
-        """A round may be one pass over memory, once all replicas' gradients are there."""
+        """Whether a round may be one pass over memory, once all replicas have their gradients."""
         e, rule = self.elasticity, self.elasticity.coefficients
         plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.outer is None
         return e.pulls_at_the_end(self.round) and plain and not self._remote
@@ -285,14 +289,14 @@ class Reference:
         return self._spans_ranks or not (waits and i in self._contributed)
 
     def _check_step(self, i: int, finishes: bool) -> None:
-        """RuntimeError, before anything has changed, for a step that the rules do not allow now."""
+        """Raise RuntimeError, before anything has changed, for a step that the rules do not allow now."""
         n = self.replicas
         if not self._may_step(i, finishes):
             missing = ", ".join(str(m) for m in range(n) if m not in self._contributed)
             raise RuntimeError(
                 f"replica {i} would {'finish' if finishes else 'start'} round {self.round + 1} before round "
                 f"{self.round} is complete: it still needs a step of replica {missing} "
-                f"(step all {n} replicas in turn; opt.ready tells who may step)"
+                f"(step all {n} replicas in turn; opt.ready is True when a step may run)"
             )
         strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
         pulls = self.elasticity.pulls_at_the_end(self.round)
@@ -303,34 +307,34 @@ class Reference:
             )
 
     def _contribute(self, i: int, contribution: Contribution | None = None) -> None:
-        """Take in replica i, which has done the last local step of its round, or does it now in ``contribution``."""
+        """Add replica i, whose last local step of the round is done, or happens now in ``contribution``."""
         self._await_ranks()  # z of this round: all rounds before it
         with self._lock, torch.no_grad():
             if self._follows:
                 self._note(self._follow(self._replicas[i]))
                 self._contributions += 1
-                self._tell_ema()
+                self._update_ema()
                 return
             self._run(i, contribution or self._replicas[i].average)
             self._count(i)
 
     def _contribute_later(self, i: int, update: FusedUpdate, done: Callable[[], None]) -> None:
-        """Take in replica i, whose step is done with those of the others, or by :meth:`_complete` before.
+        """Add replica i, whose step runs with those of the others, or in :meth:`_complete` before.
 
-        Only if ``_joins``. ``done`` is called when the gradients are needed no longer.
+        Only if ``_joins``. ``done`` is called when the gradients are not needed any more.
         """
         with self._lock, torch.no_grad():
             self._waiting[i] = update, done
             self._count(i)
 
     def _complete(self, i: int) -> None:
-        """Do now what replica i has left for later, if anything."""
+        """Do now what replica i has postponed, if anything."""
         if i in self._waiting:
             with self._lock, torch.no_grad():
                 self._run_waiting(i)
 
     def _finish(self) -> None:
-        """Wait for what is in flight, do what has been left for later."""
+        """Wait for all-reduces in flight, and do what has been postponed."""
         self._await_ranks()
         for i in sorted(self._waiting):
             self._complete(i)
@@ -352,7 +356,7 @@ class Reference:
             self._updates[i].zero_()
 
     def _count(self, i: int) -> None:
-        """Replica i has contributed; the last one completes the round."""
+        """Count a contribution of replica i; the last one completes the round."""
         if self._is_open:
             self._contributed.add(i)
             return
@@ -372,7 +376,7 @@ class Reference:
         """Start summing the update over the ranks of the group; with staleness 0, also complete the round."""
         works = []
         for flat in update.flats:
-            if not self._on_cpu:  # else one rank's bad element would become everybody's
+            if not self._on_cpu:  # otherwise one rank's bad element would reach all ranks
                 flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
             works.append(dist.all_reduce(flat, group=self.group, async_op=True))
         self._works = [work for work in works if work is not None]
@@ -383,18 +387,18 @@ class Reference:
     def _complete_round(self) -> None:
         for i in sorted(self._waiting):
             self._run_waiting(i)
-        # In replica order, whoever came last: the sum must not depend on timing.
+        # In replica order, whichever was last: the sum must not depend on timing.
         self._apply(self._updates[i] for i in range(self.replicas))
         self._pull()
 
     def _pull(self) -> None:
-        """Pull what the round that has just been completed asks for."""
+        """Pull the replicas if the round that has just been completed requires it."""
         if self.elasticity.pulls_at_the_end(self.round - 1):
             for _, replica in sorted(self._replicas.items()):
                 replica.pull(self.z)
 
     def _do_whole_round(self) -> bool:
-        """All steps, the move of z and all pulls in one pass; False, with nothing done, if that cannot be."""
+        """Do all steps, the move of z and all pulls in one pass; False, with nothing done, if impossible."""
         if len(self._waiting) < self.replicas:
             return False
         updates = [self._waiting[i][0] for i in range(self.replicas)]
@@ -403,33 +407,33 @@ class Reference:
         counts = step_together(updates)
         if counts is None:
             return False
-        if self._note(counts):  # in at least one replica: the others that are bad are counted here
+        if self._note(counts):  # counts one bad update: further ones are counted here
             self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
         for i in range(self.replicas):
             self._waiting.pop(i)[1]()
-        self._tell_ema()
+        self._update_ema()
         return True
 
-    def _tell_ema(self) -> None:
+    def _update_ema(self) -> None:
         if self._ema is not None:
             self._ema.update(self.z.flats)
 
     def _apply(self, updates: Iterable[FlatBuffers]) -> None:
         self._move([update.flats for update in updates], self.elasticity.scale)
-        self._tell_ema()
+        self._update_ema()
 
     @torch.no_grad()
     def _move(self, updates: Sequence[list[torch.Tensor]], scale: float) -> None:
-        """Move z by ``updates``, in the order given. They stay as they are: the next round overwrites them."""
+        """Move z by ``updates``, in the order given. They are not changed: the next round overwrites them."""
         target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)
         for flat, us in zip(target.flats, zip(*updates)):
             # Leaves out each element that would make z not finite; on an accelerator the only check there is.
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
         if self.outer is None or self._grads is None:
             return
-        told = set().union(*self.told.values())
+        there = set().union(*self.told.values())
         for z, region in self.stepped:
-            z.grad = region.view(self._grads.flats) if region in told or not self.told else None
+            z.grad = region.view(self._grads.flats) if region in there or not self.told else None
         try:
             self.outer.step()
         finally:
@@ -438,10 +442,10 @@ class Reference:
             self._grads.zero_()
 
     def _follow(self, replica: Replica) -> list[torch.Tensor]:
-        """z = x, the rule of one replica without elasticity; z stays as it was if x is not finite.
+        """Set z = x, the rule of one replica without elasticity; z stays unchanged if x is not finite.
 
-        On an accelerator, which is not waited for, only the bad elements of x are left out. Returns counts of
-        what was not finite, all zero if nothing.
+        On an accelerator, without a wait, only the bad elements of x are left out. Returns counts of
+        nonfinite values, all zero if there are none.
         """
         replica.load()
         pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
@@ -458,7 +462,7 @@ class Reference:
         return bad
 
     def _note(self, counts: list[torch.Tensor]) -> bool:
-        """Count an update with values that are not finite; whether it is one, if known without waiting."""
+        """Count an update with nonfinite values; return whether it is one, if known without waiting."""
         if self._on_cpu:
             bad = any(map(bool, counts))
             self._dropped += bad
@@ -469,14 +473,14 @@ class Reference:
             if self._bad_counts is None:
                 self._bad_counts = one
             else:
-                # in place: replicas on streams of their own must not free each other's sum
+                # in place: replicas on different streams must not free each other's sum
                 self._bad_counts += one
         return False
 
     # ---- weights and state -------------------------------------------------------------------------------------------
     @contextmanager
     def applied_to(self, model: nn.Module | Iterable[torch.Tensor]) -> Iterator[None]:
-        """Inside the block, the parameters of ``model`` (or the tensors given) are z; afterwards, the old ones again.
+        """Make the parameters of ``model`` (or the given tensors) z inside the block, and restore them after.
 
         No copies are made unless dtype or device differ. Training inside the block is refused. ValueError if
         number or shapes differ from the reference's.
@@ -512,7 +516,7 @@ class Reference:
         return tensors
 
     def state_dict(self) -> dict[str, Any]:
-        """z, the round, the updates that wait for the others of their round, and the outer optimizer's state.
+        """Return z, the round, the updates of an unfinished round, and the outer optimizer's state.
 
         The tensors are the live ones, as in torch's state dicts: save or copy them before the next step.
         """
@@ -528,7 +532,7 @@ class Reference:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, here or in another process.
+        """Load a :meth:`state_dict`, of this or another process.
 
         ``torch.load`` reads it with weights_only=True. ValueError if number or shapes of the parameters, the presence
         of an outer optimizer, or, in the middle of a round, the number of replicas differ; then nothing has changed.
@@ -576,7 +580,7 @@ class Reference:
 
 
 def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layout, outer: bool) -> None:
-    """The same options and shapes on all ranks, else the first all-reduce would hang or mix up weights."""
+    """Check for equal options and shapes on all ranks, or the first all-reduce would hang or mix weights."""
     if elasticity.asynchronous:
         raise ValueError(
             "staleness 'asynchronous' applies each update when it arrives, but an all-reduce needs all ranks "
@@ -601,7 +605,7 @@ def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layou
 
 
 def _places_in(z: FlatBuffers, outer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Region]]:
-    """Return the parameters of an outer optimizer with their places in z, which are as large as they are."""
+    """Return the parameters of an outer optimizer with their places in z, of the same sizes."""
     whole = {t.data_ptr(): region for t, region in zip(z.tensors(), z.layout.regions)}
     found = []
     for p in (p for group in outer.param_groups for p in group["params"] if p.numel()):

@@ -14,7 +14,7 @@ from avgpipe.rules import Elasticity
 
 Tensors: TypeAlias = torch.Tensor | list[torch.Tensor]
 
-STATE = {  # what the optimizers remember of each parameter, beside Adam's step counter
+STATE = {  # what the optimizers keep of each parameter, beside Adam's step counter
     torch.optim.SGD: ("momentum_buffer",),
     torch.optim.Adam: ("exp_avg", "exp_avg_sq"),
     torch.optim.AdamW: ("exp_avg", "exp_avg_sq"),
@@ -25,15 +25,16 @@ CHECKED: dict[str, Any] = {"accumulate": False, "check_finite": True}  # updates
 class Replica:
     """The weights ``x`` of one replica, its update in the current round, and x when the round began.
 
-    The tensors become views of flat buffers, with which the operators work. Where that cannot or shall not be, ``x`` is
-    a copy: :meth:`load` fills it, :meth:`store` writes it back.
+    The tensors become views of flat buffers, which the operators use. If that is impossible or not wanted,
+    ``x`` is a copy: :meth:`load` fills it, :meth:`store` writes it back.
 
     Attributes:
         tensors: In the order of the reference's layout.
-        not_flat: Why the tensors stay where they are; None if they are views of ``x``.
-        update: What it tells the reference; None where z follows this replica.
-        remembers: The rule needs x from the beginning of a round, so it is kept.
-        before: That x, from the first :meth:`begin` on: a pass that steps and averages at once does without.
+        not_flat: Why the tensors are not in flat buffers; None if they are views of ``x``.
+        update: Its update of the reference; None if z follows this replica.
+        remembers: Whether the rule needs x from the beginning of a round, so that it is kept.
+        before: That x, from the first :meth:`begin` on: a pass that steps and averages at once does not need
+            it.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class Replica:
         flat: bool,
         applied: set[int],
     ) -> None:
-        """``applied``: ids of the tensors that are z for now."""
+        """``applied``: ids of the tensors that are z at the moment."""
         self.tensors, self.elasticity, self.update = list(tensors), elasticity, update
         home = rehome(layout, self.tensors, optimizer) if flat else "flat=False"
         self.not_flat = home if isinstance(home, str) else None
@@ -60,7 +61,7 @@ class Replica:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Make ``x`` what the tensors are."""
+        """Copy the tensors to ``x``, unless they are views of it."""
         if self.not_flat is not None:
             if self._applied and any(id(t) in self._applied for t in self.tensors):
                 raise RuntimeError(
@@ -70,11 +71,11 @@ class Replica:
                 view.copy_(t.to_dense() if t.is_sparse else t)
         elif list(map(torch.Tensor.data_ptr, self.tensors)) != self._pointers:
             for t, view, pointer in zip(self.tensors, self._views, self._pointers):
-                if t.data_ptr() != pointer and id(t) not in self._applied:  # as by an assignment to its data
+                if t.data_ptr() != pointer and id(t) not in self._applied:  # after an assignment to its data
                     t.data = view.copy_(t)
 
     def store(self) -> None:
-        """Make the tensors what ``x`` is."""
+        """Copy ``x`` to the tensors, unless they are views of it."""
         if self.not_flat is None:
             increment_version(self.tensors)  # so that a backward pass that needs the old values fails
             return
@@ -83,7 +84,7 @@ class Replica:
 
     @torch.no_grad()
     def begin(self) -> FlatBuffers:
-        """Remember x at the beginning of a round; returns the memory."""
+        """Keep x from the beginning of a round; return the memory."""
         if self.before is None:
             self.before = self.x.layout.zeros()
         self.load()
@@ -94,7 +95,7 @@ class Replica:
         """Do the replica's own part of a round after its step.
 
         It writes its update, and applies the force that needs no other replica. Returns one count per buffer of the
-        non-finite values that the operators met.
+        nonfinite values that the operators found.
         """
         assert self.update is not None, "z follows this replica; it has no update"
         self.load()
@@ -109,7 +110,7 @@ class Replica:
         return counts
 
     def force(self, x: Tensors, z: Tensors, update: Tensors) -> torch.Tensor:
-        """The rule where there is no step."""
+        """Apply the rule without a step."""
         e = self.elasticity
         return avgpipe_ext.easgd_step_(
             x, z, update, e.force[0], from_force=e.coefficients.from_force, **CHECKED
@@ -127,7 +128,7 @@ class Replica:
 
 
 def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
-    """Where a parameter lies in flat buffers; None if it is no dense part of one, or has no elements."""
+    """Return a parameter's place in flat buffers; None if it is no dense part of one, or has no elements."""
     if p.layout != torch.strided or p.numel() == 0 or p.stride() != dense_strides(p):
         return None
     for b, flat in enumerate(flats):
@@ -139,6 +140,6 @@ def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
 
 
 def same_strides(g: torch.Tensor, p: torch.Tensor) -> bool:
-    """Equal where they matter."""
+    """Whether strides are equal in all dimensions of more than one element."""
     mine, theirs = g.stride(), p.stride()
     return mine == theirs or all(a == b for size, a, b in zip(p.shape, mine, theirs) if size != 1)

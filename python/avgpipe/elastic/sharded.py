@@ -1,4 +1,4 @@
-"""Weights that torch.distributed has sharded or replicated as DTensors: each rank has its part, where torch put it."""
+"""Weights that torch.distributed has sharded or replicated as DTensors: torch holds each rank's part."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from avgpipe.elastic.flat import Arena, Layout
 
 
 class ShardedArena(Arena):
-    """Leaves ``parameters`` where they are, as flat buffers cannot hold DTensors: ``weights`` are this rank's parts.
+    """Leaves ``parameters`` in place, as flat buffers hold no DTensors: ``weights`` are this rank's parts.
 
-    What needs whole tensors, or all parts of one, is a collective over the meshes of the parameters: every rank of them
-    asks for it in the same order.
+    Methods that need whole tensors, or all parts of one, are collectives over the meshes of the parameters:
+    every rank of them calls these in the same order.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -30,7 +30,7 @@ class ShardedArena(Arena):
         return [grad for grad in self.local_grads() if grad is not None]
 
     def settle_grads(self) -> None:
-        """Bring gradients that layers have left as sums over ranks, yet to be added up, to their parameters' form."""
+        """Reduce gradients that layers have left as partial sums over ranks to their parameters' form."""
         for p in self.parameters:
             if isinstance(p, DTensor) and isinstance(p.grad, DTensor) and p.grad.placements != p.placements:
                 p.grad = p.grad.redistribute(placements=p.placements)
@@ -47,7 +47,7 @@ class ShardedArena(Arena):
         p.grad = grad
 
     def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the square of the norm of whole tensors: each part counts once, one that several ranks have, too."""
+        """Return the squared norm of whole tensors: each part counts once, also if several ranks have it."""
         parts: dict[tuple[DeviceMesh | None, tuple[int, ...]], list[torch.Tensor]] = {}
         for t in tensors:
             parts.setdefault(_sharding(t), []).append(_part(t))
@@ -79,7 +79,7 @@ class ShardedArena(Arena):
 
     def fill(self, target: torch.Tensor, value: torch.Tensor) -> None:
         if isinstance(target, DTensor):
-            # Without a source no rank sends anything: each cuts its own part out.
+            # Without a source no rank sends anything: each takes its own part.
             value = distribute_tensor(
                 value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
             )
@@ -87,7 +87,7 @@ class ShardedArena(Arena):
 
 
 def _part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor, in the same memory."""
+    """Return this rank's part of a tensor, in the same memory."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,4 +1,4 @@
-"""Tensors that are made of others, as optimizers keep them in 8 bits: what torch's own methods cannot do with them."""
+"""Tensors that wrap others, such as 8-bit optimizer state: functions beyond torch's own methods."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def is_made_of_others(value: Any) -> bool:
-    """Whether a tensor is, and says of which: a traceable wrapper subclass, in the words of torch."""
+    """Whether a tensor wraps others and lists them: a traceable wrapper subclass, in torch's terms."""
     return isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def copied(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor, also of one whose class, or whose parts', cannot be cloned."""
+    """Return a copy of a tensor, also if its class, or a wrapped one's, has no clone()."""
     if not is_made_of_others(local_part(value)):
         return value.clone()
     kind: Any = type(value)
@@ -25,6 +25,6 @@ def copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def local_part(value: Any) -> torch.Tensor:
-    """Return what this rank has of a DTensor, which is any other tensor itself."""
+    """Return this rank's part of a DTensor; any other tensor unchanged."""
     part: torch.Tensor = value.to_local() if hasattr(value, "to_local") else value
     return part

@@ -1,9 +1,9 @@
-"""Trial steps: how replicas go on that leave the optimizer to their reference, by the rule "mean-gradient".
+"""Trial steps: how replicas continue whose reference has the optimizer, by rule "mean-gradient".
 
-A replica tells its gradient g, and goes on from where the reference's optimizer would bring z with this gradient alone.
-That takes a step from z with the optimizer's state, which stays as it is: the true step, by the mean of all gradients,
-is the reference's. Where an operator knows the optimizer that is one pass over memory; else the replica's own optimizer
-makes the step, on z's values and with a copy of the state.
+A replica publishes its gradient g, and continues from where the reference's optimizer would move z with this
+gradient alone. That is a step from z with the optimizer's state, without changing it: the true step, by the
+mean of all gradients, is the reference's. If an operator supports the optimizer, that is one pass over
+memory; else the replica's own optimizer makes the step, on z's values and with a copy of the state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ State = dict[str, Any]
 
 
 class TrialSteps:
-    """Those of one replica.
+    """The trial steps of one replica.
 
     Args:
-        inner: The replica's optimizer: of the kind of the reference's, whose settings it has and whose state it shows.
-        number: The replica's.
+        inner: The replica's optimizer: of the same kind as the reference's, with its settings and a view of
+            its state.
+        number: The number of the replica.
 
     Raises:
         ValueError: for weights that are not in flat buffers, and parameters that the reference's optimizer does not
@@ -40,7 +41,7 @@ class TrialSteps:
         self, inner: torch.optim.Optimizer, replica: Replica, reference: Reference, number: int
     ) -> None:
         outer = reference.outer
-        assert outer is not None, "a rule that needs it was given none"
+        assert outer is not None, "the rule needs an outer optimizer"
         if replica.not_flat:
             raise ValueError(
                 f"rule {reference.elasticity.rule!r} needs weights in flat buffers: {replica.not_flat}"
@@ -65,58 +66,58 @@ class TrialSteps:
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int, int] = None, 0, 0
         self._calls: list[Call] | None = None
-        self._seen: tuple[Any, Any] = None, None  # what they were planned for
+        self._seen: tuple[Any, Any] = None, None  # what the calls were planned for
         self.share()
 
     def share(self) -> None:
-        """Show the reference's state as the inner optimizer's; what has been removed there goes here, too."""
+        """Make the reference's state the inner optimizer's; removals from the latter apply to both."""
         whole, shown = self._outer.state, self._inner.state
         if self._shown[0] is whole and len(shown) < self._shown[2]:
             for p, z, _ in self._pairs:
                 if p not in shown:
                     whole.pop(z, None)
         if self._shown[0] is whole and self._shown[1] == len(whole) and self._shown[2] <= len(shown):
-            return  # the same values in the same places
+            return  # unchanged
         shown.clear()
         shown.update({p: whole[z] for p, z, _ in self._pairs if z in whole})
         self._shown = whole, len(whole), len(shown)
 
     def restore(self) -> None:
-        """Make the inner optimizer's state, which was loaded, the reference's, and that of the other replicas."""
+        """Make the inner optimizer's state, which was loaded, that of the reference and all replicas."""
         known = self._inner.state
-        # Another object, by which the other replicas see that it is another state.
+        # A new object, by which the other replicas detect the new state.
         self._outer.state = defaultdict(dict, {z: known[p] for p, z, _ in self._pairs if p in known})
-        self.tell_settings()
+        self.share_settings()
 
-    def tell_settings(self) -> None:
+    def share_settings(self) -> None:
         """Make the inner optimizer's settings the reference's, for its next step."""
         for mine, theirs in zip(self._outer.param_groups, self._inner.param_groups):
             mine.update({name: value for name, value in theirs.items() if name != "params"})
 
     @torch.no_grad()
     def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
-        """Tell the gradient and make the step; returns counts of what is not finite."""
+        """Publish the gradient and make the step; return counts of nonfinite values."""
         self._replica.load()
         self.share()
-        self.tell_settings()
+        self.share_settings()
         grads = [p.grad for p, _, _ in self._pairs]
         there = tuple(grad is not None for grad in grads)
         self._reference.told[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
         tries = not self._reference.elasticity.synchronous(self._reference.round)
         if tries and (calls := self._planned(grads, there, z)) is not None:
             return [call(grads) for call in calls]
-        counts = self._tell(grads)
+        counts = self._publish(grads)
         if tries:
             self._try(z)
         return counts
 
-    def _tell(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    def _publish(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         update = self._update
         update.zero_()
-        told = [(pair[2], grad) for pair, grad in zip(self._pairs, grads) if grad is not None]
-        if told:
-            views = [region.view(update.flats) for region, _ in told]
-            torch._foreach_copy_(views, [g.to_dense() if g.is_sparse else g for _, g in told])
+        given = [(pair[2], grad) for pair, grad in zip(self._pairs, grads) if grad is not None]
+        if given:
+            views = [region.view(update.flats) for region, _ in given]
+            torch._foreach_copy_(views, [g.to_dense() if g.is_sparse else g for _, g in given])
             torch._foreach_neg_(views)
         norms = torch._foreach_norm([flat for flat in update.flats if flat.numel()], float("inf"))
         return [~norm.isfinite() for norm in norms]
@@ -131,7 +132,7 @@ class TrialSteps:
     def _planned(
         self, grads: Sequence[torch.Tensor | None], there: tuple[bool, ...], z: FlatBuffers
     ) -> list[Call] | None:
-        """Return the calls that make the step; None where no operator knows the optimizer, or it is the first one."""
+        """Return the calls of the step; None at the first, or if no operator supports the optimizer."""
         inner, whole = self._inner, self._outer.state
         odd = any(group.get("amsgrad") or group.get("differentiable") for group in inner.param_groups)
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
@@ -171,7 +172,7 @@ class TrialSteps:
     # ---- by the replica's own optimizer --------------------------------------------------------------------------
 
     def _try(self, z: FlatBuffers) -> None:
-        """Step from z with the shared state, and leave that as it is."""
+        """Step from z with the shared state, without changing it."""
         self.share()
         torch._foreach_copy_(self._replica.x.flats, z.flats)
         shared = dict(self._inner.state)
@@ -185,7 +186,7 @@ class TrialSteps:
             self._inner.state.update(shared)
 
     def _copied(self, p: torch.Tensor, state: State) -> State:
-        """Copy a state into memory that is used again."""
+        """Copy a state into memory that is reused."""
         own = self._own.setdefault(p, {})
         for name, value in state.items():
             known = own.get(name)
@@ -204,7 +205,7 @@ class TrialSteps:
 
 @dataclass
 class StillCall:
-    """What makes no step: ``x`` becomes z, and nothing is told."""
+    """Parameters without a step: ``x`` becomes z, and the update is zero."""
 
     x: list[torch.Tensor]
     z: list[torch.Tensor]
@@ -222,9 +223,9 @@ class TrialCall:
 
     Attributes:
         group: the settings.
-        numbers: which gradients are theirs.
+        numbers: the indices of their gradients.
         moments: the shared state, a list of each kind.
-        step: Adam's counter; all others move with it.
+        step: Adam's counter; all others count with it.
     """
 
     group: dict[str, Any]
@@ -258,6 +259,6 @@ Call: TypeAlias = StillCall | TrialCall
 
 
 def _fits(grad: torch.Tensor | None, pair: tuple[torch.Tensor, torch.Tensor, Region]) -> bool:
-    """Whether an operator can read the gradient beside its parameter."""
+    """Whether an operator can read the gradient together with its parameter."""
     p = pair[0]
     return grad is None or (grad.layout == torch.strided and grad.dtype == p.dtype and same_strides(grad, p))

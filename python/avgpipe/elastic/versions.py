@@ -1,14 +1,15 @@
-"""Versions of a stage's weights for the schedules that do not flush: several of them take turns in its parameters.
+"""Versions of a stage's weights, for schedules without a flush: parameters point at one at a time.
 
-A version is counted in updates: version v is what v updates have made. The newest one is what the parameters hold;
-older ones lie in buffers of their own. To forward or backward a batch on another version the parameters are pointed at
-its buffer, which moves no bytes. An update whose version somebody still needs first copies it, then changes the copy.
+A version is counted in updates: version v includes v updates. The newest one is what the parameters hold;
+older ones have their own buffers. To run a forward or backward on another version, the parameters are pointed
+at its buffer, without copying. An update whose version is still needed first copies it, then changes the
+copy.
 
-A batch may run on a prediction instead: what a version will be some updates later, as far as the optimizer's state
-tells. It is made while that version is the newest and lies in a buffer of its own, so that no update needs a copy.
+A batch may run on a prediction instead: a version some updates later, as the optimizer's state predicts it.
+It is made while its base version is the newest and has its own buffer, so that no update needs a copy.
 
-Pointing is enough because autograd finds a weight in one of two ways: it has saved the parameter, and then reads what
-it points at now; or a view of it, which stays with the buffer it was made in.
+Pointing is enough because autograd refers to a weight in one of two ways: it has saved the parameter, and
+then reads its present target; or a view of it, which stays with the buffer it was made in.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 from avgpipe.elastic.flat import Arena, hidden_view
 from avgpipe.schedule.row import Version
 
-# FSDP's way of changing what autograd has saved on purpose; not exported, so the tests run it under every torch.
+# FSDP's way of changing tensors that autograd has saved; not exported, so the tests run it under every torch.
 _preserving_version_counters: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
 
 Flats: TypeAlias = list[torch.Tensor]
@@ -33,7 +34,8 @@ class Versions:
 
     Args:
         arena: the newest weights.
-        predict: writes what the newest weights will be after so many more updates; None: batches run on what was.
+        predict: writes the newest weights as predicted after ``updates`` more updates; None: batches run on
+            old weights.
     """
 
     def __init__(self, arena: Arena, predict: Callable[[Flats, int], None] | None = None) -> None:
@@ -45,7 +47,7 @@ class Versions:
 
     @property
     def bytes(self) -> int:
-        """The size of all buffers but the newest version's."""
+        """The size of all buffers except the newest version's."""
         buffers = [*self._kept.values(), *self._free]
         return sum(flat.nbytes for flats in buffers for flat in flats) - sum(
             flat.nbytes for flat in self._arena.weights
@@ -64,7 +66,7 @@ class Versions:
         return version if self._predict is not None else version._replace(delay=0)
 
     def _make(self, version: Version) -> None:
-        """Predict from the newest version; KeyError for another one, which is gone."""
+        """Predict from the newest version; KeyError for an older one, which no longer exists."""
         if self._predict is None or version.number != self.newest:
             raise KeyError(version)
         flats = self._buffers(self._arena.weights)
@@ -76,12 +78,12 @@ class Versions:
 
     @contextmanager
     def updating(self, needed: Collection[Version]) -> Iterator[Flats | None]:
-        """The parameters may be changed in place inside, and are the newest version afterwards.
+        """Allow changes of the parameters in place inside; they are the newest version afterwards.
 
-        Yields the weights of before, if they are kept.
+        Yields the weights before, if they are kept.
 
         Args:
-            needed: what batches in flight, and those to come, still run on, as far as it is there.
+            needed: the versions of batches in flight, and of those to come, as far as they exist.
         """
         places = {self._place(version) for version in needed}
         whole = min((number for number, delay in places if not delay), default=self.newest + 1)
@@ -101,7 +103,7 @@ class Versions:
         self._arena.weights = new
         self._arena.point_at(new)
         self._shown = None
-        # What was saved with an older version is still what it was, though the parameter was changed in place.
+        # Tensors saved with an older version are unchanged, though the parameter was changed in place.
         with _preserving_version_counters(tuple(self._arena.parameters)):
             yield old if old is not new else None
         self.newest += 1
@@ -109,14 +111,15 @@ class Versions:
         self._kept[self._shown] = new
 
     def older(self) -> dict[int, Flats]:
-        """What a run needs beside the newest weights to go on: versions by how many updates they lie behind."""
+        """Return the versions beside the newest that a run needs to resume, by their distance in updates."""
         return {self.newest - v.number: flats for v, flats in self._kept.items() if v.number != self.newest}
 
     def restore(self, older: dict[int, Flats]) -> None:
-        """The arena has the newest weights, and these are those before it; as :meth:`older` gave them."""
+        """Restore versions: the newest from the arena, and the older ones as :meth:`older` returned them."""
         self.newest = max(older, default=0)
         self._shown = newest = Version(self.newest)
-        # Without batches in flight, the next one runs on a version that lies as many updates behind as it is late.
+        # Without batches in flight, the next one runs on a version as many updates old as its gradients are
+        # late.
         kept = {self._place(Version(self.newest - b, b)): flats for b, flats in older.items()}
         self._free, self._kept = [], {**kept, newest: self._arena.weights}
 
@@ -124,12 +127,12 @@ class Versions:
 def refuse_hidden_weights(optimizer: torch.optim.Optimizer, arena: Arena) -> None:
     """Refuse, with ValueError, an optimizer that has kept views of the weights.
 
-    Where versions take turns in the memory, it would change one that is not the newest. What it keeps in ``state`` or
-    of its own is no concern.
+    Since versions exchange their memory, it would change one that is not the newest. Tensors in its ``state``
+    or memory of its own do not matter.
     """
     name = hidden_view(optimizer, arena.parameters, arena.weights)
     if name is not None:
         raise ValueError(
             f"{type(optimizer).__name__} keeps weights by their memory, in its attribute {name}, and so would miss "
-            "that versions take turns: use an optimizer that reads its parameters, or a schedule that flushes"
+            "that versions exchange it: use an optimizer that reads its parameters, or a schedule that flushes"
         )
