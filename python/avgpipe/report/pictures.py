@@ -20,22 +20,22 @@ if TYPE_CHECKING:
 
     from avgpipe.planning.profile import Profile
 
-# Hues that readers who confuse red and green tell apart, by line style too from the ninth on.
+# Hues that red-green color-blind readers can distinguish, by line style too from the ninth on.
 COLORS = (*(dark for _, dark in HUES), "#4bb3c9", "#c9a400")
 _STYLES = ("-", "--", ":")
 _WIDTH_IN = 12.5
-_SPAN = 5.0  # largest over smallest metric from which on its axis is logarithmic
-_MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of the batches, and batches
+_SPAN = 5.0  # the axis is logarithmic from this ratio of largest to smallest metric
+_MEMORY, _LEAST_MEMORY = 0.05, 5.0  # batches that a smoothed loss averages: a share, and at least these
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
-# The common stretch: two batches of the slowest system, but no fewer than three and no more than ten of the fastest.
+# The common stretch: two batches of the slowest system, but between three and ten of the fastest.
 _SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
-# Of a text beside the end of a bar.
+# Style of a text beside the end of a bar.
 _BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
 _MOST_IN = 40.0  # height of a profile's picture
-_MOST_NAMED = 120  # rows of it with a name; of more every second or so
+_MOST_NAMED = 120  # rows with a name; of more rows every second, third or so has one
 
 
-# ---- learning curves -----------------------------------------------------------------------------------------
+# ---- learning curves -------------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -46,14 +46,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """How a run learned.
+    """Learning curves of a run.
 
     Attributes:
-        loss: Of training, a point per batch.
-        metric: Of validations, the first before training.
-        valid_loss: Of validations.
-        to_reference: At validations, the mean of the replicas' distances from the reference over its norm.
-        between: The same of their distances from each other.
+        loss: Training loss, a point per batch.
+        metric: Metric of validations, the first before training.
+        valid_loss: Loss of validations.
+        to_reference: Mean distance of the replicas from the reference, over its norm, at validations.
+        between: Mean distance of the replicas from each other, over the reference's norm, at validations.
     """
 
     loss: tuple[Point, ...] = ()
@@ -64,11 +64,13 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Curve:
-        """From the rows of a run's metrics.jsonl; values that were not finite are left out."""
+        """Make the curves from the rows of a metrics.jsonl; values that were not finite are left out."""
         found: dict[str, list[Point]] = {field.name: [] for field in fields(cls)}
         samples = 0
         for row in rows:
-            samples = row.get("samples", samples)  # of a validation in older files those of the batch before
+            samples = row.get(
+                "samples", samples
+            )  # validations in older files have none: use the batch before
             if row["kind"] == "train":
                 values = {"loss": row["loss"]}
             else:
@@ -79,7 +81,7 @@ class Curve:
         return cls(**{name: tuple(points) for name, points in found.items()})
 
     def smoothed(self) -> tuple[Point, ...]:
-        """The loss as a running mean over the last few percent of all batches; the first point is the first loss."""
+        """Return the loss as a running mean over some percent of all batches; the first point is the first loss."""
         keep = 1 - 1 / max(_LEAST_MEMORY, _MEMORY * len(self.loss))
         total = weight = 0.0
         points = []
@@ -90,7 +92,7 @@ class Curve:
 
 
 def _mean_distances(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """The means of a validation's distances over the norm of the reference, as far as it has them."""
+    """Return the means of a validation's distances over the norm of the reference, as far as it has them."""
     distances = row.get("distances") or {}
     norm: float = distances.get("norm") or 0.0  # None where it was not finite
     pairs = distances.get("between") or ()
@@ -110,10 +112,10 @@ def plot_curves(
     target: float | str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """A line for each system, written to ``path`` if given: losses and metrics, and the distances of replicas if known.
+    """Draw a line for each system, to ``path`` if given: losses, metrics, and distances of replicas if known.
 
-    With a target of the loss, validations are drawn by their loss. Of several seeds the first has the marks, and the
-    others are thin.
+    With a target of the loss, validations are drawn by their loss. Of several seeds only the first has
+    markers, and the others have thin lines.
     """
     bound, of_loss = (None, False) if target is None else parse_target(target)
     runs = {name: (of,) if isinstance(of, Curve) else tuple(of) for name, of in curves.items()}
@@ -138,7 +140,7 @@ def plot_curves(
             if rows == 3:
                 _draw_distances(panels[2][column], runs, by)
             panels[-1][column].set_xlabel(unit, color=INK)
-        # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
+        # Logarithmic if a perplexity falls from thousands to tens; a row of panels shares the axis.
         if values and min(values) > 0 and max(values) > _SPAN * min(values):
             panels[1][0].set_yscale("log")
         panels[0][0].set_ylabel("training loss, smoothed", color=INK)
@@ -172,17 +174,17 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: 
     dress(axes)
 
 
-# ---- bars ----------------------------------------------------------------------------------------------------
+# ---- bars ------------------------------------------------------------------------------------------------------------
 
-Bar = tuple[float | None, float | None, float | None]  # a value, and the least and the most of several seeds
+Bar = tuple[float | None, float | None, float | None]  # a value, and the least and greatest of several seeds
 
 
 def plot_bars(
     panels: Mapping[str, Mapping[str, Bar]], heading: str, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """A panel for each figure with a bar for each system, written to ``path`` if given.
+    """Draw a panel for each figure with a bar for each system, written to ``path`` if given.
 
-    A line across the end of a bar reaches from the least to the most of several seeds. What is not known has no bar.
+    A line across the end of a bar spans the least and greatest of several seeds. An unknown value has no bar.
     """
     systems = max(map(len, panels.values()), default=0)
     with picture(path, _WIDTH_IN, 1.2 + 0.4 * systems) as figure:
@@ -206,14 +208,14 @@ def plot_bars(
     return figure
 
 
-# ---- timelines -----------------------------------------------------------------------------------------------
+# ---- timelines -------------------------------------------------------------------------------------------------------
 
 
 class _BatchRate:
-    """How fast a run goes, from when each of its batches begins to compute.
+    """The speed of a run, from the times when its batches begin to compute.
 
     Attributes:
-        per_batch_s: In the steady state, of all pipelines together: the median over whole turns of all pipelines.
+        per_batch_s: Seconds of a batch in the steady state, of all pipelines together: a median over rounds.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -223,12 +225,12 @@ class _BatchRate:
             begins.setdefault(event.batch, event.start_s)
         self._begins, self._end_s = list(begins.values()), max(event.end_s for event in computed)
         turn = max(1, min(len(begins) - 1, 2 * len({event.pipeline for event in computed})))
-        # From each batch to the one ``turn`` batches later.
+        # From each batch to the one a round, ``turn`` batches, later.
         self._steps_s = [b - a for a, b in zip(self._begins, self._begins[turn:])]
         self.per_batch_s = median(self._steps_s or [self._end_s - self._begins[0]]) / turn
 
     def typical(self, span_s: float) -> float:
-        """Where a stretch of ``span_s`` begins that runs at the median pace, after the first quarter."""
+        """Return where a stretch of ``span_s`` at the median pace begins, after the first quarter."""
         inside = [
             (step_s, begin_s)
             for begin_s, step_s in list(zip(self._begins, self._steps_s))[len(self._begins) // 4 :]
@@ -243,10 +245,10 @@ class _BatchRate:
 def plot_timelines(
     timelines: Mapping[str, Timeline], heading: str, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """A panel of computations for each system that has some, written to ``path`` if given.
+    """Draw a panel of computations for each system that has some, written to ``path`` if given.
 
-    All show equally many seconds, from a stretch that ran at the system's median pace. Where nothing is drawn, a worker
-    waited or did other things.
+    All show the same number of seconds, from a stretch at the system's median pace. In empty places a worker
+    waited or did other work.
     """
     shown = {n: t for n, t in timelines.items() if any(e.kind in COMPUTE_KINDS for e in t.events)}
     heights = [_FRAME_IN + _ROW_IN * timeline.stages for timeline in shown.values()]
@@ -278,7 +280,7 @@ def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Seq
     figure.legend(**entries, loc="outside lower center", ncols=len(entries["labels"]))
 
 
-# ---- a profile -----------------------------------------------------------------------------------------------
+# ---- a profile -------------------------------------------------------------------------------------------------------
 
 
 def plot_layers(
@@ -286,7 +288,7 @@ def plot_layers(
 ) -> Figure:
     """Draw a row per layer, its seconds beside its bytes; written to ``path`` in the format of its suffix if given.
 
-    Drawn is a micro-batch of ``samples``; None: the largest that was measured.
+    The costs are of a micro-batch of ``samples``; None: the largest that was measured.
     """
     size = profile.micro_batch_sizes[-1] if samples is None else samples
     layers, costs = profile.layers, profile.at(size)
@@ -318,7 +320,7 @@ def plot_layers(
 def _draw_layers(
     axes: Axes, series: Mapping[str, tuple[str, Sequence[float]]], scale: float, label: str
 ) -> None:
-    """Bars from the first layer down, one series behind the other; each with its color."""
+    """Draw bars from the first layer down, one series after the other; each with its color."""
     reached = [0.0] * max(len(values) for _, values in series.values())
     for name, (color, values) in series.items():
         widths = [scale * value for value in values]

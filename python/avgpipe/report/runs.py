@@ -1,6 +1,6 @@
-"""What the folder of a run, or of a comparison, holds: read for reports, which may be of a stranger's folder.
+"""The folders of runs and comparisons: reading them for reports, also if they are from an unknown author.
 
-Nothing in a file is trusted: what is no number where one is expected is left out, and the reader is told.
+No file is trusted: values of an unexpected type are left out, and the report says so.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from avgpipe.timeline.timeline import Timeline
 
 _RUN_FILES = ("metrics.jsonl", "summary.json", "run.json", "timeline.json")
 _COMPARISON = "compare.json"
-_LISTED = 5  # folders named in an error
+_LISTED = 5  # most folders named in an error
 _LARGEST = 1e300
-_MOST_ROWS = 1024  # of a timeline, and pipelines: more cannot be drawn, and would take long to find out
+_MOST_ROWS = 1024  # of a timeline, also of pipelines: more cannot be drawn, and would take long to read
 
 
 def number(value: Any) -> float | None:
     """Return a finite number as it is, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if -_LARGEST < value < _LARGEST else None  # NaN is not, nor is an int of a thousand digits
+    return value if -_LARGEST < value < _LARGEST else None  # excludes NaN, and ints of a thousand digits
 
 
 def numbers(value: Any) -> list[float]:
@@ -39,16 +39,16 @@ def numbers(value: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Attributes:
-        name: What it is called beside others.
-        rows: Of metrics.jsonl, each with a kind, a batch and seconds.
-        summary: Empty for a run that has not ended.
-        plan: As in plan.json.
-        options: As in run.json.
-        timeline: Of the last batches; None where there is none.
-        problems: Sentences on what could not be read.
+        name: Name of the run beside others.
+        rows: Rows of metrics.jsonl, each with a kind, a batch and seconds.
+        summary: Empty for a run that has not finished.
+        plan: Content of plan.json.
+        options: Content of run.json.
+        timeline: Timeline of the last batches; None if there is none.
+        problems: Sentences on files that could not be read.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path, name: str = "") -> Run:
-        """Read a folder; what is missing or damaged in it is empty, and damage is told."""
+        """Read a folder; a missing or damaged file gives an empty field, and damage a problem."""
         problems: list[str] = []
         found = read_metrics(path)
         rows = tuple(row for row in found if _is_sound(row))
@@ -82,7 +82,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What was trained, in words."""
+        """Describe what was trained."""
         asked = {**self.options, **self.summary}
         words = [str(asked[name]) for name in ("workload", "preset") if asked.get(name)]
         title = self.summary.get("title")
@@ -90,7 +90,7 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """What the runtime warned of."""
+        """Return the warnings of the runtime."""
         told = [self.summary.get("warnings"), *(row.get("warnings") for row in self.rows)]
         first = next((warnings for warnings in told if isinstance(warnings, list) and warnings), [])
         return list(map(str, first))
@@ -111,7 +111,7 @@ def _drawable(timeline: Timeline) -> Timeline:
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """Whether a row has what every reader takes for granted, of the right kinds."""
+    """Return whether a row has the fields that every reader needs, of the right types."""
     wanted = {"train": ("loss",), "valid": ("loss", "metric")}
     kind, distances = row["kind"], row.get("distances")
     if not isinstance(kind, str) or kind not in wanted or not all(name in row for name in wanted[kind]):
@@ -123,7 +123,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
 
 
 def _are_sound(distances: Mapping[str, Any]) -> bool:
-    """Whether distances are numbers, or null where they were not finite."""
+    """Return whether distances are numbers, or null for values that were not finite."""
     norm, pairs = distances.get("norm"), distances.get("between")
     lists = [[norm], distances.get("to_reference"), *(pairs if isinstance(pairs, list) else [pairs])]
     known = [of for of in lists if of is not None]
@@ -131,7 +131,7 @@ def _are_sound(distances: Mapping[str, Any]) -> bool:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; damaged ones, as a last line that was cut off, are left out."""
+    """Return the rows of a run's metrics.jsonl, without damaged ones such as a last line that was cut off."""
     try:
         lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -140,7 +140,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row in a line of metrics.jsonl; None where it holds none."""
+    """Return the row in a line of metrics.jsonl; None if it holds none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -149,7 +149,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return what a file of JSON holds; nothing where it is damaged, which ``problems`` then tell, or not there."""
+    """Return the object in a JSON file; if it is missing or damaged, {}, and ``problems`` names the damage."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -158,7 +158,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name}: {reason(error)}")
         return {}
     if not isinstance(value, dict):
-        problems.append(f"{path.name}: holds a {type(value).__name__} and no object")
+        problems.append(f"{path.name}: holds a {type(value).__name__} instead of an object")
         return {}
     return value
 
@@ -167,7 +167,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the batches, first and last, between two validations or ends of epochs: there pipelines run empty."""
+    """Return the first and last batches between validations or ends of epochs, where pipelines run empty."""
     breaks = {row["batch"] for row in rows if row["kind"] == "valid"}
     trained = [row for row in rows if row["kind"] == "train"]
     breaks |= {after["batch"] for row, after in pairwise(trained) if row.get("epoch") != after.get("epoch")}
@@ -177,7 +177,7 @@ def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 
 def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeline:
-    """The part of a timeline with the longest stretch of batches that all stages still have: pauses are no bubbles."""
+    """Return the longest stretch of batches in the timeline that all stages still have: pauses are no bubbles."""
     begins: dict[int, int] = {}
     for event in timeline.events:
         begins[event.stage] = min(begins.get(event.stage, event.batch), event.batch)
@@ -197,7 +197,7 @@ def is_run(path: Path) -> bool:
 
 def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
     """Read folders of runs and of comparisons, with all runs of these; ValueError for a folder that is neither."""
-    found: dict[Path, tuple[Path, Path]] = {}  # what was asked for, and the run's own folder
+    found: dict[Path, tuple[Path, Path]] = {}  # the given folder, and the run's own folder
     comparisons = []
     for path in paths:
         compares = (path / _COMPARISON).is_file()
@@ -212,7 +212,7 @@ def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
 
 
 def runs_of_comparison(path: Path) -> list[Path]:
-    """The runs in a comparison's folder, of several seeds each system's; systems in the order of the table."""
+    """Return the runs in a comparison's folder, all seeds of each system; systems in the order of the table."""
     order = [outcome.system for outcome in read_comparison(path).outcomes]
     places = {name: place for place, name in enumerate(order)}
     systems = sorted(
@@ -236,9 +236,9 @@ def _name(asked: Path, run: Path, several: bool) -> str:
 
 def _no_run(path: Path) -> str:
     if not path.is_dir():
-        return f"{path}: no such folder; give one that avgpipe train or avgpipe compare has written"
+        return f"{path}: no such folder; give one that avgpipe train or avgpipe compare wrote"
     runs = [str(p) for p in _inside(path) if is_run(p) or (p / _COMPARISON).is_file()]
-    hint = "give one that avgpipe train or avgpipe compare has written"
+    hint = "give one that avgpipe train or avgpipe compare wrote"
     if runs:
         more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
         hint = f"did you mean {', '.join(runs[:_LISTED])}{more}?"
@@ -249,7 +249,7 @@ def _no_run(path: Path) -> str:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """Read what compare.json says; ValueError where it is damaged."""
+    """Read compare.json; ValueError if it is damaged."""
     content = read_object(path / _COMPARISON, [])
     limit = number(content.get("memory_limit_bytes"))
     try:
@@ -270,7 +270,7 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _target(target: Any) -> float | str | None:
-    """Return a target that can be one; ValueError for another."""
+    """Return a valid target; ValueError for an invalid one."""
     if target is not None:
         parse_target(target)
     return target  # type: ignore[no-any-return]  # a number, or as loss=2.1
@@ -284,13 +284,13 @@ def _outcome(row: Mapping[str, Any]) -> SystemResult:
     status, why = str(row["status"]), str(row.get("reason") or "")
     warnings = tuple(map(str, row.get("warnings") or ()))
     if status == OK and first is None:
-        raise ValueError("a system that ended has no figures")
+        raise ValueError("a system that finished has no figures")
     known = tuple(figures for figures in others if figures is not None)
     return SystemResult(str(row["system"]), status, first, why, warnings, known)
 
 
 def _figures(row: Mapping[str, Any]) -> Figures | None:
-    """Read the figures of a run: numbers, but for the schedule's name."""
+    """Read the figures of a run: numbers, except for the schedule's name."""
     if "samples" not in row:
         return None
     values = {field.name: row[field.name] for field in fields(Figures)}
