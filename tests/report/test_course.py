@@ -67,7 +67,7 @@ def test_a_target_is_a_number_of_the_metric_or_the_loss():
 
 @pytest.mark.parametrize("target", ["", "loss", "loss=", "bleu=3", "nan", "loss=inf"])
 def test_other_targets_are_refused(target):
-    with pytest.raises(ValueError, match="give a finite number of the metric, or as loss="):
+    with pytest.raises(ValueError, match="give a finite number for the metric, or loss="):
         parse_target(target)
 
 

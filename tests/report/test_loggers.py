@@ -69,7 +69,7 @@ def test_a_logger_that_fails_is_told_of_once_and_left_out():
     assert [step for step, _ in other.seen] == [0, 1, 2]
     assert [step for step, _ in failing.seen] == [0]
     assert failing.closed == 0
-    assert said == ["warning: the logger wandb failed (no network); training goes on without it"]
+    assert said == ["warning: the logger wandb failed (no network); training continues without it"]
 
 
 def test_a_logger_that_cannot_begin_is_refused(tmp_path, monkeypatch):

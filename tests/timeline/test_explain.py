@@ -110,7 +110,7 @@ def test_transfers_bind():
     gain, sentence = links(bound)
     assert gain == 3.5 * 4 - 1  # all waits but the first second, in which stage 0 computes
     assert sentence == (
-        "transfers bind, from stage 0 to stage 1 at least 2.50 s each: "
+        "transfers are the bottleneck, from stage 0 to stage 1 at least 2.50 s each: "
         "use wire_dtype, larger stages, or a faster link"
     )
     assert advice(bound) == f"{sentence} (up to 72 % less time)"

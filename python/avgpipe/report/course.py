@@ -1,4 +1,4 @@
-"""The course of a run: where it validates, what it is to reach, and what it has come to."""
+"""The progress of a run: the places of its validations, its target, and its totals."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-VALIDATIONS = 20  # of a run, besides the one before training
+VALIDATIONS = 20  # default for a run, besides the one before training
 _LOSS = "loss="
 
 
 @dataclass(frozen=True)
 class Validations:
-    """Where a run validates: at equal numbers of samples, whatever the system, its pipelines and its batches.
+    """The places of a run's validations: at equal numbers of samples, for any system, pipelines and batches.
 
-    Between two neighbours lies an equal share of the samples, rounded to whole rounds. A run always validates at its
-    end, too.
+    Two neighbours are an equal share of the samples apart, rounded to whole rounds. A run also validates at
+    its end.
 
     Attributes:
-        samples: Of the whole run.
-        count: How many validations there are, the one at the end among them.
-        round_samples: Samples between two places where a run may pause: of a batch, or of one of every pipeline where
-            they take turns.
+        samples: Samples of the whole run.
+        count: Number of validations, with the one at the end.
+        round_samples: Samples between two places where a run may pause: of a batch, or of one batch of every
+            pipeline if each pipeline trains on its own batches.
     """
 
     samples: int
@@ -30,13 +30,13 @@ class Validations:
     round_samples: int
 
     def rounds_to_next(self, samples: int) -> int | None:
-        """Return how many rounds there are to the next validation after so many samples; None: the end comes first.
+        """Return how many rounds remain to the next validation after ``samples``; None if the end is before it.
 
-        Where a run was interrupted makes no difference.
+        It does not depend on where a run was interrupted.
         """
         whole, half = 2 * self.samples, self.round_samples * self.count
         done = 2 * samples * self.count
-        number = -(-(done + half) // whole)  # of the first that is at least half a round away
+        number = -(-(done + half) // whole)  # number of the first that is at least half a round away
         if number >= self.count:
             return None
         return (number * whole - done + half) // (2 * half)
@@ -46,7 +46,7 @@ def parse_target(target: float | str) -> tuple[float, bool]:
     """Return the value of a target, and whether it is one of the loss, as in "loss=2.1", instead of the metric.
 
     Raises:
-        ValueError: It is neither a number nor "loss=" and a number.
+        ValueError: It is neither a number nor "loss=" followed by a number.
     """
     of_loss = isinstance(target, str) and target.startswith(_LOSS)
     try:
@@ -54,36 +54,34 @@ def parse_target(target: float | str) -> tuple[float, bool]:
     except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(
-            f"target {target!r}: give a finite number of the metric, or as loss=2.1 one of the loss"
-        )
+        raise ValueError(f"target {target!r}: give a finite number for the metric, or loss=2.1 for the loss")
     return value, of_loss
 
 
 def target_text(target: float | str) -> str:
-    """A target in words: 30, or loss 2.1."""
+    """Describe a target: 30, or loss 2.1."""
     value, of_loss = parse_target(target)
     return f"{'loss ' * of_loss}{value:g}"
 
 
 @dataclass
 class Totals:
-    """What a run has done so far; the same on all ranks.
+    """The totals of a run so far; the same on all ranks.
 
     Attributes:
         lower_is_better: Whether low metrics are good.
         target: Metric or loss at which the run stops, see ``parse_target``.
-        batches: Batches that were trained.
+        batches: Trained batches.
         epoch: Epoch of the next batch.
-        epoch_samples: Samples of that epoch that were trained.
-        samples: Samples that were trained.
+        epoch_samples: Trained samples of that epoch.
+        samples: Trained samples.
         seconds: Time of training, without validations and checkpoints.
         best: Best metric; NaN while there is none.
-        samples_to_target: When the target was reached; None while it was not.
-        seconds_to_target: When the target was reached; NaN while it was not.
-        loss: What the last validation found.
-        metric: What the last validation found.
-        validated: Batches before the last validation; -1 while there is none.
+        samples_to_target: Samples when the target was reached; None before.
+        seconds_to_target: Seconds when the target was reached; NaN before.
+        loss: Loss of the last validation.
+        metric: Metric of the last validation.
+        validated: Number of batches before the last validation; -1 before the first one.
     """
 
     lower_is_better: bool
@@ -101,13 +99,13 @@ class Totals:
     validated: int = -1
 
     def recall(self, rows: Iterable[Mapping[str, Any]], batches: int) -> None:
-        """Go on after the rows of metrics.jsonl up to a checkpoint of so many batches."""
+        """Add the rows of metrics.jsonl up to a checkpoint after ``batches`` batches."""
         for row in rows:
             self.take(row)
         self.batches = batches
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl."""
+        """Add a row of metrics.jsonl."""
         if row["kind"] == "train":
             self.enter(row["epoch"])
             self.note_batch(row["samples"] - self.samples, row["seconds"] - self.seconds)
@@ -115,7 +113,7 @@ class Totals:
             self.note_validation(row["batch"], row["loss"], row["metric"])
 
     def figures(self) -> dict[str, Any]:
-        """Return what a summary says of samples and seconds."""
+        """Return the samples and seconds of a summary."""
         return {
             "samples": self.samples,
             "samples_to_target": self.samples_to_target,
@@ -135,9 +133,9 @@ class Totals:
         self.seconds += seconds
 
     def note_validation(self, batches: int, loss: float | None, metric: float | None) -> bool:
-        """Note a validation after so many batches; whether its metric is the best. One before training does not count.
+        """Add a validation after ``batches`` batches; return whether its metric is the best since training began.
 
-        What was not finite is None.
+        Values that were not finite are None.
         """
         self.validated = batches
         self.loss = math.nan if loss is None else loss
@@ -155,7 +153,7 @@ class Totals:
 
     @property
     def reached(self) -> bool:
-        """Whether the last validation reached the target. One before training does not."""
+        """Return whether the last validation reached the target; one before training does not count."""
         if self.target is None or self.validated <= 0:
             return False
         value, of_loss = parse_target(self.target)

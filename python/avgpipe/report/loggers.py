@@ -1,4 +1,4 @@
-"""What a run comes to, batch by batch, for other tools: TensorBoard, Weights & Biases, MLflow, or a CSV file.
+"""Loggers that pass the results of a run to TensorBoard, Weights & Biases, MLflow, or a CSV file.
 
 A logger takes ``log(step, values)``, numbers by name, and ``close()``. Loggers work in any training loop::
 
@@ -6,7 +6,7 @@ A logger takes ``log(step, values)``, numbers by name, and ``close()``. Loggers 
         for result in pipeline.train(loader):
             logger.log(result.batch, {"loss": result.loss})
 
-The libraries are imported when a logger is made, and LibraryNotFound tells how to install one that is missing.
+The libraries are imported when a logger is made, and LibraryNotFound says how to install one that is missing.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from typing import Any, Protocol, TypeVar
 
 from avgpipe.errors import library, reason
 
-_PROJECT = "avgpipe"  # under which the services that group runs list them
+_PROJECT = "avgpipe"  # name under which services group the runs
 _L = TypeVar("_L", bound="_Closing")
 
 
 class Logger(Protocol):
-    """What a training loop needs of a logger."""
+    """The methods of a logger that a training loop uses."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the numbers of a step, by name; steps do not decrease."""
+        """Log the numbers of a step, by name; steps do not decrease."""
 
     def close(self) -> None:
         """Write what is left."""
@@ -50,12 +50,12 @@ class _Closing(ABC):
 
 
 class CSV(_Closing):
-    """Adds a line ``step,name,value`` for each number to ``metrics.csv`` in a folder, and makes both if need be.
+    """Adds a line ``step,name,value`` for each number to ``metrics.csv`` in a folder, and makes both if needed.
 
     Args:
-        folder: Of the run.
-        about: What the run is; the file does not say it.
-        first_step: The first that will be logged; an earlier file's later ones stay in it.
+        folder: Folder of the run.
+        about: Configuration of the run, which the file does not contain.
+        first_step: First step that will be logged; lines of later steps in an earlier file stay.
     """
 
     package = ""
@@ -81,9 +81,10 @@ class TensorBoard(_Closing):
     """Writes event files to ``tensorboard`` in a folder: ``tensorboard --logdir FOLDER`` shows them.
 
     Args:
-        folder: Of the run.
-        about: What the run is; shown as a text.
-        first_step: The first that will be logged; what was logged for it and later ones by a run before is hidden.
+        folder: Folder of the run.
+        about: Configuration of the run, shown as a text.
+        first_step: First step that will be logged; values that an earlier run logged for it and later steps
+            are hidden.
     """
 
     package = "tensorboard"
@@ -109,12 +110,12 @@ class TensorBoard(_Closing):
 class WandB(_Closing):
     """Logs to Weights & Biases, in the project ``avgpipe`` unless ``WANDB_PROJECT`` names another.
 
-    Its other variables count, too: ``WANDB_MODE=offline`` keeps everything in the folder.
+    Its other variables work, too: ``WANDB_MODE=offline`` keeps everything in the folder.
 
     Args:
-        folder: Of the run, where its files are kept; its name is the run's.
-        about: What the run is: its configuration.
-        first_step: The first that will be logged. A resumed run is a run of its own in the same group.
+        folder: Folder of the run, which keeps the files; its name is the run's.
+        about: Configuration of the run.
+        first_step: First step that will be logged. A resumed run becomes another run in the same group.
     """
 
     package = "wandb"
@@ -141,12 +142,12 @@ class WandB(_Closing):
 
 
 class MLflow(_Closing):
-    """Logs to MLflow, in the experiment ``avgpipe``, where ``MLFLOW_TRACKING_URI`` says or else where mlflow does.
+    """Logs to MLflow, in the experiment ``avgpipe``, at ``MLFLOW_TRACKING_URI`` or else MLflow's default location.
 
     Args:
-        folder: Of the run, whose name is the run's.
-        about: What the run is: its parameters.
-        first_step: The first that will be logged. A resumed run is a run of its own.
+        folder: Folder of the run; its name is the run's.
+        about: Configuration of the run, logged as parameters.
+        first_step: First step that will be logged. A resumed run becomes another run.
     """
 
     package = "mlflow"
@@ -179,7 +180,7 @@ LOGGERS: dict[str, Callable[..., Logger]] = {
 
 
 def check_loggers(names: Iterable[str]) -> None:
-    """Raise LibraryNotFound where a logger's library is missing: before training, not at its first batch."""
+    """Raise LibraryNotFound if a logger's library is missing: before training, not at its first batch."""
     for name in names:
         package: str = LOGGERS[name].package  # type: ignore[attr-defined]  # classes, each with its own
         if package:
@@ -187,15 +188,15 @@ def check_loggers(names: Iterable[str]) -> None:
 
 
 class Loggers:
-    """Several loggers as one. A logger that fails is told of, once, and left out: training goes on.
+    """Several loggers as one. A logger that fails is reported once and dropped; training continues.
 
     Args:
-        loggers: By name.
-        tell: Takes the sentence about one that failed.
+        loggers: Loggers by name.
+        warn: Called with the warning about a logger that failed.
     """
 
-    def __init__(self, loggers: Mapping[str, Logger], tell: Callable[[str], None]) -> None:
-        self._loggers, self._tell = dict(loggers), tell
+    def __init__(self, loggers: Mapping[str, Logger], warn: Callable[[str], None]) -> None:
+        self._loggers, self._warn = dict(loggers), warn
 
     @classmethod
     def opened(
@@ -204,19 +205,19 @@ class Loggers:
         folder: Path,
         about: Mapping[str, Any],
         first_step: int,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
     ) -> Loggers:
-        """Make the loggers of a run; ValueError says which one refused, and why."""
+        """Make the loggers of a run; ValueError names a logger that failed to start, and why."""
         made: dict[str, Logger] = {}
         for name in names:
             try:
                 made[name] = LOGGERS[name](folder, about, first_step=first_step)
-            except Exception as error:  # of whatever kind its library has for it
+            except Exception as error:  # libraries raise many types
                 raise ValueError(f"--logger {name}: {reason(error)}") from error
-        return cls(made, tell)
+        return cls(made, warn)
 
     def log(self, step: int, row: Mapping[str, Any], kind: str) -> None:
-        """Note the numbers of a row of metrics.jsonl, with ``kind`` before their names."""
+        """Log the numbers of a row of metrics.jsonl, with ``kind`` before their names."""
         if self._loggers:
             values = flat_numbers(row, f"{kind}/")
             self._each(lambda logger: logger.log(step, values))
@@ -229,10 +230,12 @@ class Loggers:
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)
-            except Exception as error:  # of a library of others: whatever it is, hours of training weigh more
+            except (
+                Exception
+            ) as error:  # a third-party library may raise anything, which must not end training
                 del self._loggers[name]
-                self._tell(
-                    f"warning: the logger {name} failed ({reason(error)}); training goes on without it"
+                self._warn(
+                    f"warning: the logger {name} failed ({reason(error)}); training continues without it"
                 )
 
 

@@ -1,4 +1,4 @@
-"""Pictures of a run, learning curves, and of a profile."""
+"""Plots of a run, learning curves, and of a profile."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
     from avgpipe.planning.profile import Profile
 
-# Hues that readers who confuse red and green tell apart, by line style too from the ninth on.
+# Hues that red-green color-blind readers can distinguish, by line style too from the ninth on.
 COLORS = (*(dark for _, dark in HUES), "#4bb3c9", "#c9a400")
 _STYLES = ("-", "--", ":")
 WIDTH_IN = 12.5
-_SPAN = 5.0  # largest over smallest metric from which on its axis is logarithmic
-_MEMORY, _LEAST_MEMORY = 0.05, 5.0  # what a smoothed loss remembers: a share of the batches, and batches
+_SPAN = 5.0  # the axis is logarithmic from this ratio of largest to smallest metric
+_MEMORY, _LEAST_MEMORY = 0.05, 5.0  # batches that a smoothed loss averages: a share, and at least these
 _MOST_IN = 40.0  # height of a profile's picture
-_MOST_NAMED = 120  # rows of it with a name; of more every second or so
+_MOST_NAMED = 120  # rows with a name; of more rows every second, third or so has one
 
 
-# ---- learning curves -----------------------------------------------------------------------------------------
+# ---- learning curves -------------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -39,14 +39,14 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class Curve:
-    """How a run learned.
+    """Learning curves of a run.
 
     Attributes:
-        loss: Of training, a point per batch.
-        metric: Of validations, the first before training.
-        valid_loss: Of validations.
-        to_reference: At validations, the mean of the replicas' distances from the reference over its norm.
-        between: The same of their distances from each other.
+        loss: Training loss, a point per batch.
+        metric: Metric of validations, the first before training.
+        valid_loss: Loss of validations.
+        to_reference: Mean distance of the replicas from the reference, over its norm, at validations.
+        between: Mean distance of the replicas from each other, over the reference's norm, at validations.
     """
 
     loss: tuple[Point, ...] = ()
@@ -57,11 +57,13 @@ class Curve:
 
     @classmethod
     def of(cls, rows: Iterable[Mapping[str, Any]]) -> Curve:
-        """From the rows of a run's metrics.jsonl; values that were not finite are left out."""
+        """Make the curves from the rows of a metrics.jsonl; values that were not finite are left out."""
         found: dict[str, list[Point]] = {field.name: [] for field in fields(cls)}
         samples = 0
         for row in rows:
-            samples = row.get("samples", samples)  # of a validation in older files those of the batch before
+            samples = row.get(
+                "samples", samples
+            )  # validations in older files have none: use the batch before
             if row["kind"] == "train":
                 values = {"loss": row["loss"]}
             else:
@@ -72,7 +74,7 @@ class Curve:
         return cls(**{name: tuple(points) for name, points in found.items()})
 
     def smoothed(self) -> tuple[Point, ...]:
-        """The loss as a running mean over the last few percent of all batches; the first point is the first loss."""
+        """Return the loss as a running mean over some percent of all batches; the first point is the first loss."""
         keep = 1 - 1 / max(_LEAST_MEMORY, _MEMORY * len(self.loss))
         total = weight = 0.0
         points = []
@@ -83,7 +85,7 @@ class Curve:
 
 
 def _mean_distances(row: Mapping[str, Any]) -> dict[str, float | None]:
-    """The means of a validation's distances over the norm of the reference, as far as it has them."""
+    """Return the means of a validation's distances over the norm of the reference, as far as it has them."""
     distances = row.get("distances") or {}
     norm: float = distances.get("norm") or 0.0  # None where it was not finite
     pairs = distances.get("between") or ()
@@ -103,10 +105,10 @@ def plot_curves(
     target: float | str | None = None,
     path: str | os.PathLike[str] | None = None,
 ) -> Figure:
-    """A line for each system, written to ``path`` if given: losses and metrics, and the distances of replicas if known.
+    """Draw a line for each system, to ``path`` if given: losses, metrics, and distances of replicas if known.
 
-    With a target of the loss, validations are drawn by their loss. Of several seeds the first has the marks, and the
-    others are thin.
+    With a target of the loss, validations are drawn by their loss. Of several seeds only the first has
+    markers, and the others have thin lines.
     """
     bound, of_loss = (None, False) if target is None else parse_target(target)
     runs = {name: (of,) if isinstance(of, Curve) else tuple(of) for name, of in curves.items()}
@@ -131,7 +133,7 @@ def plot_curves(
             if rows == 3:
                 _draw_distances(panels[2][column], runs, by)
             panels[-1][column].set_xlabel(unit, color=INK)
-        # Logarithmic where a perplexity falls from thousands to tens; the axis is shared along the row.
+        # Logarithmic if a perplexity falls from thousands to tens; a row of panels shares the axis.
         if values and min(values) > 0 and max(values) > _SPAN * min(values):
             panels[1][0].set_yscale("log")
         panels[0][0].set_ylabel("training loss, smoothed", color=INK)
@@ -165,10 +167,10 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: 
     dress(axes)
 
 
-Bar = tuple[float | None, float | None, float | None]  # a value, and the least and the most of several seeds
+Bar = tuple[float | None, float | None, float | None]  # a value, and the least and greatest of several seeds
 
 
-# ---- a profile -----------------------------------------------------------------------------------------------
+# ---- a profile -------------------------------------------------------------------------------------------------------
 
 
 def plot_layers(
@@ -176,7 +178,7 @@ def plot_layers(
 ) -> Figure:
     """Draw a row per layer, its seconds beside its bytes; written to ``path`` in the format of its suffix if given.
 
-    Drawn is a micro-batch of ``samples``; None: the largest that was measured.
+    The costs are of a micro-batch of ``samples``; None: the largest that was measured.
     """
     size = profile.micro_batch_sizes[-1] if samples is None else samples
     layers, costs = profile.layers, profile.at(size)
@@ -208,7 +210,7 @@ def plot_layers(
 def _draw_layers(
     axes: Axes, series: Mapping[str, tuple[str, Sequence[float]]], scale: float, label: str
 ) -> None:
-    """Bars from the first layer down, one series behind the other; each with its color."""
+    """Draw bars from the first layer down, one series after the other; each with its color."""
     reached = [0.0] * max(len(values) for _, values in series.values())
     for name, (color, values) in series.items():
         widths = [scale * value for value in values]

@@ -18,7 +18,7 @@ def number(value: Any) -> float | None:
     """Return a finite number as it is, anything else as None."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return value if -_LARGEST < value < _LARGEST else None  # NaN is not, nor is an int of a thousand digits
+    return value if -_LARGEST < value < _LARGEST else None  # excludes NaN, and ints of a thousand digits
 
 
 def numbers(value: Any) -> list[float]:
@@ -28,7 +28,7 @@ def numbers(value: Any) -> list[float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl; damaged ones, as a last line that was cut off, are left out."""
+    """Return the rows of a run's metrics.jsonl, without damaged ones such as a last line that was cut off."""
     try:
         lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -37,7 +37,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row in a line of metrics.jsonl; None where it holds none."""
+    """Return the row in a line of metrics.jsonl; None if it holds none."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -46,7 +46,7 @@ def parse_row(line: str) -> dict[str, Any] | None:
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
-    """Return what a file of JSON holds; nothing where it is damaged, which ``problems`` then tell, or not there."""
+    """Return the object in a JSON file; if it is missing or damaged, {}, and ``problems`` names the damage."""
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -55,7 +55,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path.name}: {reason(error)}")
         return {}
     if not isinstance(value, dict):
-        problems.append(f"{path.name}: holds a {type(value).__name__} and no object")
+        problems.append(f"{path.name}: holds a {type(value).__name__} instead of an object")
         return {}
     return value
 
@@ -64,7 +64,7 @@ def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
-    """Return the batches, first and last, between two validations or ends of epochs: there pipelines run empty."""
+    """Return the first and last batches between validations or ends of epochs, where pipelines run empty."""
     breaks = {row["batch"] for row in rows if row["kind"] == "valid"}
     trained = [row for row in rows if row["kind"] == "train"]
     breaks |= {after["batch"] for row, after in pairwise(trained) if row.get("epoch") != after.get("epoch")}
@@ -74,7 +74,7 @@ def stretches(rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, int]]:
 
 
 def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeline:
-    """The part of a timeline with the longest stretch of batches that all stages still have: pauses are no bubbles."""
+    """Return the longest stretch of batches in the timeline that all stages still have: pauses are no bubbles."""
     begins: dict[int, int] = {}
     for event in timeline.events:
         begins[event.stage] = min(begins.get(event.stage, event.batch), event.batch)
@@ -83,6 +83,3 @@ def unbroken(timeline: Timeline, stretches: Sequence[tuple[int, int]]) -> Timeli
     if not kept:
         return timeline
     return timeline.window(*max(kept, key=lambda s: s[1] - s[0]))
-
-
-# ---- comparisons -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What a run looked like: timelines, where their time went, their pictures and traces."""
+"""Timelines of runs, their breakdown by causes, their pictures and traces."""
 
 from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.timeline import StageTime, Timeline

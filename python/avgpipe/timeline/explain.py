@@ -1,4 +1,4 @@
-"""Where each worker's time went, what decided how long it took, and the one change that promises most."""
+"""The time of each worker by activity, the critical path, and the one change with the largest gain."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.timeline import DETAILED, StageTime, Timeline, by_row, segments
 from avgpipe.units import format_seconds, time_unit
 
-BUSY = 0.9  # of every worker's time spent computing: schedules of real runs seldom reach more
-WORTH = 0.03  # of the time: smaller gains drown in the differences between one run and the next
-IMBALANCE = 1.1  # the slowest stage over the mean: layers are seldom small enough to even out less
-OVERHEAD = 0.1  # of the computing time per action: fewer actions would not repay less in lost overlap
-ONE_AT_A_TIME = 0.99  # of the computing had its moment alone: stages in processes of their own overlap more
+BUSY = 0.9  # computing share of every worker's time that schedules of real runs seldom exceed
+WORTH = 0.03  # least gain, as a share of the time: smaller ones are within the noise between runs
+IMBALANCE = 1.1  # slowest stage over the mean: layers are seldom small enough to even out less
+OVERHEAD = 0.1  # share of the computing time per action: below it, fewer actions lose more overlap
+ONE_AT_A_TIME = 0.99  # share of computing without overlap: stages in separate processes overlap more
 LATER_PIPELINE = 0.5  # each pipeline after the second fills fewer of the gaps
 
 
-# ---- the critical path ---------------------------------------------------------------------------------------
-# The chain of causes that decided how long a run took. Walked back from the run's end: what a worker did before is the
-# cause as long as it did something; where it waited for a message, the cause is the transfer back to the moment when
-# the sender had computed it, and before that moment whatever the sender did. So every moment of the run has one cause,
-# and making a cause faster can save at most its seconds here: what happens beside the chain is hidden by it.
+# ---- the critical path -----------------------------------------------------------------------------------------------
+# The chain of causes that decided how long a run took, walked back from the run's end. While a worker did
+# something, that is the cause; if it waited for a message, the cause is the transfer, back to the moment when
+# the sender had computed it, and before that moment the work of the sender. So every moment of the run has
+# one cause, and making a cause faster can save at most its seconds here: the chain hides what happens beside
+# it.
 
 
 class Cause(NamedTuple):
-    """What a moment of the chain was spent on, at which stage.
+    """The activity of a moment of the chain, and its stage.
 
-    ``what``: an :class:`EventKind` (``detail``: of waits whose sender is not known, and of the host), "transfer"
-    (``stage`` receives; ``detail`` "F": an activation from the stage before, "B": a gradient from the one after) or
-    "runtime" (between events).
+    ``what``: an :class:`EventKind` (``detail``: of waits for unknown senders, and of the host), "transfer"
+    (``stage`` receives; ``detail`` "F": an activation from the stage before, "B": a gradient from the one
+    after) or "runtime" (between events).
     """
 
     what: str
@@ -43,9 +44,9 @@ class Cause(NamedTuple):
 
 
 def messages_of(timeline: Timeline) -> dict[tuple[Any, ...], Event]:
-    """What computed each message: by (stage, pipeline, batch, micro-batch, "F" or "B") of its sender.
+    """Return the computation of each message, by (stage, pipeline, batch, micro-batch, "F" or "B") of its sender.
 
-    Empty where workers are not one stage each: who computes what for whom is not looked up there.
+    Empty if workers are not one stage each, where senders are not looked up.
     """
     if any(event.worker != event.stage for event in timeline.events):
         return {}
@@ -53,12 +54,12 @@ def messages_of(timeline: Timeline) -> dict[tuple[Any, ...], Event]:
         (*event[:4], "F" if event.kind == EventKind.FORWARD else "B"): event
         for event in timeline.events
         if event.kind in (EventKind.FORWARD, EventKind.BACKWARD, EventKind.BACKWARD_INPUT)
-        and not event.detail  # where earlier versions named the stage of a worker with several
+        and not event.detail  # earlier versions put the stage here, for a worker with several
     }
 
 
 def sender_of(event: Event, messages: Mapping[tuple[Any, ...], Event]) -> Event | None:
-    """What computed the message that ended a wait; None where that is not known, or began only after the wait."""
+    """Return the computation of the awaited message; None if it is unknown, or began only after the wait."""
     stage = {"F": event.stage - 1, "B": event.stage + 1}.get(event.detail)
     if event.kind != EventKind.RECEIVE or stage is None:
         return None
@@ -67,7 +68,7 @@ def sender_of(event: Event, messages: Mapping[tuple[Any, ...], Event]) -> Event 
 
 
 def critical_path(timeline: Timeline) -> dict[Cause, float]:
-    """Seconds per cause; together the makespan."""
+    """Return the seconds per cause; together they are the makespan."""
     causes: dict[Cause, float] = defaultdict(float)
     if not timeline.events:
         return causes
@@ -81,13 +82,13 @@ def critical_path(timeline: Timeline) -> dict[Cause, float]:
         if event is None:
             cause = Cause("runtime", row)
         elif (sender := sender_of(event, messages)) is None or sender.start_s >= now_s:
-            # Words of others are the host's work, as far as anyone can tell.
+            # Unknown details count as work of the host.
             known = event.kind in tuple(EventKind)
             detail = event.detail if event.kind in DETAILED else "" if known else event.kind
             cause = Cause(event.kind if known else EventKind.HOST, row, detail)
         else:
-            # Where clocks differ a little, a message comes before it was computed. The chain still gets shorter: at
-            # now_s, its sender is computing.
+            # If clocks differ a little, a message arrives before it was computed. The chain still gets
+            # shorter: at now_s, its sender is computing.
             ready_s = min(sender.end_s, now_s)
             if ready_s > began_s:
                 follow, began_s = sender.worker, ready_s
@@ -98,10 +99,10 @@ def critical_path(timeline: Timeline) -> dict[Cause, float]:
 
 
 def with_waits(timeline: Timeline) -> Timeline:
-    """A timeline of several stages that records neither waits nor the host, as simulated ones do, with its waits.
+    """Add waits to a timeline of several stages that records neither waits nor the host, as simulated ones do.
 
-    There a worker waits whenever it does not compute, for what its next computation needs. Others are
-    returned as they are.
+    In it a worker waits whenever it does not compute, for the input of its next computation. Other timelines
+    are returned unchanged.
     """
     if timeline.stages == 1 or any(event.kind in DETAILED for event in timeline.events):
         return timeline
@@ -118,26 +119,26 @@ def with_waits(timeline: Timeline) -> Timeline:
     return replace(timeline, events=(*timeline.events, *waits))
 
 
-# ---- rules ---------------------------------------------------------------------------------------------------
-# Each reads the measured numbers and returns how many seconds of the run its change could save, and a sentence; the
-# largest wins. Estimates are upper bounds of a kind: what would be saved if the change did away with its cause and
-# nothing else took its place.
+# ---- rules -----------------------------------------------------------------------------------------------------------
+# Each rule reads the measured numbers and returns how many seconds of the run its change could save, and a
+# sentence; the largest wins. Estimates are upper bounds: the saving if the change removed its cause and no
+# other cause took its place.
 
 
 class Candidate(NamedTuple):
-    """A change: the seconds it could save in the run, at most, and a sentence on why and what."""
+    """A change: the most seconds it could save in the run, and a sentence with the reason and the change."""
 
     gain_s: float
     sentence: str
 
 
 class Facts:
-    """What the rules read; ``timeline`` is not empty, with its waits, and from when all rows were recorded.
+    """The input of the rules; ``timeline`` is not empty, has waits, and begins when all rows were recorded.
 
     Attributes:
         path: Seconds of the critical path, per cause.
-        batches: Those that computed something and so ended in this time.
-        transfers: By receiving stage and "F" or "B", how many messages were sent, and the fastest's seconds on its way.
+        batches: Batches with computations, which ended in this time.
+        transfers: By receiving stage and "F" or "B": number of messages, and seconds of the fastest transfer.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -153,7 +154,7 @@ class Facts:
 
 
 def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
-    """The fastest had the link for itself. Only what was waited for tells when it came."""
+    """Return the transfers; the fastest had the link alone. The arrival is known only for awaited messages."""
     messages = messages_of(timeline)
     ways: dict[tuple[int, str], list[float]] = defaultdict(list)
     for event in timeline.events:
@@ -164,7 +165,7 @@ def _transfers(timeline: Timeline) -> dict[tuple[int, str], tuple[int, float]]:
 
 
 def one_thread(facts: Facts) -> Candidate | None:
-    """All stages in one process: its thread runs them in turn, so that for each the others' work is a gap."""
+    """All stages are in one process: its thread runs them in turn, and each is idle while the others run."""
     busy = facts.busy_s
     everyone = Timeline(1, tuple(event._replace(worker=0) for event in facts.timeline.events)).busy_s[0]
     gaps = sum(row.other_s for row in facts.rows)
@@ -178,10 +179,10 @@ def one_thread(facts: Facts) -> Candidate | None:
 
 
 def balance(facts: Facts) -> Candidate | None:
-    """One stage computes longer than the others; with even stages the critical path would shrink where it is."""
+    """One stage computes longer than the others; even stages would shorten the critical path at that stage."""
     busy = facts.busy_s
     mean, slowest = fmean(busy), max(range(len(busy)), key=busy.__getitem__)
-    if busy[slowest] <= IMBALANCE * mean or len(busy) == 1:  # nobody may have computed
+    if busy[slowest] <= IMBALANCE * mean or len(busy) == 1:  # the mean may be 0
         return None
     gain = sum(s * (1 - mean / busy[c.stage]) for c, s in facts.path.items() if c.what in COMPUTE_KINDS)
     means = [fmean(side) if side else inf for side in (busy[:slowest], busy[slowest + 1 :])]
@@ -194,7 +195,7 @@ def balance(facts: Facts) -> Candidate | None:
 
 
 def more_pipelines(facts: Facts) -> Candidate | None:
-    """Workers wait for each other: another pipeline works meanwhile, until a worker or a link has no pause left."""
+    """Workers wait for each other: another pipeline fills the waits, until a worker or a link has no pause left."""
     waits = [row.outside_s + sum(row.recv_s.get(word, 0.0) for word in ("F", "B", "")) for row in facts.rows]
     if len(waits) == 1 or min(waits) <= 0:
         return None
@@ -208,7 +209,7 @@ def more_pipelines(facts: Facts) -> Candidate | None:
 
 
 def links(facts: Facts) -> Candidate | None:
-    """The critical path passes over the links."""
+    """The critical path passes through the links."""
     edges = {(c.stage, c.detail): s for c, s in facts.path.items() if c.what == "transfer"}
     if not edges:
         return None
@@ -216,13 +217,13 @@ def links(facts: Facts) -> Candidate | None:
     sender = edge[0] + (-1 if edge[1] == "F" else 1)
     return Candidate(
         gain,
-        f"transfers bind, from stage {sender} to stage {edge[0]} at least {format_seconds(facts.transfers[edge][1])} "
-        "each: use wire_dtype, larger stages, or a faster link",
+        f"transfers are the bottleneck, from stage {sender} to stage {edge[0]} at least "
+        f"{format_seconds(facts.transfers[edge][1])} each: use wire_dtype, larger stages, or a faster link",
     )
 
 
 def host(facts: Facts) -> Candidate | None:
-    """The worker's thread does other things while nothing else decides how long the run takes."""
+    """The worker's thread does other work, which is on the critical path."""
     gains: dict[str, float] = defaultdict(float)
     for cause, seconds in facts.path.items():
         if cause.what == EventKind.HOST:
@@ -241,7 +242,7 @@ def host(facts: Facts) -> Candidate | None:
 
 
 def overhead(facts: Facts) -> Candidate | None:
-    """The runtime's own time and its sends come with every action: half as many actions, half of it."""
+    """The runtime's own time and its sends occur with every action: half as many actions halve it."""
     actions = sum(event.kind in ("F", "B", "I", "W") for event in facts.timeline.events)
     compute = sum(facts.busy_s)
     spent = sum(row.other_s + row.send_s for row in facts.rows)
@@ -262,7 +263,7 @@ RULES: tuple[Callable[[Facts], Candidate | None], ...] = (
 
 
 def advice(facts: Facts) -> str:
-    """The sentence of the rule with the largest gain, or that there is nothing to gain."""
+    """Return the sentence of the rule with the largest gain, or one that says that there is nothing to gain."""
     computing = f"workers compute {100 * fmean(facts.busy_s) / facts.makespan_s:.0f} % of the time"
     if min(facts.busy_s) > BUSY * facts.makespan_s:
         return f"nothing to gain: {computing}"
@@ -272,7 +273,7 @@ def advice(facts: Facts) -> str:
     return f"{best.sentence} (up to {100 * best.gain_s / facts.makespan_s:.0f} % less time)"
 
 
-# ---- text ----------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def explain(timeline: Timeline) -> str:
@@ -289,9 +290,9 @@ def explain(timeline: Timeline) -> str:
 
 
 def _recorded_by_all(timeline: Timeline) -> Timeline:
-    """Cut where the stage whose record begins last begins: before, nothing is known of it.
+    """Cut to the time when all stages were recorded: from the start of the record that begins last.
 
-    Each worker keeps a fixed number of events, which last longer where less happens.
+    Each worker keeps a fixed number of events, which cover more time if fewer happen.
     """
     begin = max((row[0].start_s for row in by_row(timeline) if row), default=0.0)
     kept = tuple(e._replace(start_s=max(begin, e.start_s)) for e in timeline.events if e.end_s > begin)
@@ -299,7 +300,7 @@ def _recorded_by_all(timeline: Timeline) -> Timeline:
 
 
 def _table(facts: Facts) -> list[str]:
-    """A line per worker, a column for whatever took time anywhere: its time, and percent of the run."""
+    """Format a line per worker with a column for each activity that took time: its time, and percent of the run."""
     unit, per_s = time_unit(facts.makespan_s)
     whole = facts.makespan_s * per_s
     digits = 3 if whole < 100 else 2 if whole < 1000 else 1
@@ -315,7 +316,7 @@ def _table(facts: Facts) -> list[str]:
 
 
 def _spent(row: StageTime) -> dict[tuple[int, str], float]:
-    """Seconds of a worker by column: its place among others, and its heading."""
+    """Return the seconds of a worker by column: its position and heading."""
     return {
         **{(tuple(EventKind).index(EventKind(kind)), kind): s for kind, s in row.compute_s.items()},
         (6, "send"): row.send_s,
@@ -331,7 +332,7 @@ def _host_word(detail: str) -> str:
 
 
 def _path_line(facts: Facts) -> str:
-    """What decided how long it took, largest first."""
+    """Format the critical path, largest cause first."""
     words = {"transfer": "transfers", "recv": "waiting", "send": "sending", "runtime": "runtime"}
     sums: dict[str, float] = defaultdict(float)
     for cause, seconds in facts.path.items():

@@ -1,4 +1,4 @@
-"""Timelines as interactive pages, and as what a notebook shows of them."""
+"""Timelines as interactive pages, and in notebooks."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from avgpipe.timeline.plot import lanes_of, look_of, plot_timeline, readable_vie
 from avgpipe.timeline.timeline import StageTime, Timeline
 from avgpipe.units import format_bytes, format_seconds
 
-EVENTS = 24_000  # of all timelines of a page: about 25 bytes each
-_BINS = 400  # of the strip over the whole record
+EVENTS = 24_000  # of all timelines of a page, about 25 bytes each
+_BINS = 400  # bins of the strip over the whole record
 _US = 1e6
 
-# Of a row's time, in words; with how a StageTime has it.
+# Parts of a row's time, in words, with their field of a StageTime.
 _COMPUTED = {
     EventKind.FORWARD: "forward",
     EventKind.BACKWARD: "backward",
@@ -41,12 +41,12 @@ def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
 def timeline_sections(
     records: Mapping[str, Timeline], recent: Mapping[str, Timeline], places: Mapping[str, int]
 ) -> list[Section]:
-    """The timelines of runs, down to each action, and where the time of each worker went.
+    """Make the sections of runs' timelines, down to each action, and of the time of each worker.
 
     Args:
-        records: By run, all that was recorded.
-        recent: The part of it without pauses, which is what the workers' shares are of.
-        places: By run, its index on the page.
+        records: Whole record of each run.
+        recent: Part of the record without pauses, which the workers' shares are computed from.
+        places: Index of each run on the page.
     """
     most = EVENTS // max(1, len(records))
     shown = tuple(
@@ -57,15 +57,15 @@ def timeline_sections(
     found = []
     if shown:
         drawn = Timelines(
-            "timeline", "", shown, "Drag over a stretch to see it larger, in the strip or below it."
+            "timeline", "", shown, "Drag over a stretch, in the strip or below it, to enlarge it."
         )
         found.append(
             Section(
                 "Timeline",
                 (drawn,),
-                "What each worker did when. The strip is all that was recorded, the stronger its color the busier; "
-                "below it is a part, down to each action. What is too narrow to be seen is drawn together with its "
-                "neighbours. Each worker keeps its last events, so that some records begin earlier than others.",
+                "The activities of each worker over time. The strip shows the whole record, with stronger color for "
+                "busier times; below it is a part, down to each action. Actions that are too narrow are drawn together "
+                "with their neighbours. Each worker keeps its last events, so some records begin earlier than others.",
             )
         )
     told = {name: timeline for name, timeline in recent.items() if timeline.events}
@@ -82,7 +82,7 @@ def _explained(name: str, run: int, timeline: Timeline, several: bool) -> Text:
 
 
 def time_bars(timelines: Mapping[str, Timeline], places: Mapping[str, int]) -> Bars:
-    """The share that each kind of work and of waiting has in each worker's time."""
+    """Make bars with the share of each kind of work and waiting in each worker's time."""
     rows, runs, shares = [], [], []
     for name, timeline in timelines.items():
         for of_row in with_waits(timeline).breakdown():
@@ -98,7 +98,7 @@ def time_bars(timelines: Mapping[str, Timeline], places: Mapping[str, int]) -> B
 
 
 def _shares(row: StageTime, makespan_s: float) -> dict[str, float]:
-    """Shares of a worker's time by words, in the order in which they are drawn."""
+    """Return the shares of a worker's time by words, in the order in which they are drawn."""
     spent = {_COMPUTED[EventKind(kind)]: s for kind, s in row.compute_s.items()}
     spent["sending"] = row.send_s
     spent["waiting for an activation"] = row.recv_s.get("F", 0.0)
@@ -117,9 +117,9 @@ def _shares(row: StageTime, makespan_s: float) -> dict[str, float]:
 
 
 def timeline_data(timeline: Timeline, most: int) -> dict[str, Any]:
-    """What the script draws: the last ``most`` events in full, and each worker's busy share over the whole record.
+    """Return the data of the script: the last ``most`` events in full, and busy shares over the whole record.
 
-    Times are in microseconds from the first event; starts are differences to the one before.
+    Times are in microseconds from the first event; starts are differences from the event before.
     """
     ordered = sorted(timeline.events, key=lambda event: event.start_s)
     begin = ordered[0].start_s
@@ -153,7 +153,7 @@ def timeline_data(timeline: Timeline, most: int) -> dict[str, Any]:
 
 
 def _busy_bins(timeline: Timeline, begin_s: float) -> list[list[int]]:
-    """By row, the computing share of each of ``_BINS`` equal parts of the record, in percent."""
+    """Return the computing share of each of ``_BINS`` equal parts of the record, in percent, by row."""
     width_s = max(timeline.makespan_s, 1e-9) / _BINS
     bins = [[0.0] * _BINS for _ in range(timeline.stages)]
     reached = [begin_s] * timeline.stages
@@ -177,14 +177,14 @@ def _add(row: list[float], start: float, end: float) -> None:
 
 
 def png(timeline: Timeline) -> bytes:
-    """The picture of the last batches."""
+    """Return the picture of the last batches."""
     buffer = io.BytesIO()
     plot_timeline(timeline).savefig(buffer, format="png", dpi=90)
     return buffer.getvalue()
 
 
 def notebook_html(timeline: Timeline) -> str:
-    """The picture, a row of figures per worker, and the advice of ``explain()``."""
+    """Return the picture, a row of figures per worker, and the advice of ``explain()``."""
     picture = base64.b64encode(png(timeline)).decode()
     made = worker_table(timeline)
     head = "".join(f"<th>{escape(heading)}</th>" for heading in made.headings)
@@ -198,7 +198,7 @@ def notebook_html(timeline: Timeline) -> str:
 
 
 def worker_table(timeline: Timeline) -> Table:
-    """A row per worker: its busy share and what it spent its time on."""
+    """Make a table with a row per worker: its busy share and its activities."""
     headings = ("worker", "busy", "computing", "waiting", "sending", "host", "peak memory")
     rows = []
     for row, busy in zip(timeline.breakdown(), timeline.worker_busy_fraction):

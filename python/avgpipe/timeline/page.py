@@ -1,8 +1,9 @@
-"""Self-contained HTML pages: text, tables and interactive charts in one file that asks nothing of any network.
+"""Self-contained HTML pages: text, tables and interactive charts in one file that loads nothing from a network.
 
-A page is a value: sections of tables, sentences and charts. Jinja fills the template, which escapes every text, since a
-page may show the folder of a stranger; plotly.js, the styles and our script are part of the file. The policy at its
-head lets the browser run these very scripts and load nothing.
+A page is a value: sections of tables, sentences and charts. Jinja fills the template, which escapes every
+text, since a page may show the folder of an unknown author; plotly.js, the styles and avgpipe's script are
+part of the file. The content security policy at its head lets the browser run these scripts only and load
+nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from avgpipe.errors import library
 from avgpipe.files import write_atomically
 
 _PACKAGES = "'avgpipe[report]'"
-_DIGITS = 6  # of numbers in charts
+_DIGITS = 6  # significant digits of numbers in charts
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Line:
 
     Attributes:
         run: Index of the run it belongs to.
-        part: Tells the lines of one run in a chart apart: a worker, or what is drawn.
-        name: In words.
-        samples, seconds, values: As many of each; a value of None is a gap.
+        part: Distinguishes the lines of one run in a chart: a worker, or the name of the values.
+        name: Name in words.
+        samples, seconds, values: Lists of equal length; a value of None is a gap.
     """
 
     run: int
@@ -46,12 +47,12 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over samples or seconds, whichever the reader chooses.
+    """Lines over samples or seconds, as the reader chooses.
 
     Attributes:
-        id: Of the element, without spaces.
-        unit: Of the values, in words.
-        note: What to know when reading it.
+        id: Id of the element, without spaces.
+        unit: Unit of the values, in words.
+        note: Hint for reading the chart.
         scale: "zero": the axis begins at 0; "share": it is 0 to 1, as percent.
     """
 
@@ -75,12 +76,12 @@ def _rounded(line: Line) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Bars:
-    """A bar for each row, cut into parts that add up to the whole.
+    """A bar for each row, divided into parts that add up to the whole.
 
     Attributes:
         rows: Names of the rows.
-        runs: By row, the index of its run.
-        parts: By name in words, the share of each row, 0..1.
+        runs: Index of the run of each row.
+        parts: Share of each row, 0..1, by name in words.
     """
 
     id: str
@@ -99,7 +100,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Timelines:
-    """Timelines, one at a time, down to each action; see ``avgpipe.timeline.html`` for the data."""
+    """Timelines, shown one at a time, down to each action; see ``avgpipe.timeline.html`` for the data."""
 
     id: str
     title: str
@@ -114,7 +115,7 @@ class Timelines:
 
 @dataclass(frozen=True)
 class Table:
-    """Texts in rows; ``runs``: by column, the index of its run, or None."""
+    """Texts in rows; ``runs``: index of the run of each column, or None."""
 
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -126,7 +127,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Text:
-    """Lines in a fixed width; ``advice``: a sentence to stand out below them."""
+    """Lines in a fixed width; ``advice``: a sentence that is emphasized below them."""
 
     text: str
     title: str = ""
@@ -138,7 +139,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Sentences:
-    """A list."""
+    """A list of sentences."""
 
     items: tuple[str, ...]
     title: str = ""
@@ -159,11 +160,11 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page shows.
+    """The content of a page.
 
     Attributes:
         about: A line below the title.
-        runs: Names; the reader can take each away where there are several.
+        runs: Names of the runs; the reader can hide each of them if there are several.
     """
 
     title: str
@@ -193,12 +194,12 @@ class Page:
         return filled
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write the document; an existing file is replaced whole."""
+        """Write the document; an existing file is replaced atomically."""
         write_atomically(path, self.html())
 
 
 def plotly_js() -> str:
-    """Return the script of plotly.js, as the package plotly has it."""
+    """Return the script plotly.js from the package plotly."""
     script: str = library("plotly.offline", "a page", _PACKAGES).get_plotlyjs()
     return script
 
@@ -211,7 +212,7 @@ def script_json(value: Any) -> str:
 def policy(scripts: Sequence[str]) -> str:
     """Return the content security policy of a page: these scripts run, and nothing is loaded or sent anywhere.
 
-    plotly.js makes elements with styles of their own, and draws pictures that it offers for download.
+    plotly.js makes elements with their own styles, and draws pictures that it offers for download.
     """
     digests = (base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts)
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
@@ -222,7 +223,7 @@ def policy(scripts: Sequence[str]) -> str:
 
 
 def rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Round to the digits that a chart can show; what is not finite becomes a gap."""
+    """Round to the digits that a chart can show; infinities and NaN become gaps."""
     return [
         None if v is None or not math.isfinite(v) else v if isinstance(v, int) else float(f"{v:.{_DIGITS}g}")
         for v in values

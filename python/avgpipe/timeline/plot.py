@@ -1,4 +1,4 @@
-"""Pictures with matplotlib: figures as files, and of a timeline a row per worker and a hue per pipeline."""
+"""Pictures with matplotlib: figures as files, and timelines with a row per worker and a hue per pipeline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Light and dark of each pipeline's hue, told apart also by readers who confuse red and green.
+# Light and dark of each pipeline's hue, distinguishable also for red-green color-blind readers.
 HUES = (
     ("#b5d4f0", "#2a6fb0"),  # blue
     ("#fcd9a4", "#d9780f"),  # orange
@@ -35,21 +35,24 @@ HUES = (
     ("#d8d0c1", "#7c6a4c"),  # brown
 )
 INK, GREYS = "#333333", ("#d6d6d6", "#7d7d7d")
-_ENTRY_IN, _LETTER_IN = 0.55, 0.062  # of the legend: an entry's patch and spaces, a letter of its words
-_READABLE = 90  # compute events in the fullest row; more become slivers
+_ENTRY_IN, _LETTER_IN = (
+    0.55,
+    0.062,
+)  # widths in the legend: an entry's patch and spaces, a letter of its words
+_READABLE = 90  # most compute events in the fullest row; more become too narrow
 _WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.09  # inches; shares of a row's height
 _BAND = 0.45  # share of a bar's height: waiting is thinner than work
 _DIGIT_IN, _MARGIN_IN = 0.065, 0.05  # of a label
 
 
-# ---- figures as files ----------------------------------------------------------------------------------------
+# ---- figures as files ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def picture(
     path: str | os.PathLike[str] | None, width_in: float, height_in: float, *, dpi: int = 130
 ) -> Iterator[Figure]:
-    """A figure to draw in, written to ``path`` afterwards if given. Without pyplot: no global state, no display."""
+    """Make a figure, written to ``path`` afterwards if given. Without pyplot: no global state or display."""
     from matplotlib.figure import Figure
 
     if path is not None:
@@ -61,7 +64,7 @@ def picture(
 
 
 def check_format(argument: str, path: str | os.PathLike[str]) -> None:
-    """ValueError that begins with ``argument`` unless ``path`` ends like a picture (none at all means .png)."""
+    """Raise a ValueError that begins with ``argument`` unless ``path`` has a picture's suffix (none means .png)."""
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = FigureCanvasBase.get_supported_filetypes()
@@ -80,14 +83,14 @@ def check_picture(path: str | os.PathLike[str]) -> None:
 
 
 def write_figure(figure: Figure, path: str | os.PathLike[str], *, dpi: int) -> None:
-    """In the format of the suffix, atomically."""
+    """Write a figure in the format of the suffix, atomically."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format=_suffix(path), dpi=dpi)
     write_atomically(path, buffer.getvalue())
 
 
 def dress(axes: Axes, *, without: Sequence[str] = ("top", "right"), grid: str = "both") -> None:
-    """No more lines than needed."""
+    """Reduce the frame and grid of axes to the needed lines."""
     axes.grid(axis=grid, color="#ececec", linewidth=0.8)  # type: ignore[arg-type]  # a plain str
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, labelsize=8)
@@ -99,13 +102,13 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return Path(path).suffix[1:].lower() or "png"
 
 
-# ---- a timeline ----------------------------------------------------------------------------------------------
+# ---- a timeline ------------------------------------------------------------------------------------------------------
 
 
 def plot_timeline(
     timeline: Timeline, path: str | os.PathLike[str] | None = None, *, batches: int | None = None
 ) -> Figure:
-    """The figure; see :meth:`Timeline.plot`."""
+    """Draw the figure; see :meth:`Timeline.plot`."""
     if batches is not None and (type(batches) is not int or batches < 1):
         raise ValueError(
             f"batches={batches!r}: must be an int of at least 1, or None for as many as are readable"
@@ -145,7 +148,7 @@ class View(NamedTuple):
 
     @classmethod
     def of(cls, timeline: Timeline, start_s: float, end_s: float, kinds: Collection[str] = ()) -> View:
-        """What ran meanwhile, cut at the ends; of ``kinds``, if any are given."""
+        """Return the events of the stretch, cut at its ends; only of ``kinds``, if any are given."""
         seen = tuple(
             e._replace(start_s=max(e.start_s, start_s), end_s=min(e.end_s, end_s))
             for e in timeline.events
@@ -155,13 +158,13 @@ class View(NamedTuple):
 
 
 def readable_view(timeline: Timeline) -> tuple[float, float]:
-    """The clock at the ends of the last batches that stay readable."""
+    """Return the clock at the ends of the last batches that stay readable."""
     view, _ = _last(timeline, _readable(timeline))
     return view.start_s, view.end_s
 
 
 def _readable(timeline: Timeline) -> int:
-    """How many of the last batches fit with ``_READABLE`` computations in the fullest row; at least one."""
+    """Return how many of the last batches have at most ``_READABLE`` computations in the fullest row; at least one."""
     computed = [event for event in timeline.events if event.kind in COMPUTE_KINDS]
     begins: dict[int, float] = {}
     for event in computed:
@@ -173,7 +176,7 @@ def _readable(timeline: Timeline) -> int:
 
 
 def _last(timeline: Timeline, batches: int) -> tuple[View, int]:
-    """From the first computation of the last batches to the end, and how many batches these are."""
+    """Return the view from the first computation of the last batches to the end, and the number of these batches."""
     if not timeline.events:
         return View(timeline, 0.0, 1.0), 0
     chosen = sorted({event.batch for event in timeline.events})[-batches:]
@@ -184,23 +187,23 @@ def _last(timeline: Timeline, batches: int) -> tuple[View, int]:
 
 
 def _hue(pipeline: int) -> tuple[str, str]:
-    """Light and dark of a pipeline; past the chosen hues, evenly spread ones."""
+    """Return light and dark of a pipeline's hue; past the chosen hues, evenly spread ones."""
     from matplotlib.colors import to_hex
 
     if 0 <= pipeline < len(HUES):
         return HUES[pipeline]
-    angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio never come close to an earlier one soon
+    angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio keep new hues far from earlier ones
     return to_hex(colorsys.hls_to_rgb(angle, 0.82, 0.6)), to_hex(colorsys.hls_to_rgb(angle, 0.4, 0.6))
 
 
 def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False) -> str:
-    """Draw a bar for each event, rows from worker 0 down; returns the unit of the axis.
+    """Draw a bar for each event, rows from worker 0 down; return the unit of the axis.
 
     Args:
-        axes: where to draw.
-        view: what to draw.
-        origin_s: the clock at 0 of the axis.
-        labelled: whether bars carry the numbers of micro-batches where there is room.
+        axes: Where to draw.
+        view: What to draw.
+        origin_s: The clock at 0 of the axis.
+        labelled: Whether bars carry the numbers of micro-batches where there is room.
     """
     unit, per_s = time_unit(view.end_s - view.start_s)
     rows = range(view.timeline.stages)
@@ -208,7 +211,7 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
     needed_s = _label_s(view) if labelled else {}
     groups: dict[tuple[float, float, int | None, Look], list[tuple[float, float]]] = defaultdict(list)
     for event in view.timeline.events:
-        # For whom a worker waits, or its thread is busy, is no matter of hue.
+        # The pipeline of a wait, or of host work, does not change its hue.
         hue = None if event.kind in (EventKind.RECEIVE, EventKind.HOST) else event.pipeline
         left, width = (event.start_s - origin_s) * per_s, event.seconds * per_s
         bottom, height = _place(event, lanes)
@@ -229,7 +232,7 @@ def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False
 
 
 def lanes_of(timeline: Timeline) -> list[int]:
-    """The pipelines, if some compute at once on a worker for longer than a clock's grain explains; else none."""
+    """Return the pipelines if some compute at once on a worker for longer than clock resolution explains; else none."""
     pipelines = sorted({event.pipeline for event in timeline.events})
     alone = [
         replace(timeline, events=tuple(e for e in timeline.events if e.pipeline == i)) for i in pipelines
@@ -239,9 +242,9 @@ def lanes_of(timeline: Timeline) -> list[int]:
 
 
 def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
-    """Bottom and height of an event's bar; rows have height 1 around the worker's number."""
+    """Return bottom and height of an event's bar; rows have height 1 around the worker's number."""
     top = event.worker - _BAR / 2
-    if event.kind == EventKind.HOST:  # the thread's, of whatever pipeline
+    if event.kind == EventKind.HOST:  # of the worker's thread, for any pipeline
         return top, _BAR
     if event.kind != EventKind.RECEIVE and event.kind not in COMPUTE_KINDS:
         return event.worker + _BAR / 2 + 0.02, _STRIP
@@ -252,9 +255,9 @@ def _place(event: Event, lanes: Sequence[int]) -> tuple[float, float]:
     return bottom, height
 
 
-# What an event looks like, by its kind and, of waits and of the host, the detail where it has a look of its own: words
-# and style. "light" and "dark" are the pipeline's; waiting lies underneath, then the host, so that another pipeline's
-# work covers them; edges in the strip keep what is short visible.
+# The look of an event, by its kind and, for waits and the host, the detail if it has its own look: words and
+# style. "light" and "dark" are the pipeline's; waiting is drawn lowest, then the host, so that another
+# pipeline's work covers them; edges in the strip keep short events visible.
 Look = tuple[str, str]
 _Style = dict[str, Any]
 _WORK: _Style = {"facecolor": "dark", "edgecolor": "white", "linewidth": 0.4, "zorder": 3}
@@ -279,12 +282,12 @@ _LOOKS: dict[Look, tuple[str, _Style]] = {
 
 
 def look_of(event: Event) -> Look:
-    """Kind, and the detail where it makes a difference to what is drawn."""
+    """Return the kind, and the detail if it changes the look."""
     return (event.kind, event.detail) if (event.kind, event.detail) in _LOOKS else (event.kind, "")
 
 
 def word_of(look: Look) -> str:
-    """What is drawn so, in words; a kind that is not known is its own word."""
+    """Return the words for a look; an unknown kind is its own word."""
     return _LOOKS[look][0] if look in _LOOKS else look[0]
 
 
@@ -295,7 +298,7 @@ def _style(look: Look, hue: tuple[str, str]) -> _Style:
 
 
 def _label_s(view: View) -> dict[str, float]:
-    """The kinds whose bars carry numbers, with the seconds that a number needs: most bars must have room for any."""
+    """Return the kinds whose bars carry numbers, with the seconds that a number needs: most bars must have room."""
     seconds: dict[str, list[float]] = defaultdict(list)
     digits = 1
     for event in view.timeline.events:
@@ -307,7 +310,7 @@ def _label_s(view: View) -> dict[str, float]:
 
 
 def legend_entries(events: Iterable[Event], pipelines: Iterable[int]) -> dict[str, Any]:
-    """Arguments of a legend: light and dark of each pipeline, then what the shapes mean, in grey."""
+    """Return the arguments of a legend: light and dark of each pipeline, then the meaning of shapes, in grey."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 

@@ -1,4 +1,4 @@
-"""What every worker did when: the result of a measured run and of a simulated one."""
+"""The activities of every worker over time: the result of a measured run and of a simulated one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 
 _RANK: dict[str, int] = {kind: rank for rank, kind in enumerate(EventKind)}
-DETAILED = (EventKind.RECEIVE, EventKind.HOST)  # whose details make a difference
+DETAILED = (EventKind.RECEIVE, EventKind.HOST)  # kinds whose details are distinguished
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """The events of a run, in any order. Rows are workers: stages, where every worker has one.
+    """The events of a run, in any order. Rows are workers, or stages if every worker has one.
 
     Raises ValueError for events of workers that do not exist or that end before they start.
 
     Attributes:
-        stages: How many rows there are.
-        peak_memory_bytes: Per row; None where memory was not watched.
-        labels: Names of the rows where they are not one stage each: workers with several stages, or replicas.
+        stages: Number of rows.
+        peak_memory_bytes: Peak memory per row; None if memory was not recorded.
+        labels: Names of the rows if they are not one stage each: workers with several stages, or replicas.
     """
 
     stages: int
@@ -59,14 +59,14 @@ class Timeline:
 
     @property
     def makespan_s(self) -> float:
-        """Seconds from the first start to the last end; 0.0 without events."""
+        """Return the seconds from the first start to the last end; 0.0 without events."""
         if not self.events:
             return 0.0
         return max(event.end_s for event in self.events) - min(event.start_s for event in self.events)
 
     @property
     def busy_s(self) -> list[float]:
-        """Per row, the seconds in which it computed (``COMPUTE_KINDS``); work that overlaps counts once."""
+        """Return the seconds of computing (``COMPUTE_KINDS``) per row; work that overlaps counts once."""
         busy, reached = [0.0] * self.stages, [-math.inf] * self.stages
         computed = (event for event in self.events if event.kind in COMPUTE_KINDS)
         for event in sorted(computed, key=lambda event: event[5:7]):
@@ -77,45 +77,45 @@ class Timeline:
 
     @property
     def worker_busy_fraction(self) -> list[float]:
-        """Per row, the computing share of the makespan, 0..1; 0.0 without events."""
+        """Return the computing share of the makespan per row, 0..1; 0.0 without events."""
         makespan = self.makespan_s
         return [min(1.0, busy / makespan) if makespan > 0 else 0.0 for busy in self.busy_s]
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all rows' time in which they did not compute, 0..1; 0.0 without events."""
+        """Return the share of all rows' time without computing, 0..1; 0.0 without events."""
         return 1.0 - sum(self.worker_busy_fraction) / self.stages if self.makespan_s > 0 else 0.0
 
     def window(self, first_batch: int, last_batch: int) -> Timeline:
-        """The events of batches ``first_batch`` to ``last_batch``, both included, their times unchanged."""
+        """Return the events of batches ``first_batch`` to ``last_batch``, both included, with unchanged times."""
         return replace(self, events=tuple(e for e in self.events if first_batch <= e.batch <= last_batch))
 
     def label(self, row: int) -> str:
         return self.labels[row] if self.labels else f"stage {row}"
 
     def breakdown(self) -> list[StageTime]:
-        """Per row, the seconds spent computing, sending, waiting, on the host, and otherwise: the makespan.
+        """Return per row the seconds spent computing, sending, waiting, on the host, and otherwise.
 
-        Every moment counts once: see :class:`EventKind` for what overlaps.
+        They add up to the makespan. Every moment counts once: see :class:`EventKind` for overlaps.
         """
         return [_time_of(row, own) for row, own in enumerate(segments(self))]
 
-    # Explanations, pictures and traces are modules of their own, which import this one.
+    # Explanations, pictures and traces are separate modules, which import this one.
 
     def explain(self) -> str:
-        """Where each worker's time went, in a table; what decided how long it took; a sentence on what to change.
+        """Explain the time of each worker in a table, the critical path, and the best change in a sentence.
 
-        The table has seconds and percent per worker, in the words of :meth:`breakdown`; "runtime" is what is
-        left between events, "outside" what lies before a worker's first event and after its last. The critical
-        path is the chain of causes from the end of the run back to its begin. A timeline of several stages that
-        records neither waits nor the host, as simulated ones do, waits wherever it does not compute.
+        The table has seconds and percent per worker, in the words of :meth:`breakdown`; "runtime" is the rest
+        between events, "outside" the time before a worker's first event and after its last. The critical path
+        is the chain of causes from the end of the run back to its start. In a timeline of several stages that
+        records neither waits nor the host, as simulated ones do, workers wait whenever they do not compute.
         """
         from avgpipe.timeline.explain import explain
 
         return explain(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None, *, batches: int | None = None) -> Figure:
-        """A picture with a row per worker, a hue per pipeline; also written to ``path`` (.png, .svg) if given.
+        """Draw a row per worker and a hue per pipeline; also written to ``path`` (.png, .svg) if given.
 
         Draws the last ``batches`` batches, by default as many as stay readable. Needs no display.
         """
@@ -130,7 +130,7 @@ class Timeline:
         write_trace(self, path)
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Write a page that shows each action and where the time went; it needs no network.
+        """Write a page that shows each action and the time of each worker; it needs no network.
 
         LibraryNotFound without ``pip install 'avgpipe[report]'``.
         """
@@ -140,7 +140,7 @@ class Timeline:
 
     @classmethod
     def from_chrome_trace(cls, path: str | os.PathLike[str]) -> Timeline:
-        """The timeline that :meth:`to_chrome_trace` wrote; ValueError names what is damaged."""
+        """Read a timeline that :meth:`to_chrome_trace` wrote; ValueError names damaged entries."""
         from avgpipe.timeline.trace import read_trace
 
         return read_trace(path)
@@ -162,7 +162,7 @@ class Timeline:
         return f"Timeline({rows}={self.stages}, events={len(self.events)}, makespan_s={self.makespan_s:.6g})"
 
     def __str__(self) -> str:
-        """A line for the run and one per row."""
+        """Format a line for the run and one per row."""
         pipelines, batches = (len({event[field] for event in self.events}) for field in (1, 2))
         lines = [
             f"timeline: {self.stages} stages, {pipelines} pipelines, {batches} batches, "
@@ -182,20 +182,20 @@ class Timeline:
         return "\n".join(lines)
 
 
-# ---- where the time went -------------------------------------------------------------------------------------
+# ---- breakdown -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class StageTime:
-    """Seconds that one worker spent; all of them together are the makespan.
+    """Seconds that one worker spent; together they are the makespan.
 
     Attributes:
         stage: The row.
-        compute_s: By kind, those that occurred.
-        recv_s: By what was awaited, "" where the events do not say.
-        host_s: By what ran.
-        other_s: Between its events, the runtime's own time, and events of other kinds.
-        outside_s: Before its first event and after its last.
+        compute_s: Seconds of computing by kind, for kinds that occurred.
+        recv_s: Seconds of waiting by what was awaited, "" if the events do not say.
+        host_s: Seconds of host work by what ran.
+        other_s: Seconds between its events (the runtime's own time), and in events of other kinds.
+        outside_s: Seconds before its first event and after its last.
     """
 
     stage: int
@@ -208,12 +208,12 @@ class StageTime:
 
     @property
     def busy_s(self) -> float:
-        """Seconds of computing of all kinds."""
+        """Return the seconds of computing of all kinds."""
         return math.fsum(self.compute_s.values())
 
 
 class Segment(NamedTuple):
-    """A stretch of a row's time and the event that has it; None in a gap."""
+    """A stretch of a row's time and its event; None in a gap."""
 
     event: Event | None
     start_s: float
@@ -221,7 +221,7 @@ class Segment(NamedTuple):
 
 
 def by_row(timeline: Timeline) -> list[list[Event]]:
-    """The events of each row, in order of their starts."""
+    """Return the events of each row, in order of their starts."""
     rows: list[list[Event]] = [[] for _ in range(timeline.stages)]
     for event in sorted(timeline.events, key=lambda event: event.start_s):
         rows[event.worker].append(event)
@@ -229,7 +229,7 @@ def by_row(timeline: Timeline) -> list[list[Event]]:
 
 
 def segments(timeline: Timeline) -> list[list[Segment]]:
-    """Cut the time of each row, from the run's first start to its last end."""
+    """Divide the time of each row into segments, from the run's first start to its last end."""
     ends = [moment for event in timeline.events for moment in (event.start_s, event.end_s)]
     return [_segments(events, {min(ends), max(ends)}) if ends else [] for events in by_row(timeline)]
 
@@ -272,9 +272,9 @@ def _time_of(row: int, cut: Sequence[Segment]) -> StageTime:
 
 
 def occupations(events: Iterable[Event], beside: Collection[str]) -> list[Event]:
-    """Return each action, as long as its worker was occupied: longer by what followed of the kinds ``beside``."""
+    """Return each action extended by the events of the kinds ``beside`` that followed: its worker's busy time."""
     found: list[Event] = []
-    last: dict[int, int] = {}  # by worker, the action that it ran last
+    last: dict[int, int] = {}  # index of each worker's last action
     for event in sorted(events, key=lambda e: e.start_s):
         if event.kind in ACTIONS:
             last[event.worker] = len(found)

@@ -1,9 +1,9 @@
-"""Timelines as Chrome traces: JSON that Perfetto draws, and back.
+"""Timelines as Chrome traces (JSON that Perfetto draws): writing and reading them.
 
-A worker is a process; of its threads, one per pipeline shows what that pipeline computed and sent, one the
-waits and one the host. Slices of one thread must nest, so an event that overlaps another of its thread, as
-a transfer in the background does, moves to a further one; its pipeline stays in its arguments. Arrows lead from
-each computation to the one on the neighbouring stage that needs its result.
+A worker is a process of the trace; of its threads, one per pipeline shows what that pipeline computed and
+sent, one the waits and one the host. Slices of one thread must nest, so an event that overlaps another of its
+thread, as a transfer in the background does, moves to a further thread; its pipeline stays in its arguments.
+Arrows lead from each computation to the one on the neighbouring stage that needs its result.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Row = dict[str, Any]
 
 
 def write_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None:
-    """Write the trace; an existing file is replaced whole."""
+    """Write the trace; an existing file is replaced atomically."""
     groups = 3 + max((event.pipeline for event in timeline.events), default=0)  # pipelines, waits, host
     threads = _threads(timeline, groups)
     rows: list[_Row] = []
@@ -52,11 +52,11 @@ def _ns(seconds: float) -> int:
 
 
 def _pid(worker: int) -> int:
-    return 1 + worker  # Perfetto takes process 0 for the idle one of Linux, and advises against it
+    return 1 + worker  # Perfetto treats process 0 as Linux's idle process
 
 
 def _threads(timeline: Timeline, groups: int) -> list[int]:
-    """The thread of each event: the first of its group that is free. Sends come last: others keep their place."""
+    """Return the thread of each event: the first free one of its group, sends last to keep others in place."""
     events = timeline.events
     threads = [0] * len(events)
     taken: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)  # disjoint, sorted
@@ -72,7 +72,7 @@ def _threads(timeline: Timeline, groups: int) -> list[int]:
 
 
 def _take(spans: list[tuple[int, int]], span: tuple[int, int]) -> bool:
-    """Enter the span among disjoint ones, unless it overlaps one."""
+    """Add the span to disjoint ones, unless it overlaps one."""
     at = bisect_right(spans, span[0], key=lambda taken: taken[0])
     if (at and spans[at - 1][1] > span[0]) or (at < len(spans) and spans[at][0] < span[1]):
         return False
@@ -102,9 +102,9 @@ def _slice(event: Event, tid: int) -> _Row:
 
 
 def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[_Row]:
-    """From the last nanosecond of what computed a message to the start of what needs it, as both must lie in slices.
+    """Yield arrows from the last nanosecond of a message's computation to the start of its use: both lie in slices.
 
-    ``tids``: by the event's id.
+    ``tids``: Thread by the event's id.
     """
     steps = {k: e for k, e in messages_of(timeline).items() if _ns(e.start_s) < _ns(e.end_s)}
     for number, ((stage, *batch, kind), event) in enumerate(steps.items()):
@@ -119,7 +119,7 @@ def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[_Row]:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
-    """The timeline in the file; ValueError names the file and the entry that is not of a timeline."""
+    """Read the timeline in the file; ValueError names the file and an entry that is not of a timeline."""
     expected = "a JSON trace"
     try:
         trace = json.loads(Path(path).read_bytes())
@@ -144,7 +144,7 @@ def _timeline(trace: Any) -> Timeline:
     for name, kind, items in zip(("peak_memory_bytes", "labels"), (int, str), lists):
         if any(type(item) is not kind for item in items or ()):
             raise ValueError(f"otherData.{name} must be a list of {kind.__name__}, found {items!r:.80}")
-    # Metadata, and whatever other tools added (counters, flows, instants), carry nothing of a timeline.
+    # Metadata, and records of other tools (counters, flows, instants), are ignored.
     slices = [(n, row) for n, row in enumerate(rows) if not isinstance(row, dict) or row.get("ph") == "X"]
     events = tuple(_event(f"traceEvents[{n}]", row) for n, row in slices)
     return Timeline(stages, events, lists[0], lists[1] or ())
@@ -162,7 +162,7 @@ def _event(name: str, row: Any) -> Event:
 
 
 def _checked(found: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> list[Any]:
-    """The values that ``found`` has by the names in ``kinds``; ValueError unless each is of its kinds."""
+    """Return the values of ``found`` by the names in ``kinds``; ValueError unless each has one of its types."""
     for name, words in kinds.items():
         value: Any = found.get(name)
         kind = _WORDS.get(type(value), type(value).__name__)

@@ -1,4 +1,4 @@
-"""Systems side by side on the same work: the figures of each run, one sentence of advice, and the text of both."""
+"""Results of several systems on the same work: figures of each run, a sentence of advice, and their text."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from avgpipe.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# What became of a system. Only OK ones are ranked.
+# Status of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
 KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
 _DERIVED = ("epoch_seconds", "samples_per_second", "epochs_to_target")
-# What may differ between seeds.
+# Figures that may differ between seeds.
 _OF_RUNS = (
     *("epochs", "batches", "samples", "train_seconds", "samples_to_target", "seconds_to_target"),
     *("peak_memory_bytes", "busy_fraction", "metric", "best_metric", *_DERIVED),
@@ -28,16 +28,16 @@ _OF_RUNS = (
 
 @dataclass(frozen=True)
 class Figures:
-    """What a run came to; fields that a run's summary has, too, bear its names.
+    """Results of a run; fields that a run's summary also has have the same names.
 
     Attributes:
-        replicas: Those that share a stage's micro-batches, at most, or pipelines with workers of their own.
-        epochs: May end in a part of one.
-        train_seconds: Of training alone.
-        peak_memory_bytes: Of the worker that had most.
-        busy_fraction: Mean of the workers, 0..1.
-        metric: Of the last validation; None where it was not finite.
-        best_metric: Of the best validation.
+        replicas: The most replicas that share a stage's micro-batches, or pipelines with their own workers.
+        epochs: Epochs trained; a fraction if the last one is incomplete.
+        train_seconds: Seconds of training alone.
+        peak_memory_bytes: Peak memory of the worker that had most.
+        busy_fraction: Busy share, the mean of the workers, 0..1.
+        metric: Metric of the last validation; None if it was not finite.
+        best_metric: Metric of the best validation.
     """
 
     stages: int
@@ -60,7 +60,7 @@ class Figures:
 
     @classmethod
     def of(cls, summary: Mapping[str, Any], replicas: int = 1) -> Figures:
-        """From the content of a run's summary.json. KeyError names what is missing."""
+        """Read the content of a run's summary.json. KeyError names what is missing."""
         busy, peak = fmean(summary["worker_busy_fraction"]), max(summary["peak_memory_bytes"])
         found = {**summary, "replicas": replicas, "busy_fraction": busy, "peak_memory_bytes": peak}
         return cls(**{field.name: found[field.name] for field in fields(cls)})
@@ -75,7 +75,7 @@ class Figures:
 
     @property
     def epochs_to_target(self) -> float | None:
-        """A run ends when it reaches its target."""
+        """Return the epochs to the target; a run ends when it reaches its target."""
         return None if self.seconds_to_target is None else self.epochs
 
     def to_json(self) -> dict[str, Any]:
@@ -84,15 +84,15 @@ class Figures:
 
 @dataclass(frozen=True)
 class SystemResult:
-    """What became of a system.
+    """The outcome of a system.
 
     Attributes:
-        figures: There for OK and DOES_NOT_FIT; with several seeds those of the first run that has some.
+        figures: Set for OK and DOES_NOT_FIT; with several seeds, those of the first run that has figures.
         reason: A few words, unless ``status`` is OK.
-        warnings: Those of its runs, and what became of seeds whose runs did not end.
+        warnings: Warnings of its runs, and the status of seeds whose runs did not finish.
         others: Figures of the other seeds' runs.
-        rows: What each run came to, batch by batch and validation by validation, as in a run's metrics.jsonl; () where
-            that is in files.
+        rows: Results of each run, batch by batch and validation by validation, as in metrics.jsonl; () if
+            they are in files.
     """
 
     system: str
@@ -105,7 +105,7 @@ class SystemResult:
 
     @classmethod
     def joined(cls, runs: Mapping[int, SystemResult]) -> SystemResult:
-        """Make one result from those of a system's runs by seed; OK if one of them is."""
+        """Join the results of a system's runs by seed into one; OK if one of them is OK."""
         first, *_ = runs.values()
         if len(runs) == 1:
             return first
@@ -123,20 +123,20 @@ class SystemResult:
 
     @property
     def runs(self) -> tuple[Figures, ...]:
-        """The figures of all seeds."""
+        """Return the figures of all seeds."""
         return () if self.figures is None else (self.figures, *self.others)
 
     def value(self, key: str) -> float | None:
-        """Return a figure, with several seeds the median; None where that run has none.
+        """Return a figure, with several seeds the median; None if the median run has none.
 
-        A run that did not reach the target counts as one that would after all others.
+        A run that did not reach the target counts as slower than all others.
         """
         values = self._values(key)
         middle = median(values) if values else math.inf
         return middle if math.isfinite(middle) else None
 
     def spread(self, key: str) -> tuple[float | None, float | None] | None:
-        """The least and the most of a figure over several seeds, None for a run that has none; None for one seed."""
+        """Return least and greatest of a figure over several seeds, None for a run without it; None for one seed."""
         values = self._values(key)
         if len(values) < 2:
             return None
@@ -164,11 +164,11 @@ class Column(NamedTuple):
     """A column of the table.
 
     Attributes:
-        key: The name of the figure.
-        heading: Over the column.
-        format: Makes a value's text.
+        key: Name of the figure.
+        heading: Heading of the column.
+        format: Formats a value.
         highest: Whether high values are good.
-        spreads: Whether the least and the most of several seeds are told, too.
+        spreads: Whether the least and the greatest value of several seeds are shown, too.
     """
 
     key: str
@@ -180,13 +180,13 @@ class Column(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The outcomes of all systems, in the order in which they were asked for.
+    """The outcomes of all systems, in the order in which they were given.
 
     Attributes:
-        what: The workload in words.
-        trivial: The metric of the best answer that looks at no input, or None.
-        target: Of the metric, or of the loss, see ``avgpipe.report.course.parse_target``.
-        memory_limit_bytes: Of a worker.
+        what: Description of the workload.
+        trivial: Metric of the best answer that ignores the inputs, or None.
+        target: Target of the metric, or of the loss, see ``avgpipe.report.course.parse_target``.
+        memory_limit_bytes: Memory limit of a worker.
     """
 
     what: str
@@ -203,28 +203,28 @@ class Comparison:
 
     @property
     def beaten_trivial(self) -> bool:
-        """Whether some system learned more than the trivial answer; true where there is none."""
+        """Return whether some system learned more than the trivial answer; true if there is none."""
         return self.trivial is None or any(
             self.better(metric, self.trivial) for metric in self.known("best_metric").values()
         )
 
     @property
     def ranked(self) -> list[tuple[str, Figures]]:
-        """The systems that ended and fit, with their figures."""
+        """Return the systems that finished and fit, with their figures."""
         return [(o.system, o.figures) for o in self.outcomes if o.status == OK and o.figures is not None]
 
     def known(self, key: str) -> dict[str, float]:
-        """One figure of the systems that are ranked and have it; of several seeds the median."""
+        """Return one figure of the ranked systems that have it; with several seeds the median."""
         ranked = [o for o in self.outcomes if o.status == OK]
         return {o.system: value for o in ranked if (value := o.value(key)) is not None}
 
     @property
     def seeds(self) -> int:
-        """Runs of a system, at most."""
+        """Return the most runs that a system has."""
         return max((len(o.runs) for o in self.outcomes), default=1)
 
     def columns(self) -> list[Column]:
-        """Figures in the order of the table; those of the target only if there is one."""
+        """Return the figures in the order of the table; those of the target only if there is one."""
         high = not self.lower_is_better
         columns = [
             Column("epoch_seconds", "s/epoch", format_figure),
@@ -239,14 +239,14 @@ class Comparison:
         return columns if self.target is not None else columns[:2] + columns[4:]
 
     def best_systems(self, column: Column) -> list[str]:
-        """Who has the best value of a column among those ranked; nobody where there are fewer than two values."""
+        """Return the ranked systems with the best value of a column; none if there are fewer than two values."""
         values = self.known(column.key)
         best = (max if column.highest else min)(values.values(), default=None)
         return [name for name, value in values.items() if value == best and len(values) > 1]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw what it took to reach the target, else speed and best metric, as bars; written to ``path`` if given."""
-        from avgpipe_lab.compare.pictures import plot_bars
+        """Draw the effort to reach the target, else speed and best metric, as bars; written to ``path`` if given."""
+        from avgpipe_lab.compare.pictures import plot_bars  # loads matplotlib
 
         keys = ("samples_per_second", "best_metric")
         if self.target is not None:
@@ -258,7 +258,7 @@ class Comparison:
 
     @property
     def goal(self) -> str:
-        """The target in words; "" without one."""
+        """Return a sentence on the target; "" without one."""
         if self.target is None:
             return ""
         value, of_loss = parse_target(self.target)
@@ -274,24 +274,24 @@ class Comparison:
 
     def __str__(self) -> str:
         """The table, notes and advice."""
-        from avgpipe_lab.compare.text import plain
+        from avgpipe_lab.compare.text import plain  # text imports this module
 
         return plain(self)
 
     def to_json(self) -> list[dict[str, Any]]:
-        """A row per system: status and reason, and where there are figures all of them, those of the table too."""
+        """Return a row per system: status, reason, and if there are figures all of them, with those of the table."""
         return [o.to_json() for o in self.outcomes]
 
 
 def _bar(outcome: SystemResult, key: str) -> tuple[float | None, float | None, float | None]:
-    """A figure with its least and most, None for what is not known, or of what is not ranked."""
+    """Return a figure with its least and greatest value; None for unknown values and systems without rank."""
     if outcome.status != OK:
         return None, None, None
     return outcome.value(key), *(outcome.spread(key) or (None, None))
 
 
 def format_figure(value: float) -> str:
-    """Three digits, or all before the point: 0.0123, 1.23, 12.3, 1234."""
+    """Format with three digits, or with all before the point: 0.0123, 1.23, 12.3, 1234."""
     size = abs(value)
     if value == 0 or size >= 99.95:
         return f"{value:.0f}"

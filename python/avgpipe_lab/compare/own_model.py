@@ -1,4 +1,4 @@
-"""``avgpipe.compare``: systems side by side on a caller's own model, each trained in processes of this machine."""
+"""``avgpipe.compare``: trains a caller's own model with several systems, in processes of this machine."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ from avgpipe_lab.compare.comparison import (
 from avgpipe_lab.planning.of_system import best_of_system
 
 _log = logging.getLogger("avgpipe")
-_PIPELINES, _MICRO_BATCHES = 2, 4  # where nothing is said
-_PROFILED = ("device", "clip_grad_norm", "autocast")  # options that a profile takes, too
+_PIPELINES, _MICRO_BATCHES = 2, 4  # defaults
+_PROFILED = ("device", "clip_grad_norm", "autocast")  # options that a profile has, too
 _PROFILING_S = 15.0
 
 
@@ -86,52 +86,59 @@ def compare(
 ) -> Comparison:
     """Train a model with each system in turn, on the same data, seeds and number of workers, and compare.
 
-    Every run has worker processes of its own, which import what they are given as ``torch.multiprocessing`` does with
-    "spawn": functions and classes are those of a module, or of the script that runs, whose own work stands under
-    ``if __name__ == "__main__":``. Lambdas and functions inside functions are refused; ``functools.partial`` and
-    instances of modules, as ``nn.CrossEntropyLoss()``, are fine. Nothing defined in a notebook can be imported.
+    Every run has its own worker processes, which import their arguments as ``torch.multiprocessing`` does
+    with "spawn": functions and classes must be those of a module, or of the script that runs, whose own work
+    must be under ``if __name__ == "__main__":``. Lambdas and functions inside functions are refused;
+    ``functools.partial`` and instances of modules, such as ``nn.CrossEntropyLoss()``, are fine. Definitions
+    in a notebook cannot be imported.
 
-    A run that fails is a row that says why, and the others go on. Logger ``avgpipe`` tells at level INFO what runs.
+    A run that fails becomes a row with the reason, and the others continue. Logger ``avgpipe`` logs the runs
+    at INFO.
 
     Args:
-        make_model: Makes the model, what a ``Pipeline`` takes. Before it torch's seed is set to the run's.
-        make_loader: Of an epoch (from 0), makes its batches, pairs (inputs, targets); the same on every worker: what is
-            drawn with torch's, Python's and NumPy's own generators follows from seed and epoch. What the first returns
-            has a length, unless ``max_batches`` is given.
-        loss_fn: As of the ``Pipeline``.
-        optimizer: As of the ``Pipeline``.
-        evaluate: Of the pipeline, returns the metric, such as ``pipeline.evaluate(held_out).loss``. It runs before
-            training and at ``validations`` places at equal numbers of samples, outside the clock; every worker calls
-            it, and gets the same. None: only speed and memory are compared.
+        make_model: Makes the model, as a ``Pipeline`` takes it. Torch's seed is set to the run's before each
+            call.
+        make_loader: Takes an epoch (from 0) and makes its batches, pairs (inputs, targets); the same on every
+            worker: the global generators of torch, Python and NumPy are seeded by seed and epoch. The first
+            loader must have a length, unless ``max_batches`` is given.
+        loss_fn: See ``Pipeline``.
+        optimizer: See ``Pipeline``.
+        evaluate: Takes the pipeline and returns the metric, such as ``pipeline.evaluate(held_out).loss``. It
+            runs before training and at ``validations`` places at equal numbers of samples, outside the
+            measured time; every worker calls it, and gets the same value. None: only speed and memory are
+            compared.
         systems: Names of systems, see the reference.
-        workers: Of each system: its stages, or its replicas where it has no stages.
-        pipelines: Of systems that leave it open; None: 2, or what the tuner finds.
-        micro_batches: Of systems that split batches; None: 4, or what the tuner finds.
-        epochs: How many to train.
-        max_batches: Stop after so many batches.
+        workers: Workers of each system: its stages, or its replicas if it has no stages.
+        pipelines: Pipelines, of systems that leave them open; None: 2, or the tuner's choice.
+        micro_batches: Micro-batches, of systems that split batches; None: 4, or the tuner's choice.
+        epochs: Number of epochs to train.
+        max_batches: Stop after this many batches.
         validations: Evaluations in a run, the last one at its end.
         target: The metric at which a run stops.
         lower_is_better: Whether low metrics are good.
-        metric_name: What the metric is called.
-        seeds: Runs of each system; figures are then medians, with the least and the most.
-        seed: Of the first run; those of the others follow.
-        memory_limit_bytes: Memory of a worker, on the CPU of its whole process. With it the model is profiled, and each
-            system gets the plan that is predicted to be the quickest that fits; a run that used more is not ranked.
+        metric_name: Name of the metric.
+        seeds: Runs of each system; figures are then medians, with the least and greatest value.
+        seed: Seed of the first run; the others count up from it.
+        memory_limit_bytes: Memory of a worker, on the CPU of its whole process. With it the model is
+            profiled, and each system gets the plan that is predicted to be the fastest one that fits; a run
+            that used more is not ranked.
         device: Where to compute.
-        timeout_s: No wait for another worker lasts longer.
-        threads: Of torch, in each worker.
-        name: What the model is called.
-        on_result: Gets the system's name and each row, of a batch or of an evaluation, as metrics.jsonl of ``avgpipe
-            train`` has them, in the first worker of a run; for a logger of ``avgpipe.report.loggers``, or one's own.
+        timeout_s: Longest wait for another worker, in seconds.
+        threads: Threads of torch in each worker.
+        name: Name of the model.
+        on_result: Called with the system's name and each row, of a batch or of an evaluation, as in
+            metrics.jsonl of ``avgpipe train``, in the first worker of a run; for a logger of
+            ``avgpipe.report.loggers``, or another.
         options: Further options of the ``Pipeline``, such as ``clip_grad_norm`` or ``lr_scheduler``.
 
     Returns:
         The comparison: it prints as a table with notes and advice, ``plot(path)`` draws bars, ``plot_curves(path)``
-        what was learnt, and ``to_json()`` has a row for each system.
+        of the losses and metrics, and ``to_json()`` has a row for each system.
 
     Raises:
         ValueError: An argument is wrong, or cannot be imported by other processes.
-        RuntimeError: A worker has called this, by importing a script that is not under ``__main__``.
+        RuntimeError: A worker called this function, as it imported a script that does not guard the call with
+        ``__main__``.
         PipelineError: Profiling failed.
     """
     _check(systems, target, evaluate)
@@ -210,7 +217,7 @@ def _plan(
     profiled: tuple[Profile, int] | None,
     memory_limit_bytes: int | None,
 ) -> Plan:
-    """Return the plan that is quickest within the memory, or without a profile and its batch size the one as asked."""
+    """Return the fastest plan within the memory, or the given one without a profile and its batch size."""
     if profiled is not None:
         profile, batch_size = profiled
         cluster = Cluster.like(profile, workers, memory_limit_bytes)
@@ -219,7 +226,7 @@ def _plan(
     if "pipelines" not in row:
         chosen["pipelines"] = given.get("pipelines", _PIPELINES)
     if "micro_batches" not in row:
-        # micro-batches serve to fill stages
+        # micro-batches only keep stages busy
         wanted = given.get("micro_batches", 1 if "stages" in row else _MICRO_BATCHES)
         replication = known_systems.row(system, workers).get("replication")
         chosen["micro_batches"] = known_systems.micro_batches(system, workers, replication, wanted)
@@ -229,7 +236,7 @@ def _plan(
 def _run(
     system: str, plan: Plan, asked: tuple[Any, ...], memory_limit_bytes: int | None, threads: int
 ) -> SystemResult:
-    """Train in processes of their own and return what became of it."""
+    """Train in separate processes and return the outcome."""
     try:
         found = _on_ranks(trained, plan.workers, threads, *asked)
     except ProcessRaisedException as error:
@@ -261,17 +268,17 @@ def _check_importable(job: Mapping[str, Any]) -> None:
         if "<" in told:
             raise ValueError(
                 f"{name}={value!r} cannot be sent to the workers, which import it by its name: give a function of a "
-                "module or of the script, no lambda and none inside another"
+                "module or of the script, not a lambda or a nested function"
             )
         if interactive and getattr(value, "__module__", "") == "__main__":
             raise ValueError(
                 "functions that were defined in an interactive session cannot be imported by the workers: write them "
-                "into a file and import it"
+                "to a file and import it"
             )
 
 
 def _on_ranks(function: Callable[..., Any], ranks: int, threads: int, *given: Any) -> list[Any]:
-    """Call ``function(*given)`` on every rank, each a process that torch spawns; return what they return, as JSON."""
+    """Call ``function(*given)`` on every rank, each a process that torch spawns; return the results, as JSON."""
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder:
         asked = function, ranks, folder, threads, given
         start: Any = start_processes  # torch leaves it untyped
@@ -294,7 +301,7 @@ def _enter(
 
 
 def profiled(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Profile the model, as one of the workers; what the first finds counts."""
+    """Profile the model, as one of the workers; the result of the first one is used."""
     options = given["options"]
     torch.manual_seed(seed)
     model, batch = given["make_model"](), first_batch(given["make_loader"], seed)
@@ -310,7 +317,7 @@ def profiled(given: Mapping[str, Any], seed: int) -> dict[str, Any]:
 
 
 def trained(given: Mapping[str, Any], course: Mapping[str, Any], chosen: Plan, seed: int) -> dict[str, Any]:
-    """Train to the end or to the target, as one of the workers; the first one's summary counts."""
+    """Train to the end or to the target, as one of the workers; the summary of the first one is used."""
     torch.manual_seed(seed)
     made = {name: given[name] for name in ("loss_fn", "optimizer")}
     with Pipeline(given["make_model"](), chosen, seed=seed, **made, **given["options"]) as pipeline:
@@ -335,7 +342,7 @@ class _Run:
     """A run of a pipeline; the same on all ranks.
 
     Attributes:
-        rows: What it came to, batch by batch and validation by validation, as rows of a run's metrics.jsonl.
+        rows: Results, batch by batch and validation by validation, as rows of a run's metrics.jsonl.
     """
 
     def __init__(
@@ -377,7 +384,7 @@ class _Run:
             self._train_batches(islice(source, count))
             trained = self._done.batches - before
             self._left, ended = self._left - trained, trained < count
-            if ended:  # only now a loader without a length has told
+            if ended:  # the length of the loader is known only now
                 self._batches = -(-self._done.epoch_samples // self._size)
             if trained == ahead:
                 self._validate()
@@ -408,7 +415,7 @@ class _Run:
             self._on_result(self._pipeline.plan.system, row)
 
     def summary(self) -> dict[str, Any]:
-        """Figures of the run, by the names of a run's summary.json."""
+        """Return the figures of the run, with the names of a run's summary.json."""
         done = self._done
         return {
             "batch_size": self._size,

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
-# The common stretch: two batches of the slowest system, but no fewer than three and no more than ten of the fastest.
+# The common stretch: two batches of the slowest system, but between three and ten of the fastest.
 _SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
-# Of a text beside the end of a bar.
+# Style of a text beside the end of a bar.
 _BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
 
 
 def plot_bars(
     panels: Mapping[str, Mapping[str, Bar]], heading: str, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """A panel for each figure with a bar for each system, written to ``path`` if given.
+    """Draw a panel for each figure with a bar for each system, written to ``path`` if given.
 
-    A line across the end of a bar reaches from the least to the most of several seeds. What is not known has no bar.
+    A line across the end of a bar spans the least and greatest of several seeds. An unknown value has no bar.
     """
     systems = max(map(len, panels.values()), default=0)
     with picture(path, WIDTH_IN, 1.2 + 0.4 * systems) as figure:
@@ -54,10 +54,10 @@ def plot_bars(
 
 
 class _BatchRate:
-    """How fast a run goes, from when each of its batches begins to compute.
+    """The speed of a run, from the times when its batches begin to compute.
 
     Attributes:
-        per_batch_s: In the steady state, of all pipelines together: the median over whole turns of all pipelines.
+        per_batch_s: Seconds of a batch in the steady state, of all pipelines together: a median over rounds.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -67,12 +67,12 @@ class _BatchRate:
             begins.setdefault(event.batch, event.start_s)
         self._begins, self._end_s = list(begins.values()), max(event.end_s for event in computed)
         turn = max(1, min(len(begins) - 1, 2 * len({event.pipeline for event in computed})))
-        # From each batch to the one ``turn`` batches later.
+        # From each batch to the one a round, ``turn`` batches, later.
         self._steps_s = [b - a for a, b in zip(self._begins, self._begins[turn:])]
         self.per_batch_s = median(self._steps_s or [self._end_s - self._begins[0]]) / turn
 
     def typical(self, span_s: float) -> float:
-        """Where a stretch of ``span_s`` begins that runs at the median pace, after the first quarter."""
+        """Return where a stretch of ``span_s`` at the median pace begins, after the first quarter."""
         inside = [
             (step_s, begin_s)
             for begin_s, step_s in list(zip(self._begins, self._steps_s))[len(self._begins) // 4 :]
@@ -87,10 +87,10 @@ class _BatchRate:
 def plot_timelines(
     timelines: Mapping[str, Timeline], heading: str, path: str | os.PathLike[str] | None = None
 ) -> Figure:
-    """A panel of computations for each system that has some, written to ``path`` if given.
+    """Draw a panel of computations for each system that has some, written to ``path`` if given.
 
-    All show equally many seconds, from a stretch that ran at the system's median pace. Where nothing is drawn, a worker
-    waited or did other things.
+    All show the same number of seconds, from a stretch at the system's median pace. In empty places a worker
+    waited or did other work.
     """
     shown = {n: t for n, t in timelines.items() if any(e.kind in COMPUTE_KINDS for e in t.events)}
     heights = [_FRAME_IN + _ROW_IN * timeline.stages for timeline in shown.values()]

@@ -1,4 +1,4 @@
-"""A comparison in words: one sentence of advice, the table, and the notes below it."""
+"""The text of a comparison: one sentence of advice, the table, and the notes below it."""
 
 from __future__ import annotations
 
@@ -22,19 +22,17 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-CLOSE = 0.05  # runs of one system on one machine differ by as much
+CLOSE = 0.05  # runs of one system on one machine differ by this much
 _APART = f"less than {100 * CLOSE:.0f} % apart"
-_TEXTS = (0, 2)  # columns of the table that are no numbers
+_TEXTS = (0, 2)  # columns of the table that hold text
 _SHORT_S = 20.0
 _TEXT_COLUMNS = 140
 
-Range = tuple[
-    float | None, float | None
-]  # the least and the most of several seeds; None: a run that has none
+Range = tuple[float | None, float | None]  # least and greatest of several seeds; None: a run without a value
 
 
 def plain(comparison: Comparison) -> str:
-    """The table, notes and advice as a text."""
+    """Return the table, notes and advice as a text."""
     from rich.console import Console
 
     console = Console(width=_TEXT_COLUMNS, file=io.StringIO(), highlight=False, markup=False)
@@ -48,20 +46,20 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
-# ---- advice --------------------------------------------------------------------------------------------------
+# ---- advice ----------------------------------------------------------------------------------------------------------
 
 
 def advice(comparison: Comparison) -> str:
-    """The system that reached the target first, else the fastest; differences within ``CLOSE`` are called none."""
+    """Return the system that reached the target first, else the fastest; within ``CLOSE`` they count as equal."""
     ranked = [name for name, _ in comparison.ranked]
     if len(ranked) < 2:
-        said = f"none, for {listed(ranked) or 'no system'} gave figures to rank{' alone' * len(ranked)}"
+        said = f"none, as figures exist for {listed(ranked) or 'no system'}{' only' * len(ranked)}"
     elif comparison.known("seconds_to_target"):
         said = _by_target(comparison)
     elif comparison.known("samples_per_second"):
         said = _by_speed(comparison)
     else:
-        said = "none, for no system trained long enough to be timed"
+        said = "none, as no system trained long enough to be timed"
     return f"Advice: {said}."
 
 
@@ -87,7 +85,7 @@ def _by_target(comparison: Comparison) -> str:
 
 
 def _overlap(quick: Range | None, slow: Range | None) -> bool:
-    """Whether the quickest of a system's seeds was quicker than the slowest of another's."""
+    """Return whether the fastest of a system's seeds was faster than the slowest of another's."""
     return quick is not None and slow is not None and (slow[0] or 0.0) <= (quick[1] or math.inf)
 
 
@@ -102,7 +100,7 @@ def _by_speed(comparison: Comparison) -> str:
         ratio = speeds[order[0]] / speeds[order[1]]
         sentence += f", {_ratio(ratio, 'faster than', 'as fast as')} {order[1]}"
     if learner := _learned_more(comparison, fastest):
-        return f"{sentence}, but {learner}: a --target would tell which gets there first"
+        return f"{sentence}, but {learner}: compare with a --target to see which reaches it first"
     for name in fastest:
         if ranked[name].stages == 1 and ranked[name].replicas > 1:
             simplest = "" if len(fastest) == 1 else f", {name} is the simplest of them"
@@ -117,9 +115,9 @@ def _by_speed(comparison: Comparison) -> str:
 
 
 def _learned_more(comparison: Comparison, fastest: Sequence[str]) -> str:
-    """Say that another system than the fastest has a metric that is better by more than ``CLOSE``, if one has.
+    """Describe a system whose metric is better than that of the fastest by more than ``CLOSE``, if there is one.
 
-    Where none beats the trivial answer metrics say nothing yet; "" then.
+    If no system beats the trivial answer, metrics do not show anything yet, and the result is "".
     """
     metrics = comparison.known("best_metric")
     if not comparison.beaten_trivial or not all(name in metrics for name in fastest):
@@ -132,7 +130,7 @@ def _learned_more(comparison: Comparison, fastest: Sequence[str]) -> str:
     return f"{best} learned more from the same samples ({figures})"
 
 
-# ---- text ----------------------------------------------------------------------------------------------------
+# ---- text ------------------------------------------------------------------------------------------------------------
 
 
 def headings(comparison: Comparison) -> list[str]:
@@ -141,7 +139,7 @@ def headings(comparison: Comparison) -> list[str]:
 
 
 def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool]]:
-    """The text of each cell of a system's row, and whether it is the best of its column."""
+    """Return the text of each cell of a system's row, and whether it is the best of its column."""
     f = outcome.figures
     place = f"{f.stages}/{f.pipelines}/{f.micro_batches}" if f else "-"
     schedule = f.schedule if f else outcome.status
@@ -157,7 +155,7 @@ def cells(comparison: Comparison, outcome: SystemResult) -> list[tuple[str, bool
 
 
 def _cell(outcome: SystemResult, column: Column) -> str:
-    """The text of a figure: 31, or of several seeds 31 (29..36)."""
+    """Return the text of a figure: 31, or of several seeds 31 (29..36)."""
 
     def text(value: float | None) -> str:
         return "-" if value is None else column.format(value)
@@ -168,7 +166,7 @@ def _cell(outcome: SystemResult, column: Column) -> str:
 
 
 def table(comparison: Comparison) -> Table:
-    """For rich; a star marks the best of each column."""
+    """Make the table for rich; a star marks the best of each column."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -188,7 +186,7 @@ def table(comparison: Comparison) -> Table:
 
 
 def _starred(text: str, best: bool) -> Text:
-    """A cell of the table, the ends of a figure's spread in lines of their own."""
+    """Make a cell of the table, with the ends of a figure's spread in separate lines."""
     from rich.text import Text
 
     value, _, spread = text.partition(" (")
@@ -198,7 +196,7 @@ def _starred(text: str, best: bool) -> Text:
 
 
 def markdown(comparison: Comparison) -> str:
-    """The table, the best of each column in bold, the notes as a list and the advice; ends in a line break."""
+    """Return the table with the best values in bold, the notes as a list, and the advice; ends in a line break."""
     head = headings(comparison)
     rows = [head, ["---" if number in _TEXTS else "---:" for number in range(len(head))]]
     found = (cells(comparison, outcome) for outcome in comparison.outcomes)
@@ -210,7 +208,7 @@ def markdown(comparison: Comparison) -> str:
 
 
 def notes(comparison: Comparison) -> list[str]:
-    """Return sentences: what gave no figures and why, what runs warned of, and what the figures do not say."""
+    """Return sentences: systems without figures and why, warnings of runs, and limits of the figures."""
     lines = []
     for o in comparison.outcomes:
         if o.status != OK:
@@ -223,7 +221,7 @@ def notes(comparison: Comparison) -> list[str]:
     lines.append(f"Equal for all: {', '.join(_equal(comparison, figures))}.")
     if comparison.memory_limit_bytes is not None:
         limit = format_bytes(comparison.memory_limit_bytes)
-        lines.append(f"Memory limit: {limit} a worker, against the peak that each run had.")
+        lines.append(f"Memory limit: {limit} per worker, compared with the peak of each run.")
     if comparison.target is not None:
         reached = comparison.known("seconds_to_target")
         missed = [name for name, _ in comparison.ranked if name not in reached]
@@ -231,26 +229,28 @@ def notes(comparison: Comparison) -> list[str]:
         lines.append(f"{comparison.goal}{never}.")
     if comparison.trivial is not None:
         trivial = f"{comparison.metric_name} {format_figure(comparison.trivial)}"
-        short = ", and no system beats it: too short a run to judge what they learn"
+        short = ", and no system beats it: the run is too short to judge what they learn"
         unbeaten = "" if comparison.beaten_trivial else short
-        lines.append(f"The best answer that looks at no input has {trivial}{unbeaten}.")
+        lines.append(f"The best answer that ignores the input has {trivial}{unbeaten}.")
     least, shortest = min(f.epochs for f in figures), min(f.train_seconds for f in figures)
     if least < 1:
-        lines.append(f"s/epoch is reckoned from {format_figure(least)} of an epoch.")
+        lines.append(f"s/epoch is extrapolated from {format_figure(least)} of an epoch.")
     if shortest < _SHORT_S:
-        lines.append(f"The shortest run trained {format_seconds(shortest)}: its start weighs much in that.")
+        lines.append(
+            f"The shortest run trained {format_seconds(shortest)}, so its start-up matters in the figures."
+        )
     return [
         *lines,
-        "Peak memory: of the worker that had most. Busy: mean of the workers. Seconds: without validations.",
+        "Peak memory: of the worker with most. Busy: mean of the workers. Seconds: without validations.",
         _how_often(comparison),
     ]
 
 
 def _how_often(comparison: Comparison) -> str:
-    varies = "on a machine that does other work, too, samples/s vary from run to run"
+    varies = "if the machine does other work, samples/s vary from run to run"
     if comparison.seeds == 1:
-        return f"One run of each: {varies}, and less than {100 * CLOSE:.0f} % is no difference."
-    return f"Medians of {comparison.seeds} seeds, with the least and the most of them where they matter; {varies}."
+        return f"One run of each: {varies}, and less than {100 * CLOSE:.0f} % does not count as a difference."
+    return f"Medians of {comparison.seeds} seeds, with least and greatest where they matter; {varies}."
 
 
 def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
@@ -265,4 +265,4 @@ def _equal(comparison: Comparison, figures: Sequence[Figures]) -> Iterator[str]:
         if len(values) == 1:
             yield phrase.format(*values)
         elif comparison.target is not None and name == "batches":
-            yield f"the order of batches, {min(values)} to {max(values)} of them, until the target"
+            yield f"the order of batches ({min(values)} to {max(values)} batches until the target)"

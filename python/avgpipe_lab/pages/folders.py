@@ -24,16 +24,16 @@ _MOST_ROWS = 1024  # of a timeline, and pipelines: more cannot be drawn, and wou
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder holds.
+    """The content of a run's folder.
 
     Attributes:
-        name: What it is called beside others.
-        rows: Of metrics.jsonl, each with a kind, a batch and seconds.
-        summary: Empty for a run that has not ended.
-        plan: As in plan.json.
-        options: As in run.json.
-        timeline: Of the last batches; None where there is none.
-        problems: Sentences on what could not be read.
+        name: Name of the run beside others.
+        rows: Rows of metrics.jsonl, each with a kind, a batch and seconds.
+        summary: Empty for a run that has not finished.
+        plan: Content of plan.json.
+        options: Content of run.json.
+        timeline: Timeline of the last batches; None if there is none.
+        problems: Sentences on files that could not be read.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Run:
 
     @classmethod
     def read(cls, path: Path, name: str = "") -> Run:
-        """Read a folder; what is missing or damaged in it is empty, and damage is told."""
+        """Read a folder; a missing or damaged file gives an empty field, and damage a problem."""
         problems: list[str] = []
         found = read_metrics(path)
         rows = tuple(row for row in found if _is_sound(row))
@@ -67,7 +67,7 @@ class Run:
 
     @property
     def title(self) -> str:
-        """What was trained, in words."""
+        """Describe what was trained."""
         asked = {**self.options, **self.summary}
         words = [str(asked[name]) for name in ("workload", "preset") if asked.get(name)]
         title = self.summary.get("title")
@@ -75,7 +75,7 @@ class Run:
 
     @property
     def warnings(self) -> list[str]:
-        """What the runtime warned of."""
+        """Return the warnings of the runtime."""
         told = [self.summary.get("warnings"), *(row.get("warnings") for row in self.rows)]
         first = next((warnings for warnings in told if isinstance(warnings, list) and warnings), [])
         return list(map(str, first))
@@ -96,7 +96,7 @@ def _drawable(timeline: Timeline) -> Timeline:
 
 
 def _is_sound(row: Mapping[str, Any]) -> bool:
-    """Whether a row has what every reader takes for granted, of the right kinds."""
+    """Return whether a row has the fields that every reader needs, of the right types."""
     wanted = {"train": ("loss",), "valid": ("loss", "metric")}
     kind, distances = row["kind"], row.get("distances")
     if not isinstance(kind, str) or kind not in wanted or not all(name in row for name in wanted[kind]):
@@ -108,7 +108,7 @@ def _is_sound(row: Mapping[str, Any]) -> bool:
 
 
 def _are_sound(distances: Mapping[str, Any]) -> bool:
-    """Whether distances are numbers, or null where they were not finite."""
+    """Return whether distances are numbers, or null for values that were not finite."""
     norm, pairs = distances.get("norm"), distances.get("between")
     lists = [[norm], distances.get("to_reference"), *(pairs if isinstance(pairs, list) else [pairs])]
     known = [of for of in lists if of is not None]
@@ -121,7 +121,7 @@ def is_run(path: Path) -> bool:
 
 def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
     """Read folders of runs and of comparisons, with all runs of these; ValueError for a folder that is neither."""
-    found: dict[Path, tuple[Path, Path]] = {}  # what was asked for, and the run's own folder
+    found: dict[Path, tuple[Path, Path]] = {}  # the given folder, and the run's own folder
     comparisons = []
     for path in paths:
         compares = (path / _COMPARISON).is_file()
@@ -136,7 +136,7 @@ def read_folders(paths: Sequence[Path]) -> tuple[list[Run], list[Comparison]]:
 
 
 def runs_of_comparison(path: Path) -> list[Path]:
-    """The runs in a comparison's folder, of several seeds each system's; systems in the order of the table."""
+    """Return the runs in a comparison's folder, all seeds of each system; systems in the order of the table."""
     order = [outcome.system for outcome in read_comparison(path).outcomes]
     places = {name: place for place, name in enumerate(order)}
     systems = sorted(
@@ -160,9 +160,9 @@ def _name(asked: Path, run: Path, several: bool) -> str:
 
 def _no_run(path: Path) -> str:
     if not path.is_dir():
-        return f"{path}: no such folder; give one that avgpipe train or avgpipe compare has written"
+        return f"{path}: no such folder; give one that avgpipe train or avgpipe compare wrote"
     runs = [str(p) for p in _inside(path) if is_run(p) or (p / _COMPARISON).is_file()]
-    hint = "give one that avgpipe train or avgpipe compare has written"
+    hint = "give one that avgpipe train or avgpipe compare wrote"
     if runs:
         more = f" and {len(runs) - _LISTED} more" if len(runs) > _LISTED else ""
         hint = f"did you mean {', '.join(runs[:_LISTED])}{more}?"
@@ -170,7 +170,7 @@ def _no_run(path: Path) -> str:
 
 
 def read_comparison(path: Path) -> Comparison:
-    """Read what compare.json says; ValueError where it is damaged."""
+    """Read compare.json; ValueError if it is damaged."""
     content = read_object(path / _COMPARISON, [])
     limit = number(content.get("memory_limit_bytes"))
     try:
@@ -191,7 +191,7 @@ def read_comparison(path: Path) -> Comparison:
 
 
 def _target(target: Any) -> float | str | None:
-    """Return a target that can be one; ValueError for another."""
+    """Return a valid target; ValueError for an invalid one."""
     if target is not None:
         parse_target(target)
     return target  # type: ignore[no-any-return]  # a number, or as loss=2.1
@@ -205,13 +205,13 @@ def _outcome(row: Mapping[str, Any]) -> SystemResult:
     status, why = str(row["status"]), str(row.get("reason") or "")
     warnings = tuple(map(str, row.get("warnings") or ()))
     if status == OK and first is None:
-        raise ValueError("a system that ended has no figures")
+        raise ValueError("a system that finished has no figures")
     known = tuple(figures for figures in others if figures is not None)
     return SystemResult(str(row["system"]), status, first, why, warnings, known)
 
 
 def _figures(row: Mapping[str, Any]) -> Figures | None:
-    """Read the figures of a run: numbers, but for the schedule's name."""
+    """Read the figures of a run: numbers, except for the schedule's name."""
     if "samples" not in row:
         return None
     values = {field.name: row[field.name] for field in fields(Figures)}

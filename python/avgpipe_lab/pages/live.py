@@ -1,4 +1,4 @@
-"""A run as its folder tells of it while it goes on: what it has come to, how fast it is, and whether it still runs."""
+"""A running run, as its folder shows it: totals, speed, and whether it still runs."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 from avgpipe.checkpoint.folder import is_saved_into
 from avgpipe.report.runs import number, numbers, parse_row, read_object
 
-_RECENT = 200  # batches that the speed is of
-_KEPT = 400  # losses that the picture is of
+_RECENT = 200  # batches that the speed is measured over
+_KEPT = 400  # losses that the picture shows
 _SMOOTHING = 0.9
-_QUIET_S = 60.0  # without a sign of life, after which a run that nobody keeps has stopped
+_QUIET_S = 60.0  # seconds without new rows, after which a run without a lock on its folder counts as stopped
 
 
 @dataclass
 class Progress:
-    """What the rows of a run say, as far as they are read; None for what they do not.
+    """The content of the rows of a run that were read; None for unknown values.
 
     Attributes:
         total: Batches of the whole run.
-        losses: Smoothed, the last ones.
-        valid: The last validation.
-        before: The first one.
+        losses: Last losses, smoothed.
+        valid: Row of the last validation.
+        before: Row of the first validation.
     """
 
     batches: int = 0
@@ -43,7 +43,7 @@ class Progress:
     _marks: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl; what is no number in it is passed over."""
+        """Add a row of metrics.jsonl; values that should be numbers and are not are ignored."""
         batch, seconds = number(row["batch"]), number(row.get("seconds"))
         if batch is None or seconds is None:
             return
@@ -61,7 +61,7 @@ class Progress:
             self.warnings = list(map(str, told)) if isinstance(told, list) else self.warnings
 
     def _take_batch(self, batch: int, row: Mapping[str, Any]) -> None:
-        self.batches = max(self.batches, batch + 1)  # what a lost pipeline had of a batch comes later
+        self.batches = max(self.batches, batch + 1)  # the share of a lost pipeline in a batch arrives later
         self.lr = number(row.get("lr"))
         self._marks.append((self.batches, self.samples, self.seconds))
         loss = number(row.get("loss"))
@@ -71,12 +71,12 @@ class Progress:
 
     @property
     def samples_per_second(self) -> float | None:
-        """Over the last batches; validations do not count."""
+        """Return the speed over the last batches, without validations."""
         return self._per_second(1)
 
     @property
     def left_s(self) -> float | None:
-        """Seconds of training that are left at this speed."""
+        """Return the seconds of training that are left at this speed."""
         rate = self._per_second(0)
         return (self.total - self.batches) / rate if rate and self.total is not None else None
 
@@ -87,7 +87,7 @@ class Progress:
         return (last[which] - first[which]) / (last[2] - first[2])
 
     def to_json(self) -> dict[str, Any]:
-        """What it has come to, with the fields of the last validation under ``validation``."""
+        """Return the progress as JSON, with the fields of the last validation under ``validation``."""
         names = ("batches", "total", "epoch", "samples", "seconds", "samples_per_second", "left_s", "lr")
         found = {name: getattr(self, name) for name in names}
         loss = self.losses[-1] if self.losses else None
@@ -95,12 +95,12 @@ class Progress:
 
 
 class LiveRun:
-    """Follows the folder of a run; ValueError where there is none.
+    """Follows the folder of a run; ValueError if there is none.
 
     Attributes:
         path: The folder.
-        progress: As of the last :meth:`look`.
-        status: "running", "ended", or "stopped" where it neither ended nor goes on here.
+        progress: Progress at the last :meth:`look`.
+        status: "running", "ended", or "stopped" if it neither ended nor runs on this machine.
     """
 
     def __init__(self, path: Path) -> None:
@@ -115,7 +115,7 @@ class LiveRun:
         self.progress = Progress()
 
     def look(self) -> None:
-        """Read what is new; a run that was resumed has taken rows back, and is read anew."""
+        """Read new rows; of a resumed run, which may have dropped rows, read all rows again."""
         try:
             with (self.path / "metrics.jsonl").open("rb") as file:
                 inode = os.fstat(file.fileno()).st_ino
@@ -134,7 +134,7 @@ class LiveRun:
         self.status = self._find_status()
 
     def _find_status(self) -> str:
-        """A run ends with its summary, which is newer than what it began with."""
+        """Return the status; a run ends with its summary, which is newer than the files from its start."""
         begun, summary = _modified(self.path / "run.json"), _modified(self.path / "summary.json")
         if is_saved_into(self.path / "checkpoints" / "last") or is_saved_into(self.path):
             return "running"
@@ -145,23 +145,23 @@ class LiveRun:
 
     @property
     def checkpoint_age_s(self) -> float | None:
-        """Seconds since the last checkpoint was written; None without one."""
+        """Return the seconds since the last checkpoint was written; None without one."""
         written = _modified(self.path / "checkpoints" / "last" / "manifest.json")
         return None if written is None else max(0.0, time.time() - written)
 
     @property
     def busy(self) -> list[float]:
-        """Computing share of each worker before the last validation."""
+        """Return the computing share of each worker before the last validation."""
         return numbers(self.progress.valid.get("worker_busy_fraction"))
 
     @property
     def peaks(self) -> list[float]:
-        """Peak memory of each worker until the last validation."""
+        """Return the peak memory of each worker until the last validation."""
         return numbers(self.progress.valid.get("peak_memory_bytes"))
 
     @property
     def drift(self) -> float | None:
-        """Mean distance of the replicas from the reference, over its norm, at the last validation."""
+        """Return the mean distance of the replicas from the reference, over its norm, at the last validation."""
         distances = self.progress.valid.get("distances")
         found = distances if isinstance(distances, dict) else {}
         norm, of = number(found.get("norm")), numbers(found.get("to_reference"))

@@ -1,4 +1,4 @@
-"""The page of a run, of several runs, or of a comparison: what their folders hold, as charts, tables and sentences."""
+"""The page of a run, of several runs, or of a comparison: the content of their folders as charts and tables."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from avgpipe_lab.compare import text
 from avgpipe_lab.compare.comparison import Comparison, format_figure
 from avgpipe_lab.pages.folders import Run, read_folders
 
-_MOST_POINTS = 1500  # of a line: more cannot be told apart on a screen
-_LEAST_POINTS, _POINTS = 100, 9000  # of a line, and of all lines of a chart unless each has so few
-_SPEED_POINTS = 150  # of the speed: each the mean over some batches
-_SPAN = 5.0  # largest over smallest value from which on an axis is logarithmic
+_MOST_POINTS = 1500  # of a line: a screen cannot show more
+_LEAST_POINTS, _POINTS = 100, 9000  # of a line at least, and of all lines of a chart together
+_SPEED_POINTS = 150  # of the speed: each is the mean over some batches
+_SPAN = 5.0  # an axis is logarithmic from this ratio of largest to smallest value
 _MIB = 2**20
 
 
 def report_page(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> Page:
-    """Make the page; what the folders do not say is left out, and the page says so where a reader would miss it."""
+    """Make the page. What the folders lack is left out; the page says so where a reader would look for it."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
     if len(comparisons) == 1:
         title = f"{comparisons[0].what}: systems compared"
@@ -79,7 +79,7 @@ def _last_row(run: Run) -> Mapping[str, Any]:
 
 
 def _asked(run: Run, name: str) -> Any:
-    """A word or number of the plan, or what the summary says."""
+    """Return a word or number of the plan, or of the summary."""
     value = run.summary.get(name, run.plan.get(name))
     return value if isinstance(value, str | int | float) else None
 
@@ -92,7 +92,7 @@ def _figure(run: Run, name: str, form: Callable[[float], str] = format_figure) -
 def _batches(run: Run) -> str | None:
     done = run.summary.get("batches", sum(row["kind"] == "train" for row in run.rows))
     total = next((row["total_batches"] for row in run.rows if number(row.get("total_batches"))), None)
-    return f"{done} of {total}, not ended" if not run.summary and total else f"{done}"
+    return f"{done} of {total}, not finished" if not run.summary and total else f"{done}"
 
 
 def _metric(run: Run, name: str) -> str | None:
@@ -143,7 +143,7 @@ _FACTS: dict[str, Callable[[Run], Any]] = {
 
 
 def _plans(runs: Sequence[Run]) -> Table:
-    """The plans, field by field, and what they ran with."""
+    """Make the table of plans, field by field, with options and versions."""
     return _beside(runs, "plan", [{**_words(run.plan), **_versions(run)} for run in runs])
 
 
@@ -153,14 +153,14 @@ def _options(runs: Sequence[Run]) -> list[Table]:
 
 
 def _beside(runs: Sequence[Run], what: str, columns: Sequence[Mapping[str, str]]) -> Table:
-    """A column for each run."""
+    """Make a table with a column for each run."""
     names = dict.fromkeys(name for column in columns for name in column)
     rows = tuple((name, *(column.get(name, "-") for column in columns)) for name in names)
     return Table((what, *(run.name for run in runs)), rows, "", (None, *range(len(runs))))
 
 
 def _words(values: Mapping[str, Any]) -> dict[str, str]:
-    """What was chosen, as texts; what was left to its default of nothing is left out."""
+    """Format the values that were chosen; values that are None or empty are left out."""
     left_out: tuple[Any, ...] = ("", [], None)
     return {str(n): str(value) for n, value in values.items() if value is not False and value not in left_out}
 
@@ -209,31 +209,29 @@ def _learning(runs: Sequence[Run]) -> list[Chart]:
         ),
         _chart(
             "drift", "Drift of the replicas", "distance over the reference's norm", drift,
-            "Of averaging that works the distances level off; where they grow through the run, pull harder or "
-            "average more often.", "zero",
+                "If averaging works, the distances level off; if they grow through the run, pull harder or "
+                "average more often.", "zero",
         ),
     ]  # fmt: skip
     return [chart for chart in found if chart.lines]
 
 
 def _workers(runs: Sequence[Run]) -> Section:
-    """Memory and busy shares at validations, a line per worker."""
+    """Make the charts of memory and busy shares at validations, with a line per worker."""
     memory = _per_worker(runs, "peak_memory_bytes", 1 / _MIB)
     busy = _per_worker(runs, "worker_busy_fraction", 1.0)
     charts = (
         _chart(
             "memory", "Memory", "peak so far, MiB", memory,
-            "The most that each worker has used until then: on a CPU its whole process, on an accelerator what torch "
-            "had allocated.", "zero",
+                "The peak of each worker so far: on a CPU that of its whole process, on an accelerator what torch "
+                "had allocated.", "zero",
         ),
-        _chart("busy", "Busy", "computing share of the time", busy, "Since the validation before.", "share"),
+        _chart("busy", "Busy", "computing share of the time", busy, "Since the previous validation.", "share"),
     )  # fmt: skip
     missing = [run.name for run in runs if not any(numbers(row.get("peak_memory_bytes")) for row in run.rows)]
     shown: tuple[Block, ...] = tuple(chart for chart in charts if chart.lines)
     if missing:
-        said = (
-            f"{text.listed(missing)}: no memory was recorded over time; the summary has peaks that are known"
-        )
+        said = f"{text.listed(missing)}: no memory was recorded over time; the summary has the known peaks"
         shown = (*shown, Sentences((said,)))
     return Section("Workers over time", shown, "At validations.")
 
@@ -253,7 +251,7 @@ def _per_worker(runs: Sequence[Run], name: str, scale: float) -> list[Line]:
 
 
 def _of_rows(runs: Sequence[Run], name: str, words: str) -> list[Line]:
-    """A line for each run whose batches have this number."""
+    """Make a line for each run whose batches have this number."""
     lines = []
     for place, run in enumerate(runs):
         values = [(row, number(row.get(name))) for row in run.rows if row["kind"] == "train"]
@@ -263,7 +261,7 @@ def _of_rows(runs: Sequence[Run], name: str, words: str) -> list[Line]:
 
 
 def _speed(place: int, run: Run) -> Line:
-    """Samples per second, each the mean over some batches."""
+    """Make the line of samples per second, each point the mean over some batches."""
     rows = [row for row in run.rows if row["kind"] == "train" and number(row.get("samples")) is not None]
     step = -(-len(rows) // _SPEED_POINTS) or 1
     marks = [(0.0, 0), *((row["seconds"], row["samples"]) for row in rows[step - 1 :: step])]
@@ -284,7 +282,7 @@ def _line(
 
 
 def thinned(line: Line, most: int) -> Line:
-    """At most so many points, the least and the most of every stretch, so that no spike is lost; of known values."""
+    """Thin a line to ``most`` points, the least and greatest of every stretch, so that no spike is lost."""
     values: Sequence[Any] = line.values
     if len(values) <= most:
         return line
@@ -305,7 +303,7 @@ def _chart(
     note: str = "",
     scale: Literal["linear", "log", "zero", "share"] = "linear",
 ) -> Chart:
-    """A chart of the lines that have points; values over orders of magnitude get a logarithmic axis."""
+    """Make a chart of the lines with points; values over orders of magnitude get a logarithmic axis."""
     most = max(_LEAST_POINTS, min(_MOST_POINTS, _POINTS // max(1, len(lines))))
     known = tuple(thinned(line, most) for line in lines if line.values)
     values = [value for line in known for value in line.values if value is not None]

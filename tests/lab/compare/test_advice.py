@@ -13,8 +13,8 @@ MIB = 2**20
 
 def test_nothing_to_compare():
     broken = SystemResult("gpipe", FAILED, None, "no")
-    assert advice(compared(broken)) == "Advice: none, for no system gave figures to rank."
-    assert advice(compared(broken, a=at(10))) == "Advice: none, for a gave figures to rank alone."
+    assert advice(compared(broken)) == "Advice: none, as figures exist for no system."
+    assert advice(compared(broken, a=at(10))) == "Advice: none, as figures exist for a only."
 
 
 def test_the_fastest_pipeline_and_by_how_much():
@@ -59,7 +59,7 @@ def test_speed_is_not_all_if_another_learns_more():
     found = compared(avgpipe=at(20, best_metric=150.0), gpipe=at(10, best_metric=120.0), trivial=900.0)
     assert advice(found) == (
         "Advice: avgpipe is fastest here, 2.0 times as fast as gpipe, but gpipe learned more from the same samples "
-        "(perplexity 120 against 150): a --target would tell which gets there first."
+        "(perplexity 120 against 150): compare with a --target to see which reaches it first."
     )
 
 

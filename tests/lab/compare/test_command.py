@@ -188,7 +188,7 @@ def test_a_system_that_fails_is_a_row_and_stops_nobody(capsys, tmp_path):
     assert [row["status"] for row in found["systems"]] == ["out of memory", "killed", "ok"]
     assert found["notes"][1] == "dapple: killed: by hand, or by the system when memory runs out."
     assert "1 of 3: gpipe: out of memory: RuntimeError: DefaultCPUAllocator" in err
-    assert found["advice"] == "Advice: none, for avgpipe gave figures to rank alone."
+    assert found["advice"] == "Advice: none, as figures exist for avgpipe only."
 
 
 def test_what_a_system_cannot_do_is_a_row_without_a_run(capsys, tmp_path):
@@ -422,7 +422,7 @@ def refused(*options, workload="awd-lstm"):
         (("--systems", "gpipe", "--data", "/nowhere"), "/nowhere"),
         (
             ("--systems", "gpipe", "--target", "nan"),
-            "--target nan: give a finite number of the metric, or as loss=2.1",
+            "--target nan: give a finite number for the metric, or loss=2.1",
         ),
     ],
 )

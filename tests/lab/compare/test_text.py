@@ -94,14 +94,14 @@ def test_the_notes_say_what_was_equal():
         said[0]
         == "Equal for all: awd-lstm tiny, 2 workers, seed 0, batches of 16 samples, 50 batches, 800 samples."
     )
-    assert "less than 5 % is no difference" in said[-1]
+    assert "less than 5 % does not count as a difference" in said[-1]
 
 
 def test_what_was_not_equal_is_not_called_so():
     said = notes(compared(a=reaching(90.0, batches=40, samples=640), b=PLAIN, target=110.0))
     assert said[0] == (
         "Equal for all: awd-lstm tiny, 2 workers, seed 0, batches of 16 samples, "
-        "the order of batches, 40 to 50 of them, until the target."
+        "the order of batches (40 to 50 batches until the target)."
     )
     assert said[1] == "Target: perplexity 110; not reached by b."
     assert "batches of" not in notes(compared(a=PLAIN, b=at(9, batch_size=8)))[0]
@@ -111,20 +111,20 @@ def test_the_notes_explain_what_is_left_out():
     said = notes(compared(BIG, BROKEN, gpipe=PLAIN, memory_limit_bytes=2**30))
     assert said[0] == "ea-pipe: does not fit: needs 3.12 GiB; left out of the ranking."
     assert said[1] == "pipedream: out of memory: RuntimeError: CUDA out of memory."
-    assert "Memory limit: 1 GiB a worker, against the peak that each run had." in said
+    assert "Memory limit: 1 GiB per worker, compared with the peak of each run." in said
 
 
 def test_the_trivial_answer_puts_metrics_into_perspective():
     said = notes(compared(a=PLAIN, trivial=900.0))
-    assert "The best answer that looks at no input has perplexity 900." in said
+    assert "The best answer that ignores the input has perplexity 900." in said
     said = notes(compared(a=PLAIN, trivial=90.0))
-    assert any("and no system beats it: too short a run" in line for line in said)
+    assert any("and no system beats it: the run is too short" in line for line in said)
 
 
 def test_short_runs_are_said_to_be_short():
     said = notes(compared(a=at(800, epochs=0.25)))
-    assert "s/epoch is reckoned from 0.25 of an epoch." in said
-    assert "The shortest run trained 1000 ms: its start weighs much in that." in said
+    assert "s/epoch is extrapolated from 0.25 of an epoch." in said
+    assert "The shortest run trained 1000 ms, so its start-up matters in the figures." in said
 
 
 def test_without_figures_there_are_only_reasons():

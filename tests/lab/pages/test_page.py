@@ -83,7 +83,7 @@ def test_an_older_folder_lacks_what_it_has_not_recorded_and_says_so(tmp_path):
 
 def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
     page = report_page([Run.read(write_run(tmp_path / "run", batches=8, ended=False))])
-    assert table_of(page, "Summary")["batches"] == ("8 of 1000, not ended",)
+    assert table_of(page, "Summary")["batches"] == ("8 of 1000, not finished",)
     assert "Timeline" not in titles(page)
 
 
