@@ -3,14 +3,14 @@
     python -m benchmarks.pages            # write the pages
     python -m benchmarks.pages --check    # exit code 1 if a page is not what the records give
 
-A table stands between two marks. The first names the function of benchmarks/tables/ that makes the table, and the
-records that it takes:
+A table lies between two marks. The first names the function of benchmarks/tables/ that makes it, and its
+records:
 
     <!-- generated: overhead overlap-overhead-2026-11-23 -->
     <!-- end -->
 
-A name that ends in * is the newest such record, or none if there is none yet, which the table then says. Everything
-outside the marks is written by hand and kept. Bold figures miss their bar.
+A name that ends in * is the newest such record; if there is none yet, the table says so. Everything outside
+the marks is written by hand and kept. Bold figures miss their bar.
 """
 
 from __future__ import annotations
@@ -69,28 +69,28 @@ def main() -> None:
 
 
 def every_page() -> list[Path]:
-    """Return the pages of results, and the one on GPUs, which stands beside them."""
+    """Return the pages of results, and the one on GPUs, which is in their parent folder."""
     return [*PAGES.parent.glob("gpu.md"), *sorted(PAGES.glob("*.md"))]
 
 
 def fill(text: str) -> str:
-    """Return the page with its tables made anew."""
+    """Return the page with its tables made again."""
     return _BLOCK.sub(lambda found: f"{found[1]}\n{make(found[2])}\n\n{found[3]}", text)
 
 
 def make(mark: str) -> str:
-    """Make what a mark asks for: the name of a table, then the names of its records."""
+    """Make the table of a mark: the name of the table, then the names of its records."""
     name, *records = mark.split()
     if name not in TABLES:
         raise ValueError(f"no table {name!r} is known; known are {', '.join(TABLES)}")
     loaded = [load(record) for record in records]
-    if None in loaded and not name.startswith("gpu"):  # what is known without a GPU is said there
+    if None in loaded and not name.startswith("gpu"):  # these tables also have content without a record
         return NOTHING
     return TABLES[name](*loaded)
 
 
 def load(name: str) -> Record | None:
-    """Read a record. Those that do not say their date have it in their name."""
+    """Read a record. A record without a date has it in its name."""
     if name.endswith("*"):
         found = sorted(RECORDS.glob(f"{name}.json"))
         if not found:
@@ -101,7 +101,7 @@ def load(name: str) -> Record | None:
 
 
 def source(*records: Record) -> str:
-    """Say of each record when, how and where it was made."""
+    """List when, how and where each record was made."""
     rows = []
     for record in records:
         machine = record.get("machine") or "not recorded"

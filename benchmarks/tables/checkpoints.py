@@ -1,4 +1,4 @@
-"""What checkpoints cost."""
+"""The cost of checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from benchmarks.tables.markdown import Record, ms, table
 
 
 def checkpoints(record: Record) -> str:
-    """The medians of each case over the rounds: what a stretch takes longer than the one without, in the same round.
+    """Return each case's medians over the rounds: the extra time of a stretch with a checkpoint.
+
+    It is the difference from the stretch without one in the same round.
 
     In percent it is a share of the time between two checkpoints.
     """
@@ -16,8 +18,8 @@ def checkpoints(record: Record) -> str:
     for row in record["rows"]:
         plain, sizes = row["ways"]["none"], (row["checkpoint_bytes"], row["copy_bytes"])
         for way, name, most in (
-            ("meanwhile", "written meanwhile", record["most"]),
-            ("waiting", "waited for", None),
+            ("meanwhile", "written during training", record["most"]),
+            ("waiting", "training waits", None),
         ):
             found = row["ways"][way]
             more = [a - b for a, b in zip(found["seconds"], plain["seconds"])]
@@ -31,7 +33,7 @@ def checkpoints(record: Record) -> str:
 
 
 def _share(shares: list[float], most: float | None) -> str:
-    """The median, and the quarters' ends."""
+    """Return the median and the quartiles."""
     low, middle, high = statistics.quantiles(shares, n=4)
     text = f"{100 * middle:.1f} %"
     missed = most is not None and round(middle, 3) > most

@@ -1,4 +1,4 @@
-"""Training with kills at random moments, beside undisturbed runs."""
+"""Training with kills at random moments, compared with undisturbed runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def disturbed(record: Record) -> str:
         )
     return table(
         "run | samples: | seconds: | samples/s: | without pauses: | validation loss: | BLEU: | kills: | "
-        "pipelines lost: | come again: | seconds away, median (most):",
+        "pipelines lost: | joined again: | seconds away, median (most):",
         rows,
     )
 
@@ -55,7 +55,7 @@ def disturbed_bars(record: Record) -> str:
             )
         )
     return table(
-        "seed | pace, of undisturbed: | without pauses: | loss, more (seeds differ by): | "
-        "BLEU, more (seeds differ by): | samples twice: | samples never:",
+        "seed | speed, of undisturbed: | without pauses: | loss, increase (seeds differ by): | "
+        "BLEU, increase (seeds differ by): | samples trained twice: | never:",
         rows,
     )

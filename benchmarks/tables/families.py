@@ -7,11 +7,14 @@ from collections import Counter
 from benchmarks.tables.markdown import Record, against, table
 
 _NOT_BUILT = "not built"
-_BARS = {"with a pipeline plan": ("equal, of those built", 0.90), "named without one": ("equal", 8)}
+_BARS = {
+    "with a pipeline plan": ("equal, of those built", 0.90),
+    "named without one": ("equal", 8),
+}
 
 
 def families_count(record: Record) -> str:
-    """Count verdicts by group; the bar is of the share of those that could be built, or of a number."""
+    """Count verdicts by group; the bar is for the share of those that could be built, or for a number."""
     rows = []
     for group in dict.fromkeys(row["group"] for row in record["rows"].values()):
         found = Counter(row["verdict"] for row in record["rows"].values() if row["group"] == group)
@@ -34,7 +37,7 @@ def families_count(record: Record) -> str:
 
 
 def families_not_equal(record: Record) -> str:
-    """Say of each that is not equal why."""
+    """List the reason for each that is not equal."""
     rows = [
         (
             f"`{name}`",
@@ -44,7 +47,7 @@ def families_not_equal(record: Record) -> str:
         for name, row in record["rows"].items()
         if row["verdict"] != "equal"
     ]
-    return table("family | verdict | what is said", rows)
+    return table("family | verdict | message", rows)
 
 
 def _cell(row: Record) -> str:
@@ -52,7 +55,7 @@ def _cell(row: Record) -> str:
 
 
 def families_equal(record: Record) -> str:
-    """Give the largest relative differences of each that is equal."""
+    """List the largest relative differences of each that is equal."""
     rows = []
     for name, row in record["rows"].items():
         if row["verdict"] == "equal":

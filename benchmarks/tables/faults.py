@@ -1,4 +1,4 @@
-"""What is lost with a pipeline or a process, and what it costs to be ready for it."""
+"""The cost of a lost pipeline or process, and of being prepared for it."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def faults_lost_pipeline(record: Record) -> str:
                 )
             )
     return table(
-        "| trials: | runs that ended: | bar: | late, median: | worst: | worst at the return: | back after, median: | "
-        "worst: | weights compared, before + without + again: | unequal: | samples lost:",
+        "| trials: | runs that ended: | bar: | late, median: | worst: | worst when it joins again: | "
+        "back after, median: | worst: | weights compared, before + without + again: | unequal: | samples lost:",
         rows,
     )
 
@@ -67,8 +67,8 @@ def faults_lost_worker(record: Record) -> str:
             )
         )
     return table(
-        "| trials: | runs that ended: | by a spare: | back after, median: | worst: | work lost, median: | worst: | "
-        "batches, worst: | weights compared: | unequal: | results missing or twice:",
+        "| trials: | runs that ended: | replaced by a spare: | back after, median: | worst: | "
+        "work lost, median: | worst: | batches lost, worst: | weights compared: | unequal: | results missing or twice:",
         rows,
     )
 

@@ -1,4 +1,4 @@
-"""What the GPU suite found; and, before there is a record, what it is going to look at."""
+"""Results of the GPU suite; and, before there is a record, what it will test."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def gpu_verdicts(record: Record | None) -> str:
         rows.append(
             (step["stage"], f"`{name}`", state, _cell(step["says"]), f"{step['seconds']:.0f}", step["gpu"])
         )
-    return table("stage | step | verdict | in words | s: | on", rows)
+    return table("stage | step | verdict | details | s: | on", rows)
 
 
 def gpu_kernels(record: Record | None) -> str:
-    """GB/s of the machine's copy, and of ours beside it."""
+    """Return GB/s of the machine's copy and of our kernels."""
     report = _report(record, "kernels")
     if report is None:
         return NOTHING

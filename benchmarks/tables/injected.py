@@ -1,4 +1,4 @@
-"""Faults at places drawn from seeds, and what became of them."""
+"""Faults at places drawn from seeds, and their outcomes."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ def injected(record: Record) -> str:
         rows.append((way, sums[0], faults, *sums[1:], *(f"**{count}**" if count else 0 for count in wrong)))
     columns = " | ".join(f"{column}:" for column in WRONG)
     return table(
-        f"way | runs: | faults: | runs that went on: | samples that others took over: | {columns}", rows
+        f"way | runs: | faults: | runs that continued: | samples trained by others: | {columns}", rows
     )
 
 
 def injected_kinds(record: Record) -> str:
-    """How many faults there were of each kind, and how long others then paused."""
+    """Count the faults of each kind, and list how long other processes paused."""
     rows = []
     for (way, kind), each in sorted(_pauses(record).items()):
         known = [pause for pause in each if pause is not None]
         shown = (format_seconds(statistics.median(known)), format_seconds(max(known))) if known else ("", "")
         rows.append((way, kind, len(each), *shown))
-    return table("way | kind | faults: | the others paused, median: | longest:", rows)
+    return table("way | kind | faults: | pause of the others, median: | longest:", rows)
 
 
 def _pauses(record: Record) -> dict[tuple[str, str], list[Any]]:
@@ -46,7 +46,7 @@ def _pauses(record: Record) -> dict[tuple[str, str], list[Any]]:
 
 
 def injected_phases(record: Record) -> str:
-    """How many faults there were by phase, and by numbers of stages and pipelines."""
+    """Count the faults by phase, and by numbers of stages and pipelines."""
     phases, sizes = Counter[str](), Counter[str]()
     for command in record["commands"]:
         phases.update(command["phases"])
@@ -60,10 +60,10 @@ def injected_phases(record: Record) -> str:
 
 
 def injected_violations(record: Record) -> str:
-    """What happened that must not, and the command that repeats it."""
+    """List the violations, and the commands that repeat them."""
     rows = [
         (f"`{command['command']}`", violation.replace("|", "/"))
         for command in record["commands"]
         for violation in command["violations"]
     ]
-    return table("command | what happened", rows) if rows else "Nothing happened that must not."
+    return table("command | violation", rows) if rows else "No violations."

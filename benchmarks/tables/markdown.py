@@ -37,7 +37,7 @@ def ms(seconds: float, digits: int = 0) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Say how long something takes, in the unit that suits it."""
+    """Format a duration in a suitable unit."""
     if seconds < 120:
         return format_seconds(seconds)
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

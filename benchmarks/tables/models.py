@@ -1,4 +1,4 @@
-"""Which models train behind cuts as on one device."""
+"""Models that train in stages as on one device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def vision_count(record: Record) -> str:
     equal = sum(row["equal"] for row in found)
     refused = sum("refused" in row for row in found)
     return table(
-        "tried: | equal: | refused in words: | neither: | by torch.export:",
+        "tried: | equal: | refused with a message: | neither: | by torch.export:",
         [
             (
                 len(found),

@@ -1,4 +1,4 @@
-"""Several pipelines on one GPU: one worker of several, and a GPU in parts that stand for several."""
+"""Several pipelines on one GPU: one worker of several, and a GPU divided to emulate several."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FIRST = "avgpipe 1f1b, N = 1, M = 4 each, own"
 
 
 def one_card_lanes(record: Record) -> str:
-    """Give samples a second of one lane, and how many times as many two and four have."""
+    """Return samples per second of one lane, and the ratios of two and four lanes to it."""
     found: dict[tuple[str, int, str, int], dict[int, float]] = defaultdict(dict)
     for row in record["lanes"]:
         if not row["wire"]:
@@ -27,7 +27,7 @@ def one_card_lanes(record: Record) -> str:
 
 
 def one_card_cluster(record: Record) -> str:
-    """Compare ways to train with one pipeline of 1F1B, on each model, without and with a line."""
+    """Compare systems with one pipeline of 1F1B, on each model, without and with a network line."""
     found: dict[str, dict[tuple[str, float], float]] = defaultdict(dict)
     for row in record["cluster"]["rows"]:
         if "samples_per_s" in row:

@@ -1,4 +1,4 @@
-"""The operators beside the limit of memory and beside torch."""
+"""The operators compared with the memory limit and with torch."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def operators(record: Record) -> str:
             label = ""
     elements = [f"{sections[0]['elements'] / 1e6:.0f} M" for sections in sizes]
     cases = " | ".join(f"{size}, {case}:" for size in elements for case in ("one", "61"))
-    return table(f"operator, bytes per element | beside | bar: | {cases}", rows)
+    return table(f"operator, bytes per element | compared with | bar: | {cases}", rows)
 
 
 def more_operators(record: Record) -> str:
@@ -102,7 +102,7 @@ def more_operators(record: Record) -> str:
         rows.append(("" if label == last else label, _shown(beside), bar or "", *cells))
         last = label
     cases = " | ".join(f"{sections[0]['elements'] / 1e6:.0f} M:" for sections in sizes)
-    return table(f"operator, bytes per element | beside | bar: | {cases}", rows)
+    return table(f"operator, bytes per element | compared with | bar: | {cases}", rows)
 
 
 def _by_size(record: Record) -> list[list[Record]]:
@@ -118,7 +118,7 @@ def _by_size(record: Record) -> list[list[Record]]:
 def _beside(
     sections: list[Record], question: str, case: str, row: str, beside: str, bar: float | None
 ) -> str:
-    """Return a figure of one row: its time, its part of the limit, or how many times longer another row took."""
+    """Return a row's time, its share of the limit, or how many times longer another row took."""
     pattern = re.compile(re.escape(case).replace(r"\*", ".*"))
     section = next(s for s in sections if s["question"] == question and pattern.fullmatch(s["case"]))
     rows = {r["name"]: r for r in section["rows"]}

@@ -25,7 +25,7 @@ Cell = Callable[[Record], str]
 
 
 def papers_forecast(record: Record) -> str:
-    """Simulated seconds per batch and what binds, of the forecast's rows that are measured."""
+    """Return simulated seconds per batch and what limits them, for the measured rows of the forecast."""
     cases = published(record)
     rows = [
         (system, *(f"{format_seconds(row['batch_s'])} ({row['binds']})" if row else "" for row in found))
@@ -36,19 +36,19 @@ def papers_forecast(record: Record) -> str:
 
 
 def papers_batches(record: Record) -> str:
-    """Seconds per batch; in brackets over the simulated ones."""
+    """Return seconds per batch; in brackets, divided by the simulated ones."""
     return _by_case(
         record, lambda row: f"{format_seconds(row['median_s'])} ({against(row['over_simulated'], *_WITHIN)})"
     )
 
 
 def papers_memory(record: Record) -> str:
-    """Bytes of the device that needs most."""
+    """Return the bytes of the device that needs the most."""
     return _by_case(record, lambda row: format_bytes(row["memory_bytes"]))
 
 
 def papers_busy(record: Record) -> str:
-    """The part of a batch in which devices compute, on average and the least of them."""
+    """Return the share of a batch in which devices compute: the mean and the least."""
 
     def cell(row: Record) -> str:
         found = row["busy_fraction"]
@@ -58,14 +58,14 @@ def papers_busy(record: Record) -> str:
 
 
 def papers_epochs(record: Record) -> str:
-    """Seconds of an epoch of each data set."""
+    """Return the seconds of an epoch of each data set."""
     return _by_case(
         record, lambda row: "; ".join(f"{data} {duration(s)}" for data, s in row["epoch_s"].items())
     )
 
 
 def papers_plans(record: Record) -> str:
-    """The plan of each row, and what keeps its batches from being quicker; of the forecast's records too."""
+    """Return the plan of each row and what limits its speed; for the records of the forecast too."""
     rows = [
         (_name(case), row["system"], row["described"], row["binds"])
         for case in published(record)
@@ -75,7 +75,7 @@ def papers_plans(record: Record) -> str:
 
 
 def papers_batch_sizes(record: Record) -> str:
-    """Samples per second on all devices, for each batch size of the models of which there are several."""
+    """Return samples per second on all devices, for each batch size of the models with several sizes."""
     made = []
     for model in dict.fromkeys(case["model"] for case in record["cases"]):
         cases = [c for c in record["cases"] if c["model"] == model and c["devices"].startswith("all")]
@@ -99,7 +99,7 @@ def papers_batch_sizes(record: Record) -> str:
 
 
 def papers_scales(record: Record) -> str:
-    """Rows that were measured in several ways, in each of them."""
+    """Return the rows that were measured in several ways, in each of these ways."""
     rows = []
     for case in record["cases"]:
         for system in dict.fromkeys(row["system"] for row in case["rows"]):
@@ -114,7 +114,7 @@ def papers_scales(record: Record) -> str:
 
 
 def papers_targets(record: Record) -> str:
-    """Time to target, its range over seeds, and the passes that it takes."""
+    """Return the time to target, its range over seeds, and the passes that it takes."""
     rows = []
     for case in published(record):
         times = [_to_target(row) for row in case["rows"]]
@@ -135,9 +135,9 @@ def papers_targets(record: Record) -> str:
 
 
 def papers_bars(record: Record) -> str:
-    """What systems take to the target over the best of AvgPipe's settings within GPipe's memory.
+    """Return each system's time to target relative to AvgPipe's best setting within GPipe's memory.
 
-    At least so much where a system does not reach the target: as if it needed no more samples than one pipeline.
+    It is a lower bound if a system misses the target: as if it needed only the samples of one pipeline.
     """
     cases, found = published(record), {}
     for place, case in enumerate(cases):
@@ -167,16 +167,16 @@ def papers_bars(record: Record) -> str:
 
 
 def _to_target(row: Record) -> list[float | None] | None:
-    """Median and range of the first data set."""
+    """Return median and range of the first data set."""
     found: list[float | None] | None = next(iter(row["seconds_to_target"].values()))
     return found
 
 
 def papers_real(record: Record) -> str:
-    """Seconds to the target by way and workload, and over those of the best of AvgPipe's ways: medians of the seeds.
+    """Return median seconds to the target by system and workload, also relative to AvgPipe's best setting.
 
-    The target is the highest last loss of ways whose gradients are not late, and 0.5 % more. What did not run to its
-    end is reckoned from its time per sample, and said to be about so much.
+    The target is the highest last loss of systems whose gradients are not late, plus 0.5 %. The time of a
+    run that was stopped early is estimated from its time per sample, and marked as approximate.
     """
     workloads = list(record["lines"])
     found = {workload: _seconds_to_target(record, workload) for workload in workloads}
@@ -207,7 +207,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _by_way(record: Record, workload: str) -> dict[str, list[Record]]:
-    """Runs of each way: those to the end, where it has such."""
+    """Return the runs of each system: those to the end, if there are any."""
     found: dict[str, list[Record]] = {}
     for run in sorted(record["runs"], key=lambda run: not run["whole"]):
         if run["workload"] == workload:
@@ -218,7 +218,7 @@ def _by_way(record: Record, workload: str) -> dict[str, list[Record]]:
 
 
 def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[list[float], bool]]:
-    """Seconds of each way's seeds, and whether they were measured to the end."""
+    """Return the seconds of each system's seeds, and whether they were measured to the end."""
     found = _by_way(record, workload)
     prompt = [run for way in _PROMPT for run in found.get(way, ()) if run["whole"]]
     target = (1 + SLACK) * max(run["losses"][-1][1] for run in prompt)
@@ -238,13 +238,13 @@ def _seconds_to_target(record: Record, workload: str) -> dict[str, tuple[list[fl
 
 
 def _sample_s(run: Record) -> float:
-    """Seconds of a sample after the last validation but one."""
+    """Return the seconds per sample after the last validation but one."""
     (half, from_s), (last, to_s) = _clock(run)[-2:]
     return float((to_s - from_s) / (last - half))
 
 
 def _clock(run: Record) -> list[tuple[int, float]]:
-    """Samples and seconds at the beginning and at each validation."""
+    """Return samples and seconds at the beginning and at each validation."""
     return [(0, 0.0), *((samples, taken) for samples, _, taken in run["losses"])]
 
 
@@ -253,7 +253,7 @@ def _by_samples(run: Record) -> list[tuple[int, float]]:
 
 
 def papers_real_lines(record: Record) -> str:
-    """How fast the line is, and what that was reckoned from."""
+    """Return the speed of the line, and the figures that it was computed from."""
     rows = [
         (
             workload,
@@ -271,7 +271,7 @@ def papers_real_lines(record: Record) -> str:
 
 
 def papers_real_plans(record: Record) -> str:
-    """Each way's plan, its forecast and measured seconds per batch, and how busy the workers were, where noted."""
+    """Return each system's plan, forecast and measured seconds per batch, and recorded busy shares."""
     rows = []
     for workload, line in record["lines"].items():
         by_way = _by_way(record, workload)
@@ -305,7 +305,7 @@ def _by_case(record: Record, cell: Cell) -> str:
 
 
 def published(record: Record) -> list[Record]:
-    """The first case of each model and number of devices, where the batch is the model's own."""
+    """Return the first case of each model and number of devices, where the batch is the model's own."""
     first: dict[tuple[str, str], Record] = {}
     for case in record["cases"]:
         first.setdefault((case["model"], case["devices"]), case)
@@ -313,13 +313,13 @@ def published(record: Record) -> list[Record]:
 
 
 def in_several(found: Sequence[dict[str, Record]]) -> list[str]:
-    """The systems of at least two cases, where there are as many."""
+    """Return the systems of at least two cases, if there are as many cases."""
     counts = Counter(system for rows in found for system in rows)
     return [system for system, count in counts.items() if count > 1]
 
 
 def nearest(case: Record) -> Sequence[Record]:
-    """A case's rows, those that were measured in several ways in the one whose bytes are nearest to the true ones."""
+    """Return a case's rows; of those measured several times, the one with bytes nearest to the true ones."""
     found: dict[str, Record] = {}
     for row in case["rows"]:
         known = found.setdefault(row["system"], row)

@@ -9,7 +9,7 @@ from benchmarks.tables.markdown import MIB, Record, against, ms, table
 
 
 def emulated(*records: Record) -> str:
-    """Bounds and rows of each case, in milliseconds per batch."""
+    """Return bounds and rows of each case, in milliseconds per batch."""
     cases = [case for record in records for case in record["cases"]]
     bounds = [{_bound(b["name"]): b["seconds"] for b in case["bounds"]} for case in cases]
     times = [{row["name"]: row["median_s"] for row in case["rows"]} for case in cases]
@@ -56,7 +56,7 @@ def emulated_bars(*records: Record) -> str:
     ]
     rows = [(what, f"at most {bar:.2f}", against(found, most=bar, digits=3)) for what, bar, found in at_most]
     rows += [(what, f"at least {bar}", against(found, bar)) for what, bar, found in at_least]
-    return table("ratio | bar | found:", rows)
+    return table("ratio | bar | measured:", rows)
 
 
 def real_models(*records: Record) -> str:
@@ -98,7 +98,7 @@ def overhead(record: Record) -> str:
 
 
 def audit(record: Record) -> str:
-    """Say what the first batches take with the audit, and without."""
+    """Compare the first batches with and without the audit."""
     rows = []
     for row in record["rows"]:
         off, on = (row["first_s"][check] for check in ("off", "first-batch"))
@@ -119,7 +119,7 @@ def audit(record: Record) -> str:
 
 
 def audit_later(record: Record) -> str:
-    """Compare batches after the first ones with and without the audit."""
+    """Compare later batches with and without the audit."""
     rows = []
     for row in record["later"]:
         low, _, high = statistics.quantiles(row["ratios"], n=4)
@@ -128,7 +128,7 @@ def audit_later(record: Record) -> str:
         counted = (f"{calls[check]:,.0f}" if calls else "" for check in ("off", "first-batch"))
         rows.append((row["what"], f"{row['off_ms']:.3f}", ratio, f"{low:.3f} to {high:.3f}", *counted))
     return table(
-        "batch of | without, ms: | with, over without: | quartiles: | calls of functions without: | with:",
+        "batch of | without, ms: | with, over without: | quartiles: | function calls without: | with:",
         rows,
     )
 
@@ -171,7 +171,7 @@ def bandwidth(record: Record) -> str:
             lambda s, r: f"{r['shm']['ratios']['plain gloo']:.1f}",
         ),
         line(
-            "the same, of one memcpy and a reading",
+            "the same, of one memcpy and one read",
             "read once",
             lambda s, r: f"{r['shm']['fraction_of_limit']:.2f}",
         ),
@@ -180,7 +180,7 @@ def bandwidth(record: Record) -> str:
 
 
 def group_link(record: Record) -> str:
-    """A row for each question and size; bars only where there are some."""
+    """Return a row for each question and size; bars only where there are some."""
     words = {"to_and_fro": "to and fro", "in_a_row": "in a row"}
     rows = []
     for row in record["rows"]:
@@ -235,7 +235,7 @@ def meta_memory(record: Record) -> str:
 
 
 def report_page(record: Record) -> str:
-    """Size of the page of a report, and how soon it is drawn."""
+    """Return the size of a report page, and how fast it is drawn."""
 
     def seconds(key: str, most: float | None = None) -> str:
         found = [row[key] for row in record["rows"]]
@@ -250,7 +250,7 @@ def report_page(record: Record) -> str:
         seconds("wall_s", record["most_s"]),
         seconds("work_s"),
     )
-    return table("batches: | MB: | requests: | s until all is drawn: | s of processor time:", [row])
+    return table("batches: | MB: | requests: | s until everything is drawn: | s of processor time:", [row])
 
 
 def _mib(rows: list[Record], key: str, digits: int) -> str:
@@ -280,7 +280,7 @@ def compared(record: Record) -> str:
 
 
 def simulated(record: Record) -> str:
-    """Measured times beside simulated ones, both cases side by side."""
+    """Return measured and simulated times, both cases side by side."""
     names = [row["name"] for row in record["cases"][0]["rows"]]
     cases = [{row["name"]: row for row in case["rows"]} for case in record["cases"]]
     rows = []
@@ -299,4 +299,8 @@ def simulated(record: Record) -> str:
                 cells += [""] * 3
         rows.append((name, *cells))
     lines = ["loopback" if c["settings"]["rate_bits_per_s"] is None else "1 Gbit/s" for c in record["cases"]]
-    return table("|" + " | ".join(f"{at}: ms: | simulated: | over it: | as ran:" for at in lines), rows)
+    return table(
+        "|"
+        + " | ".join(f"{at}: ms: | simulated: | measured/simulated: | with measured times:" for at in lines),
+        rows,
+    )

@@ -16,7 +16,7 @@ def rates(record: Record) -> str:
         rows.append(
             (row["case"], f"{row['actions']:,}", against(middle, bar), f"{min(found):.2f}-{max(found):.2f}")
         )
-    return table("case | actions: | million a second (bar 20): | spread:", rows)
+    return table("case | actions: | million per second (bar 20): | spread:", rows)
 
 
 def large_simulations(record: Record) -> str:
@@ -120,7 +120,7 @@ def tuning_time(record: Record) -> str:
     rows = [(what, f"{seconds[key]:.2f}") for what, key in parts]
     count = sum(row["what"] == "traversal" for row in record["tuning"]["baselines"])
     rows += [
-        ("`avgpipe tune`, together", f"{tuned:.0f}"),
+        ("`avgpipe tune`, total", f"{tuned:.0f}"),
         (f"the traversal of {count} settings", f"{seconds['traversal_s']:,.0f}"),
         ("traversal over tuning (bar 20)", against(seconds["traversal_s"] / tuned, 20, digits=1)),
     ]

@@ -1,4 +1,4 @@
-"""Slips of ordinary training scripts, and whether they are told."""
+"""Slips of ordinary training scripts, and whether they are reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def slips_count(record: Record) -> str:
         cells = [_bold(verdict, counts[verdict]) for verdict in record["verdicts"]]
         rows.append((slip, what["what"], *cells))
     columns = " | ".join(f"{verdict}:" for verdict in record["verdicts"])
-    return table(f"slip | what it is | {columns}", rows)
+    return table(f"slip | description | {columns}", rows)
 
 
 def slips_plans(record: Record) -> str:
@@ -32,7 +32,7 @@ def slips_plans(record: Record) -> str:
 
 
 def slips_silent(record: Record) -> str:
-    """List what differs without a word: of each slip the models, the plans and the largest difference."""
+    """List silent differences: for each slip the models, the plans and the largest difference."""
     found = defaultdict(list)
     for trial in record["trials"]:
         if trial["verdict"] == _SILENT:
@@ -57,19 +57,22 @@ def _plans(some: list[str], record: Record) -> str:
 
 
 def slips_design(record: Record) -> str:
-    """Say of slips that differ by design where the documentation says so."""
+    """List the slips that differ by design, and where this is documented."""
     rows = []
     for slip, counts in _by_slip(record).items():
         if counts["by design"]:
-            why = record["slips"][slip]["design"] or "BatchNorm, buffers of pipelines, or what layers draw"
+            why = (
+                record["slips"][slip]["design"]
+                or "BatchNorm, buffers of pipelines, or random numbers of layers"
+            )
             rows.append((slip, counts["by design"], why))
-    return table("slip | trials: | the documentation", rows)
+    return table("slip | trials: | documented as", rows)
 
 
 def slips_ranks(record: Record) -> str:
-    """Say what became of slips in two processes."""
+    """List the outcomes of slips in two processes."""
     rows = [(row["slip"], row["what"], row["verdict"], _cell(row["said"])) for row in record.get("ranks", ())]
-    return table("slip | what it is | verdict | what is said", rows)
+    return table("slip | description | verdict | message", rows)
 
 
 def _by_slip(record: Record) -> dict[str, Counter[str]]:

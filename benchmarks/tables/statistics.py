@@ -1,4 +1,4 @@
-"""What each way of training learns, and the samples that it needs."""
+"""The losses of each way of training, and the samples that it needs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _HIGHER = 0.02  # above the worst seed of the baseline
 
 
 def statistics_passes(record: Record) -> str:
-    """Samples to the target over one pipeline's with the same seed; with Muon, over one pipeline's with Muon."""
+    """Return samples to the target relative to one pipeline with the same seed (for Muon, with Muon)."""
     return _by_workload(record, partial(_passes, slack=SLACK))
 
 
@@ -49,7 +49,7 @@ def statistics_passes_higher(record: Record) -> str:
 
 
 def statistics_losses(record: Record) -> str:
-    """Validation losses at the end, mean of the seeds, and the distance between the highest and the lowest."""
+    """Return validation losses at the end: the mean of the seeds, and the range."""
 
     def cell(ways: Ways, way: str) -> str:
         ends = [loss_at(losses, _length(ways)) for losses in ways[way].values()]
@@ -59,7 +59,7 @@ def statistics_losses(record: Record) -> str:
 
 
 def statistics_early(record: Record) -> str:
-    """Validation losses early in the run, mean of the seeds, and their distance to one pipeline's."""
+    """Return validation losses early in the run: mean of the seeds, and difference from one pipeline."""
     names = _workloads(record)
     found = {name: by_way(record["runs"], name) for name in names}
     rows = [
@@ -99,7 +99,7 @@ def statistics_targets(record: Record) -> str:
 
 
 def statistics_search(record: Record) -> str:
-    """Last losses by learning rate, of the ways that were tried with several; the best in bold."""
+    """Return last losses by learning rate, for the ways that were tried with several; the best in bold."""
     rows = []
     for name in _workloads(record):
         for way, by_rate in rates(record["runs"], name).items():
@@ -114,7 +114,7 @@ def statistics_search(record: Record) -> str:
 
 
 def statistics_variants(record: Record) -> str:
-    """Losses of variants of elastic averaging by optimizer and rate, mean of the seeds and their range."""
+    """Return losses of variants of elastic averaging by optimizer and rate: mean and range of the seeds."""
     found: dict[str, dict[str, list[Record]]] = {}
     for run in record["variants"]:
         of = found.setdefault(run["variant"], {})

@@ -1,4 +1,4 @@
-"""What replicas and workloads learn."""
+"""Losses of replicas and workloads."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _metric(value: float) -> str:
 
 
 def _duration(run: Record) -> str:
-    """The whole command, and in brackets training alone."""
+    """Return the time of the whole command, and in brackets that of training alone."""
     if run["preset"] == "tiny":
         return f"{run['seconds']:.0f} ({run['train_seconds']:.0f})"
     return f"{run['seconds'] / 60:.1f} ({run['train_seconds'] / 60:.1f})"
