@@ -19,13 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from avgpipe.device import has_streams, select
 from avgpipe.errors import PipelineError
-from avgpipe.model.batch import BatchDims, LossFn, pair, plain, sample_count, split
-from avgpipe.model.compiled import Compiler, compile_options
+from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.context import CallerModes
 from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
@@ -48,8 +46,9 @@ from avgpipe.runtime.evaluate import (
     result_of,
     run_evaluation,
 )
+from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import BatchResult
-from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions, preparing
+from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
 from avgpipe.runtime.spec import Spec
@@ -57,7 +56,6 @@ from avgpipe.runtime.weights import gather_state
 
 if TYPE_CHECKING:  # slow to import, or unused by most pipelines
     from matplotlib.figure import Figure
-    from torch.distributed.device_mesh import DeviceMesh
 
     import avgpipe.fault.membership
     import avgpipe.planning.advance
@@ -66,7 +64,6 @@ if TYPE_CHECKING:  # slow to import, or unused by most pipelines
     import avgpipe.timeline.timeline
     from avgpipe.model.cut import Cut
     from avgpipe.runtime.loading import LoadedKeys
-    from avgpipe.runtime.prepared import PrepareStage
 
 _log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for the other workers to receive the last messages
@@ -123,119 +120,36 @@ class Pipeline:
             names are those of the unsplit model, as in ``state_dict``, of a tied parameter the first.
             Optimizers with ``train()`` and ``eval()``, such as schedule-free ones, require a single pipeline:
             evaluation uses their weights for it.
-        device: by default that of the model's parameters. "cuda", or another accelerator without a number:
-            under torchrun the device with this rank's local number, else the current one. It becomes the
-            calling thread's current device.
-        seed: of the layers' random numbers, which depend on it, the pipeline, batch, micro-batch and layer
-            alone.
-        timeout_s: the limit of every wait for another worker.
         lr_scheduler: ``lr_scheduler(optimizer)`` is stepped after every batch of a pipeline; each of several
             optimizers has one.
         clip_grad_norm: limit of the norm of a batch's gradient over all stages; ``math.inf`` measures it alone, for
             ``result.grad_norm``. Pipelines that share a batch wait for each other's gradients of it.
             Pipelines that are isolated, or have workers of their own, do not: there it limits each one's
             share.
-        skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
-            nor statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for
-            the device, as it does with ``loss_scale``.
-        autocast: dtype for ``torch.autocast`` in training; evaluation and prediction are in the dtype of the weights.
-        loss_scale: the factor on losses for the backward, so that small gradients in float16 are not lost:
-            "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
-            "dynamic" under ``autocast=torch.float16``, else none. An update is left out if scaled gradients
-            overflow on any stage, and ``skipped_updates`` counts it.
-        loss_weight: ``loss_weight(target)``, the weight of a micro-batch in its batch's mean loss; by default
-            its number of samples, or of the elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
+        accumulate: how many batches of the loader make one update, like one batch of all their samples. The
+            plan's ``micro_batches`` count those of each, so activations take no more memory, except with
+            schedules that keep all of a batch, such as "gpipe"; and shapes may differ between the batches. At
+            the end of a loader, the rest makes an update. ``batch`` then means all of them, in results too.
+        device: by default that of the model's parameters. "cuda", or another accelerator without a number:
+            under torchrun the device with this rank's local number, else the current one. It becomes the
+            calling thread's current device.
+        seed: of the layers' random numbers, which depend on it, the pipeline, batch, micro-batch and layer
+            alone.
+        timeout_s: the limit of every wait for another worker.
         link: how tensors are sent between workers: "auto" (shared memory between processes of one host,
             device memory if they share a CUDA device, NCCL if each has one, torch.distributed between hosts),
             or the name of one.
-        wire_dtype: torch.bfloat16 or torch.float16 halves the data sent between stages of different workers,
-            for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
-            exchanged after all backwards, are sent as bfloat16 only.
-        cuda_graphs: on CUDA, launch a stage's forward, or backward, of a micro-batch as one graph. For plans
-            that flush, and stages whose layers launch the same kernels every time: no random numbers, no
-            waiting for the device, no state carried from batch to batch. Inputs of another shape than the
-            first batch's, as in a short last one, run without.
-        compile: True, or a dict of keyword arguments of ``torch.compile``, compiles every layer separately:
-            let a layer be a whole block. Modules compiled before, by ``compile()`` or ``torch.compile``, stay
-            so in any case, with their own options. Dropout draws the same for any number of stages, but with
-            the default backend not what plain layers draw, unless ``torch._inductor.config.fallback_random``
-            is set. With recomputation the default is ``dynamic=False``. The first batches wait for the
-            compiler, which ``timeout_s`` must allow for.
-        weights_from: for a model on the meta device, the source of its values: a folder or file of
-            safetensors; a mapping from names to tensors, of which each rank reads those of its stages; or a
-            function that fills the modules of a stage, as by ``module.apply(...)``. Each rank allocates its
-            own stages only, so a model may be larger than a host's memory. Names in a folder that
-            ``save_pretrained`` wrote may have, or lack, the prefix of the model's body.
-        mesh: the dimension of a device mesh along which the stages lie, such as ``device_mesh["pp"]``: its ranks are
-            this pipeline's, and the other ranks of the whole mesh form pipelines of their own, of the same
-            model.
-        group: likewise the torch.distributed group of this pipeline's ranks; messages name ranks by their
-            numbers in it. Without both, the pipeline has all ranks.
-        prepare_stage: ``prepare_stage(module, stage, mesh)`` makes a stage of this rank parallel over the other
-            dimensions of ``mesh``, which is the whole mesh here: by ``fully_shard`` or ``parallelize_module``
-            on ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module,
-            ...)``. It changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. All
-            pipelines must train on batches of equally many samples; a batch's loss is that of the pipeline's
-            own. Ranks with different data should have different ``seed`` values, ranks that share layers the
-            same one.
-        memory_limit_bytes: per worker, for the weights of all pipelines and the activations in flight; the
-            limit of ``advance="auto"``.
         example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces models
             that torch.fx cannot, layers of a traced model are proved to compute what it does, the default cut
             balances the computation of forward and backward, and ``print(pipeline)`` shows the sizes of
             messages between stages. Shapes must be the same on all ranks. Later batches may have other batch
             sizes, and other sizes as far as the model's code allows. The example also decides which arguments
-            of a traced model batches
-            give: without it, a model whose forward checks whether an argument is None is called without those
-                that
-            are None by default.
-        names_of: the model that a list of layers is made from: names of parameters are this model's.
-        accumulate: how many batches of the loader make one update, like one batch of all their samples. The
-            plan's ``micro_batches`` count those of each, so activations take no more memory, except with
-            schedules that keep all of a batch, such as "gpipe"; and shapes may differ between the batches. At
-            the end of a loader, the rest makes an update. ``batch`` then means all of them, in results too.
-        verify_wire: give each message between processes a checksum, which the receiver checks: a bit that was flipped
-            in transit ends the run with an error that names both processes, and the message. On devices, for
-            links through host memory. Sums and broadcasts of torch.distributed are not checked.
-        verify_every: after this many batches, or a few more to complete a round of all pipelines, finish the
-            batches in flight and compare bit for bit what must be equal: copies of tied weights, replicas of
-            a stage, the references of dedicated pipelines; and two runs of one micro-batch on each stage, on
-            an accelerator only with ``torch.use_deterministic_algorithms(True)``. A difference ends the run
-            with an error that names it, and its place. Otherwise training continues unchanged.
-            accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
-            that names it, and where it is. Training goes on as if nothing had happened.
-        copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches, so
-            that a killed process is replaced, and training continues from the last copy without a disk; for
-            ranks that ``avgpipe run --spares`` has started. At most about this many seconds of work are lost:
-            the next copy is taken after three quarters of them, as a copy counts only once it has arrived.
-            Each process holds two copies of its own state (weights, optimizer states, reference) and two of
-            its neighbour's, and the inputs and targets since. The script of the new process runs from its
-            beginning, reads its position from ``batches``, and gives ``train`` a loader that begins there. A
-            loader that is an iterator cannot be evaluated again.
-        ema_decay: keep an exponential moving average of the reference, or of a lone pipeline's weights, taken after
-            each of its updates: ``average = decay average + (1 - decay) weights``, with the first update's
-            weights as its first value. Each stage keeps its own, in one more copy of the weights, for
-            ``weights="ema"`` in :meth:`evaluate`, :meth:`predict` and :meth:`state_dict`; checkpoints have
-            it. Buffers are not averaged over time.
-        check: "first-batch": before the first batch trains, check that training does what was requested, and
-            raise or warn if it does not. Ranks must have the same batches, of which some are compared, and
-            loaders must end after the same one. The first rank runs the model as it was given and as its
-            stages run it, on samples of the batch: outputs, gradients and buffers must be equal, also in
-            evaluation and with recomputation. That takes the time of some batches, and memory for a copy of
-            the whole model and for its gradients, twice; its code and hooks run a few times more, on copies
-            of its modules. A warning reports a model that computes something else of a batch in micro-batches
-            than of the whole one, because its layers mix samples or count forwards. Another names parameters
-            without a gradient. An optimizer must give the parameters the same options for the whole model as
-            stage by stage; one of the caller's own class tries steps on small tensors. A loss function is
-            called a few times more, to check that it is a mean if it is used as one. "every": also compare
-            stages with the model in every hundredth batch, on the weights that it was given with; "full": in
-            all batches, on all samples; "off": no checks.
-        batch_dim: the dimension of tensors along which the samples of a batch are: a number for all of them,
-            such as 1 for layers that take [length, batch, ...]; or one for the inputs and one for the
-            targets, ``(1, 0)``, and optionally a third for the model's outputs, 0 otherwise. If tensors
-            differ, tuples, lists and dicts with the structure of a batch replace a number, with None for
-            tensors that every micro-batch gets whole, such as a mask that all samples share: ``({"x": 0,
-            "mask": None}, 0)``.
+            of a traced model
+            batches give: without it, a model whose forward checks whether an argument is None is called without
+            those that are None by default.
+        extensions: further options, each an object, given at most once: ``avgpipe.Precision``, ``Compile``,
+            ``CudaGraphs``, ``MovingAverage``, ``BitChecks``, ``Copies``, ``Audit``, ``Source``, ``WeightsFrom``,
+            ``Ranks``, ``MemoryLimit``, and those of classes of your own, see ``avgpipe.Extension``.
 
     Raises:
         ValueError: if the plan does not fit the model or the ranks. Failures of a run are ``PipelineError``.
@@ -249,33 +163,15 @@ class Pipeline:
         *,
         loss_fn: LossFn,
         optimizer: OptimizerFn,
+        lr_scheduler: SchedulerFn | None = None,
+        clip_grad_norm: float | None = None,
+        accumulate: int = 1,
         device: torch.device | str | None = None,
         seed: int = 0,
         timeout_s: float = 300,
-        lr_scheduler: SchedulerFn | None = None,
-        clip_grad_norm: float | None = None,
-        skip_nonfinite: bool = False,
-        autocast: torch.dtype | None = None,
-        loss_scale: float | str | None = None,
-        loss_weight: Callable[[Any], Any] | None = None,
         link: str = "auto",
-        wire_dtype: torch.dtype | None = None,
-        cuda_graphs: bool = False,
-        compile: bool | dict[str, Any] = False,
-        weights_from: Any = None,
-        mesh: DeviceMesh | None = None,
-        group: dist.ProcessGroup | None = None,
-        prepare_stage: PrepareStage | None = None,
-        memory_limit_bytes: int | None = None,
         example_inputs: Any = None,
-        names_of: nn.Module | None = None,
-        accumulate: int = 1,
-        verify_wire: bool = False,
-        verify_every: int | None = None,
-        ema_decay: float | None = None,
-        copies_every_s: float | None = None,
-        check: str = "first-batch",
-        batch_dim: Any = 0,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         if SPARE in os.environ:
             named("avgpipe.fault.generation:become_a_rank")(first=_import_late)
@@ -283,41 +179,22 @@ class Pipeline:
             raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
         if not 0 < timeout_s < math.inf:
             raise ValueError(f"timeout_s must be positive and finite, not {timeout_s}")
-        if memory_limit_bytes is not None and (plan.advance != "auto" or not memory_limit_bytes > 0):
-            raise ValueError(
-                f"memory_limit_bytes={memory_limit_bytes!r}: a number of bytes above 0, for a plan with "
-                f'advance="auto" (this one has {plan.advance!r}); leave it out elsewhere'
-            )
-        members = None
-        if mesh is not None or group is not None:
-            members = named("avgpipe.ranks.mesh:members_of")(mesh, group)
         options = TrainingOptions(
             loss_fn=loss_fn,
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             clip_grad_norm=clip_grad_norm,
-            autocast=autocast,
             recompute=plan.recompute,
-            cuda_graphs=cuda_graphs,
-            skip_nonfinite=skip_nonfinite,
-            loss_weight=loss_weight,
-            loss_scale="dynamic" if loss_scale is None and autocast is torch.float16 else loss_scale,
-            compiler=Compiler(compile_options(compile, plan.recompute), model),
             link=link,
-            wire_dtype=wire_dtype,
             measures=plan.advance == "auto",
             accumulate=accumulate,
-            batch_dims=BatchDims.of(batch_dim),
-            verify_wire=verify_wire,
-            verify_every=verify_every,
-            ema_decay=ema_decay,
-            copies=copies_every_s is not None,
-            prepare=None if prepare_stage is None else preparing(prepare_stage, mesh),
-            check=check,
             keeps_modes=not is_evaluated([model] if isinstance(model, nn.Module) else model),
             loss_modes=Modes(loss_fn) if isinstance(loss_fn, nn.Module) else None,
+            extensions=tuple(extensions),
         )
-        policy = _policy(plan, copies_every_s)
+        if extensions:
+            options = named("avgpipe.options:configured")(options, plan)
+        policy = _policy(plan, options.copies_every_s)
         spec = Spec.of(
             model,
             plan,
@@ -325,9 +202,6 @@ class Pipeline:
             device=device,
             seed=seed,
             timeout_s=timeout_s,
-            members=members,
-            weights_from=weights_from,
-            names_of=names_of,
             example_inputs=plain(example_inputs),
         )
         policy.check(spec)
@@ -342,7 +216,7 @@ class Pipeline:
         self._session = Session(spec, policy)
         self._audit()
         if plan.advance == "auto":
-            self._session.auto = named("avgpipe.measure.auto:AutoAdvance")(memory_limit_bytes)
+            self._session.auto = named("avgpipe.measure.auto:AutoAdvance")(options.memory_limit_bytes)
         atexit.register(_close, weakref.ref(self))
         policy.begin(self._session)
 
@@ -697,9 +571,7 @@ class Pipeline:
                 "prepare_stage has set up which gradients are averaged: freeze parameters before the Pipeline is made"
             )
         if self._spec.options.cuda_graphs:
-            raise ValueError(
-                "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
-            )
+            raise ValueError("CudaGraphs() has captured which gradients are wanted: leave it out")
         indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
         with self._session.idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
@@ -912,7 +784,7 @@ class Pipeline:
 
     def _which(self, weights: str | int) -> str | int:
         if weights == "ema" and self._spec.options.ema_decay is None:
-            raise ValueError("weights='ema' needs a Pipeline with ema_decay, such as ema_decay=0.999")
+            raise ValueError("weights='ema' needs a Pipeline with extensions=[avgpipe.MovingAverage(0.999)]")
         here = self._session.worker.placement.pipelines
         if weights in ("reference", "ema") or (type(weights) is int and weights in here):
             return weights

@@ -130,7 +130,7 @@ def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
     if not exactly and world.rank == 0:
         _log.warning(
             "replicas in %s have infinities or NaN: they begin at the reference, with the optimizer state of a finite "
-            "one; train with skip_nonfinite=True, clip_grad_norm or a lower learning rate",
+            "one; train with Precision(skip_nonfinite=True), clip_grad_norm or a lower learning rate",
             directory,
         )
     assert found is not None

@@ -132,7 +132,7 @@ def refuse_nonfinite(contents: Mapping[int, dict[str, Any]], placement: Placemen
         if bad is not None:
             raise NotFinite(
                 f"{bad!r} on {placement.name(number)} has infinities or NaN; load an earlier checkpoint, and train "
-                "with skip_nonfinite=True, clip_grad_norm or a lower learning rate"
+                "with Precision(skip_nonfinite=True), clip_grad_norm or a lower learning rate"
             )
 
 

@@ -57,10 +57,6 @@ def checked(config: TrainConfig, batches: int) -> Checked:
         plan,
         loader=workload.train_batches(0),
         batches=batches,
-        lr_scheduler=workload.lr_scheduler,
-        loss_weight=workload.loss_weight,
-        seed=config.seed,
-        timeout_s=config.timeout_s,
         **pipeline_options(config, workload),
     )
 

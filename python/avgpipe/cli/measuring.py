@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.cli.config import PartitionConfig, ProfilingOptions, TuneConfig
-from avgpipe.cli.resolve import pipeline_options
+from avgpipe.cli.resolve import pipeline_options, profile_options
 from avgpipe.device import own_device, select
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import profile, with_workers
@@ -161,7 +161,7 @@ def layers_of_workload(
         budget_s=budget_s,
         name=workload.label,
         layers_only=True,
-        **pipeline_options(config, workload),
+        **profile_options(config, workload),
     )
 
 
@@ -171,8 +171,7 @@ def layers_of_workload(
 def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
     """Return a pipeline, and the batch to train it on."""
     workload, batch = build(config)
-    options = pipeline_options(config, workload)
-    return Pipeline(workload.layers, plan, loss_weight=workload.loss_weight, **options), batch
+    return Pipeline(workload.layers, plan, **pipeline_options(config, workload)), batch
 
 
 def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:

@@ -35,6 +35,7 @@ from avgpipe.tasks import find_workload
 if TYPE_CHECKING:
     import torch
 
+    from avgpipe.runtime.extension import Extension
     from avgpipe.tasks import Workload
 
 RUN_FILE = "run.json"
@@ -260,16 +261,39 @@ def prepare(config: TrainConfig) -> tuple[Workload, Plan]:
     return workload, plan
 
 
-def pipeline_options(config: WorkloadOptions, workload: Workload) -> dict[str, Any]:
-    """Return the options of a pipeline and of a profile that a workload needs."""
-    auto = config.autocast == "auto"
+def autocast_of(config: WorkloadOptions, workload: Workload) -> torch.dtype | None:
+    """Return the dtype for ``torch.autocast``, None for none."""
+    return workload.autocast.get(config.device) if config.autocast == "auto" else dtype_of(config.autocast)
+
+
+def profile_options(config: WorkloadOptions, workload: Workload) -> dict[str, Any]:
+    """Return the arguments of a profile that a workload needs."""
     return {
         "loss_fn": workload.loss_fn,
         "optimizer": workload.optimizer,
         "clip_grad_norm": workload.clip_grad_norm,
-        "autocast": workload.autocast.get(config.device) if auto else dtype_of(config.autocast),
+        "autocast": autocast_of(config, workload),
         "device": config.device,
     }
+
+
+def pipeline_options(config: WorkloadOptions, workload: Workload) -> dict[str, Any]:
+    """Return the arguments of a pipeline that a workload needs."""
+    from avgpipe.options import BitChecks, Precision, Source
+
+    options = profile_options(config, workload)
+    autocast = options.pop("autocast")
+    extensions: list[Extension] = [Source(loss_weight=workload.loss_weight)]
+    if isinstance(config, TrainConfig):
+        precision = Precision(
+            autocast=autocast, wire_dtype=dtype_of(config.wire_dtype), skip_nonfinite=config.skip_nonfinite
+        )
+        extensions += [precision, BitChecks(every=config.verify_every, wire=config.verify_wire)]
+        options |= {name: getattr(config, name) for name in ("seed", "timeout_s", "link")}
+        options["lr_scheduler"] = workload.lr_scheduler
+    else:
+        extensions.append(Precision(autocast=autocast))
+    return {**options, "extensions": extensions}
 
 
 def dtype_of(name: str) -> torch.dtype | None:

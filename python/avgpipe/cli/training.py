@@ -24,7 +24,7 @@ from avgpipe.cli.measuring import typical_batch
 from avgpipe.cli.output import CommandFailed, arguments, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
 from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
-from avgpipe.cli.resolve import dtype_of, pipeline_options, prepare
+from avgpipe.cli.resolve import pipeline_options, prepare, profile_options
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.measure.profiler import profile
 from avgpipe.pipeline import Pipeline
@@ -40,8 +40,6 @@ from avgpipe.tasks import AveragingOptimizer
 from avgpipe.timeline.timeline import Timeline
 
 _ENDLESS = 1 << 62  # batches
-# Passed to the pipeline unchanged.
-_PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire", "verify_every")
 _LEAST_GAIN = (
     0.05  # least gain, as a share of a batch's time, for moving layers: less is within the noise between runs
 )
@@ -178,15 +176,7 @@ class TrainingRun:
 
     def _make_pipeline(self) -> Pipeline:
         config, workload = self.config, self.workload
-        return Pipeline(
-            workload.layers,
-            self.plan,
-            **pipeline_options(config, workload),
-            lr_scheduler=workload.lr_scheduler,
-            loss_weight=workload.loss_weight,
-            wire_dtype=dtype_of(config.wire_dtype),
-            **{name: getattr(config, name) for name in _PASSED_ON},
-        )
+        return Pipeline(workload.layers, self.plan, **pipeline_options(config, workload))
 
     def _make_checkpoints(self) -> Checkpoints:
         every_s = 60 * self.config.checkpoint_minutes
@@ -444,7 +434,7 @@ class TrainingRun:
                 threads=torch.get_num_threads(),
                 budget_s=_PROFILE_S,
                 layers_only=True,
-                **pipeline_options(self.config, workload),
+                **profile_options(self.config, workload),
             ).to_json()
         except (ValueError, TypeError, RuntimeError) as error:
             self.record.note(

@@ -23,7 +23,6 @@ from avgpipe.runtime.feed import BatchFeed
 from avgpipe.runtime.loading import find_parameters, set_requires_grad
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
-from avgpipe.runtime.spec import Spec
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
@@ -45,25 +44,9 @@ class Recovery(Policy):
         self._called = 0  # batches before the last call that cannot be repeated
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
 
-    def check(self, spec: Spec) -> None:
-        plan, options, every_s = spec.plan, spec.options, self._every_s
-        if not (isinstance(every_s, int | float) and 0 < every_s < math.inf):
-            raise ValueError(f"copies_every_s must be seconds above 0, not {every_s!r}")
-        refusals = [
-            (plan.spread, "spread=True: use isolate=True, with which the other pipelines go on at once"),
-            (plan.replication is not None, f"replication={plan.replication}: leave it out"),
-            (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
-            (options.measures, "advance='auto': give numbers"),
-            (options.verify_every is not None, "verify_every: leave one of the two out"),
-            (spec.members is not None, "mesh or group: the pipeline must have all ranks"),
-        ]
-        for applies, what in refusals:
-            if applies:
-                raise ValueError(f"copies_every_s cannot have {what}")
-
     def opened(self, session: Session) -> None:
         if not session.world.rank and not is_replaceable():
-            _log.warning("no process will use the copies of copies_every_s: start with avgpipe run --spares")
+            _log.warning("no process will use what Copies keeps: start with avgpipe run --spares")
         self._copies.attach(session.worker)
 
     def begin(self, session: Session) -> None:

@@ -40,9 +40,11 @@ from avgpipe.model.layers import layers_of
 from avgpipe.model.model import named_tensors
 from avgpipe.model.modes import Modes, is_evaluated
 from avgpipe.model.proof import distance, size_of
+from avgpipe.options import Precision, Ranks
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.audit import whole_of
+from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.optimizers import maker_of, schedule_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
@@ -207,7 +209,7 @@ def check(
 
 def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
     """Return what of a plan changes nothing, and why the rest may."""
-    reasons, changes, options = list[str](), dict[str, Any](), both.options
+    reasons, changes = list[str](), dict[str, Any]()
     if plan.pipelines > 1 and (plan.batch, plan.staleness, plan.rule) != ("global", 0, "mean-gradient"):
         reasons.append(
             f"{plan.pipelines} pipelines are averaged by the rule {plan.rule} with staleness {plan.staleness}, batch "
@@ -245,7 +247,7 @@ def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
             "period": 1,
             "warmup_rounds": 0,
         }
-    if options.get("wire_dtype") is not None:
+    if both.precision.wire_dtype is not None:
         reasons.append("activations and gradients travel in 16 bits (wire_dtype)")
     if both.clip is not None and plan.shares > 1 and (plan.spread or plan.isolate):
         reasons.append("clip_grad_norm limits the gradient of each pipeline's share of a batch")
@@ -291,7 +293,21 @@ class _Both:
 
     def exactly(self) -> _Both:
         """Return the same without what makes numbers less exact."""
-        return replace(self, options={name: v for name, v in self.options.items() if name not in _ROUNDING})
+        return self._with(lambda e: isinstance(e, Precision))
+
+    def _with(self, leaves_out: Callable[[Extension], bool], *more: Extension) -> _Both:
+        """Return the same with other extensions."""
+        kept = [e for e in self.extensions if not leaves_out(e)]
+        return replace(self, options={**self.options, "extensions": [*kept, *more]})
+
+    @property
+    def extensions(self) -> Sequence[Extension]:
+        given: Sequence[Extension] = self.options.get("extensions", ())
+        return given
+
+    @property
+    def precision(self) -> Precision:
+        return next((e for e in self.extensions if isinstance(e, Precision)), Precision())
 
     def wide(self) -> _Both:
         """Return the same in float64."""
@@ -331,8 +347,7 @@ class _Both:
         if not dist.is_initialized():
             return self
         own = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-        options = {name: v for name, v in self.options.items() if name not in ("mesh", "prepare_stage")}
-        return replace(self, options={**options, "group": own})
+        return self._with(lambda e: isinstance(e, Ranks), Ranks(group=own))
 
     def plainly(self) -> Training:
         """Train as one does without a pipeline."""
@@ -370,7 +385,7 @@ class _Both:
     def _learn(
         self, output: Callable[[], Any], target: Any, device: torch.device, training: Training
     ) -> None:
-        autocast = self.options.get("autocast")
+        autocast = self.precision.autocast
         with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
             loss = loss_of(self.loss_fn, output(), target)
         value = loss.value if loss.divisor is None else loss.value / loss.divisor
@@ -378,9 +393,6 @@ class _Both:
         divisor = 1.0 if loss.divisor is None else float(loss.divisor)
         training.losses.append(float(value.detach()))
         training.metrics.append({name: float(v) / divisor for name, v in (loss.metrics or {}).items()})
-
-
-_ROUNDING = ("autocast", "loss_scale", "wire_dtype")  # options
 
 
 def _copy(model: Any) -> Any:

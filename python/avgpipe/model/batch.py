@@ -150,7 +150,7 @@ def batch_size(value: Any, dims: Any = 0) -> int:
         where = "where batch_dim says" if dims != 0 else "as dimension 0"
         raise ValueError(
             f"every tensor of a batch must have the samples {where}, all alike; found {found}. Say by "
-            "Pipeline(batch_dim=...) where they are, and what goes whole to every micro-batch; a batch that is not "
+            "Source(batch_dim=...) where they are, and what goes whole to every micro-batch; a batch that is not "
             "cut, with micro_batches=1 and one pipeline, may have anything"
         )
     return int(sizes.pop())

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any, TypeAlias
 
@@ -84,7 +84,7 @@ class Compiler:
             raise ValueError(
                 "torch.compile with CUDA graphs of its own (mode 'reduce-overhead' or 'max-autotune') cannot keep "
                 "several layers and micro-batches: use mode 'max-autotune-no-cudagraphs' or none, and "
-                "cuda_graphs=True where a stage shall be launched as one"
+                "CudaGraphs() where a stage shall be launched as one"
             )
 
     def _function(self, layer: Any, is_asked_for: bool) -> Callable[..., Any]:
@@ -114,36 +114,25 @@ def _looks(layer: nn.Module) -> Any:
 # ---- options -------------------------------------------------------------------------------------------------------
 
 
-def compile_options(given: Any, recompute: str = "never") -> dict[str, Any] | None:
-    """Return what ``Pipeline(compile=given)`` asks for, as arguments of torch.compile; None if nothing.
+def compile_options(given: Mapping[str, Any], recompute: str = "never") -> dict[str, Any]:
+    """Check arguments of torch.compile and return them, with ``dynamic=False`` under recomputation unless given.
 
-    With recomputation, sizes are fixed in what is compiled (``dynamic=False``) unless ``given`` says otherwise: what
-    serves all sizes may save other tensors than what was compiled for one of them and ran the first forward.
+    Compiled for all sizes, code may save other tensors than what was compiled for one size and ran the first forward.
     """
-    if isinstance(given, bool):
-        options: dict[str, Any] | None = {} if given else None
-    elif isinstance(given, dict):
-        options = dict(given)
-    else:
-        raise TypeError(
-            f"compile={given!r}: it is False, True, or a dict of keyword arguments of torch.compile, such as "
-            "{'backend': 'aot_eager'}"
-        )
-    if options is None:
-        return None
+    options = dict(given)
     valid = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
     for name in options:
         if name not in valid:
-            raise ValueError(f"compile: torch.compile takes no {name!r}: {nearest(str(name), valid)}")
+            raise ValueError(f"Compile: torch.compile takes no {name!r}: {nearest(str(name), valid)}")
     backend = options.get("backend", "inductor")
     if not isinstance(backend, str) and not callable(backend):
-        raise TypeError(f"compile: backend={backend!r} is neither a name nor a function")
+        raise TypeError(f"Compile: backend={backend!r} is neither a name nor a function")
     if recompute != "never":
         options.setdefault("dynamic", False)
     try:
         _compiling(options)(_probe())
     except Exception as error:  # RuntimeError, AssertionError or TypeError, as it comes
-        raise ValueError(f"compile={given!r}: torch.compile refuses it: {reason_of(error)}") from error
+        raise ValueError(f"Compile({given!r}): torch.compile refuses it: {reason_of(error)}") from error
     return options
 
 

@@ -105,7 +105,7 @@ def _refuse(model: nn.Module) -> None:
         if is_compiled(module):
             raise ValueError(
                 f"{name or 'the model'!r} is compiled, which torch.export cannot keep: pass it as it was before, with "
-                "compile=True"
+                "extensions=[avgpipe.Compile()]"
             )
 
 

@@ -147,5 +147,5 @@ def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
     except Exception as error:
         raise ValueError(
             f"{type(model).__name__} of transformers cannot be split into stages: {reason(error)}; "
-            "pass it as a list of layers, with names_of=model"
+            "pass it as a list of layers, with Source(names_of=model)"
         ) from error

@@ -67,12 +67,12 @@ def stage_bounds(
 def _more_layers(layers: Sequence[nn.Module]) -> str:
     """Say what to do where a model has too few layers, and how it was taken apart."""
     if not all(isinstance(layer, PartLayer) and layer.recorded is not None for layer in layers):
-        return "use fewer stages, or a list of what larger layers are made of, with names_of=model"
+        return "use fewer stages, or a list of what larger layers are made of, with Source(names_of=model)"
     return (
         "torch.fx begins a layer where the forward enters one of torch's modules, or one of your modules that hold "
         "parameters themselves; where it finds one layer, and example_inputs= is given, torch.export looks for blocks, "
         "too. Use fewer stages, move parts of the forward into modules of their own, or pass a list of layers, with "
-        "names_of=model"
+        "Source(names_of=model)"
     )
 
 

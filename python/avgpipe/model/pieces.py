@@ -21,7 +21,9 @@ from avgpipe.model.parts import PartLayer, Values, Whole
 from avgpipe.model.proof import difference
 from avgpipe.model.shell import Shells
 
-_ELSEWHERE = "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with names_of=model"
+_ELSEWHERE = (
+    "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with Source(names_of=model)"
+)
 _INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
 
 

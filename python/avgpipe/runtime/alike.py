@@ -170,7 +170,7 @@ class Alike:
             how = f"{shapes[0]} and {shapes[1]}" if shapes[0] != shapes[1] else f"other values of {shapes[0]}"
             raise ValueError(
                 f"{what} is not the same on rank {rank} and rank {self._world.rank}: its {' and '.join(different)} "
-                f'differ ({how}); {_ADVICE}. check="off" leaves this out'
+                f'differ ({how}); {_ADVICE}. Audit("off") leaves this out'
             )
 
     def _first(self, name: str, mine: Any) -> tuple[int, Any]:

@@ -177,7 +177,7 @@ class Audit:
         except Exception as error:  # of any kind: the stages raise in training what the model cannot do
             self._left_out = (
                 f"it does not run on some of the samples of a batch ({reason(error)}). If a tensor of the batch "
-                "does not have its samples along dimension 0, say so by batch_dim"
+                "does not have its samples along dimension 0, say so by Source(batch_dim)"
             )
             return
         self._tell_of_writing()
@@ -201,7 +201,7 @@ class Audit:
             advice = _NO_RECOMPUTE if again else _RECORDED if self._is_recorded else _ELSEWHERE
             raise ValueError(
                 f"{_AGAIN if again else _OTHERWISE[learns]}, on samples of batch {batch}: {found}; "
-                f'{advice}. check="off" leaves this comparison out'
+                f'{advice}. Audit("off") leaves this comparison out'
             )
 
     def _tell_of_writing(self) -> None:
@@ -211,7 +211,7 @@ class Audit:
                 f"the forward writes to the parameter {parameters[0]!r}, as an embedding with max_norm does, and each "
                 "pipeline, or version of the weights, has a copy of its own: what is written would not reach the "
                 "others. Train with one pipeline and a schedule with a flush, or do it in the optimizer's step. "
-                'check="off" leaves this out'
+                'Audit("off") leaves this out'
             )
         limited = {
             f"{name}.weight" for name, m in self._model.named_modules() if getattr(m, "max_norm", None)
@@ -220,14 +220,14 @@ class Audit:
             raise ValueError(
                 f"the forward writes to the parameter {others[0]!r}, once for each micro-batch, and a few times more "
                 "before training. What a forward moves belongs into buffers (register_buffer): then it is compared "
-                'with what whole batches do. check="off" leaves this out'
+                'with what whole batches do. Audit("off") leaves this out'
             )
         if self._foreign:
             raise ValueError(
                 "the forward uses a tensor that wants a gradient and that no module of the model holds, as a parameter "
                 "in a closure, a list or a global variable: a Pipeline trains a copy of the model, and that tensor "
                 "stays the script's. Make it an attribute of the module that uses it. "
-                'check="off" leaves this out'
+                'Audit("off") leaves this out'
             )
         if "" in self._written and self._looked == 1:
             _log.warning(

@@ -460,7 +460,7 @@ class Compute:
                 self._prepared.refuse_late_factors()
             if self._options.loss_weight is not None:
                 raise StageError(
-                    "loss_fn returns (sum, count), which says what it weighs: leave out loss_weight"
+                    "loss_fn returns (sum, count), which says what it weighs: leave out Source(loss_weight)"
                 )
             state.counts.append(count)
             factor = 1.0

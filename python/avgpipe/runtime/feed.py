@@ -453,7 +453,7 @@ class Prefetch:
                 raise ValueError(
                     "the loader has left torch.autocast on, as a generator does that yields inside of it: which layers "
                     "it affects would depend on when batches are fetched. Yield outside of it, and train with "
-                    "Pipeline(..., autocast=torch.bfloat16) if that is what you want"
+                    "extensions=[avgpipe.Precision(autocast=torch.bfloat16)] if that is what you want"
                 )
             self._ended = len(pairs) < self._count
             if pairs:

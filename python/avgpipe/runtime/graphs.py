@@ -74,7 +74,7 @@ class StageGraphs:
             return _Captured(stage, self._gradients, value, tensors, signature, self._warm)
         except (RuntimeError, StageError) as error:
             raise StageError(
-                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave cuda_graphs out"
+                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave CudaGraphs out"
             ) from error
         finally:
             set_position(before)
@@ -106,18 +106,18 @@ class _Gradients:
 
 def check_capturable(stage: Stage) -> None:
     """Refuse, with ValueError, a stage whose forward does not run the same kernels every time."""
-    way_out = "leave cuda_graphs out, or use a model without it"
+    way_out = "leave CudaGraphs out, or use a model without it"
     if stage.carries:
         raise ValueError(
-            f"cuda_graphs=True: stage {stage.index} carries state from batch to batch, which a graph cannot; {way_out}"
+            f"CudaGraphs(): stage {stage.index} carries state from batch to batch, which a graph cannot; {way_out}"
         )
     for name, module in stage.layers.named_modules():
         rate = getattr(module, "p", None) if isinstance(module, nn.modules.dropout._DropoutNd) else None
         rate = getattr(module, "dropout", rate)
         if isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0):
             raise ValueError(
-                f"cuda_graphs=True: {type(module).__name__} ({name!r} of stage {stage.index}) draws random numbers, "
-                f"which a graph would repeat; set its probability to 0, or leave cuda_graphs out"
+                f"CudaGraphs(): {type(module).__name__} ({name!r} of stage {stage.index}) draws random numbers, "
+                f"which a graph would repeat; set its probability to 0, or leave CudaGraphs out"
             )
 
 
@@ -216,8 +216,8 @@ class _Captured:
     def _warm_up(self) -> None:
         if draws_random_numbers(self._layers, self._inputs):
             raise ValueError(
-                f"cuda_graphs=True: a layer of stage {self._stage.index} draws random numbers, which a graph would "
-                "repeat; leave cuda_graphs out"
+                f"CudaGraphs(): a layer of stage {self._stage.index} draws random numbers, which a graph would "
+                "repeat; leave CudaGraphs out"
             )
         # Hooks that count what is saved for backwards must count the captured pass alone.
         with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):

@@ -47,8 +47,8 @@ class InitialWeights:
             self._fill = source
         else:
             raise TypeError(
-                f"weights_from={source!r}: it is a folder or file of safetensors, a mapping from names to tensors, "
-                "or a function that fills the modules of a stage"
+                f"WeightsFrom: source={source!r}: it is a folder or file of safetensors, a mapping from names to "
+                "tensors, or a function that fills the modules of a stage"
             )
 
     def check(self, wanted: Sequence[Sequence[str]]) -> None:
@@ -59,7 +59,7 @@ class InitialWeights:
         if lost:
             close = get_close_matches(lost[0], list(self._there), n=1)
             raise ValueError(
-                f"weights_from has nothing for {len(lost)} of the model's tensors, such as {lost[0]!r}"
+                f"WeightsFrom has nothing for {len(lost)} of the model's tensors, such as {lost[0]!r}"
                 + (f"; the closest that it has is {close[0]!r}" if close else "")
             )
 
@@ -140,7 +140,7 @@ def _refuse_unknown(layers: nn.Module) -> None:
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if _is_unknown(tensor):
                 raise ValueError(
-                    f"weights_from has left {name!r} of a {type(module).__name__} without a value"
+                    f"WeightsFrom has left {name!r} of a {type(module).__name__} without a value"
                 )
 
 
@@ -161,7 +161,7 @@ def _is_unknown(tensor: torch.Tensor | None) -> bool:
 def _copy(entry: Entry, target: torch.Tensor, value: torch.Tensor) -> None:
     if value.shape != target.shape:
         raise ValueError(
-            f"weights_from has {list(value.shape)} for {entry.names[0]!r}, and the model {list(target.shape)}"
+            f"WeightsFrom has {list(value.shape)} for {entry.names[0]!r}, and the model {list(target.shape)}"
         )
     target.copy_(value)
 
@@ -205,18 +205,20 @@ def _files_of(path: Path) -> dict[str, Path]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
-        raise ValueError(f"weights_from={str(path)!r} needs safetensors: pip install safetensors") from None
+        raise ValueError(
+            f"WeightsFrom: source={str(path)!r} needs safetensors: pip install safetensors"
+        ) from None
     try:
         if (path / _INDEX).is_file():
             found: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             return {name: path / file for name, file in found.items()}
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
-            raise ValueError(f"weights_from={str(path)!r}: no file in it ends in .safetensors")
+            raise ValueError(f"WeightsFrom: source={str(path)!r}: no file in it ends in .safetensors")
         names: dict[str, Path] = {}
         for file in files:
             with safe_open(file, framework="pt") as opened:
                 names |= dict.fromkeys(opened.keys(), file)
         return names
     except (OSError, SafetensorError, LookupError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(f"weights_from={str(path)!r} cannot be read: {reason(error)}") from None
+        raise ValueError(f"WeightsFrom: source={str(path)!r} cannot be read: {reason(error)}") from None

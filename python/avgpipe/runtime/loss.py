@@ -148,9 +148,9 @@ class LossScale:
 
 _FEW = 16  # numbers that are read faster one by one than stacked
 _REMEDY = (
-    "training goes on with the resulting weights. To leave such batches out, train with skip_nonfinite=True; "
-    "else lower the learning rate, or limit gradients by clip_grad_norm. The option of avgpipe train is "
-    "--skip-nonfinite. This is reported once"
+    "training goes on with the resulting weights. To leave such batches out, train with "
+    "Precision(skip_nonfinite=True); else lower the learning rate, or limit gradients by clip_grad_norm. The option of "
+    "avgpipe train is --skip-nonfinite. This is reported once"
 )
 
 

@@ -262,7 +262,7 @@ class LossCheck:
             "loss_fn is no mean over the samples: on outputs that differ from each other, %d samples have the loss "
             "%.6g, and the mean of their own losses is %.6g. Micro-batches are weighted by their samples, so training "
             "differs from that with whole batches: let loss_fn return (sum, count), with the count of targets that are "
-            "not ignored, or give loss_weight; a loss that compares samples with each other needs "
+            "not ignored, or give Source(loss_weight); a loss that compares samples with each other needs "
             "micro_batches=1",
             *(len(each), whole, sum(each) / len(each)),
         )

@@ -10,15 +10,17 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn
-from avgpipe.model.compiled import Compiler
 from avgpipe.model.modes import Modes
 from avgpipe.runtime.loss import is_mean_by_kind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from avgpipe.runtime.extension import Extension
     from avgpipe.runtime.prepared import PrepareStage
 
 # Of parameters, or of pairs (name, parameter).
@@ -28,7 +30,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check", "batch_dims"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies_every_s", "check", "batch_dims"),
 )
 
 Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was given, by name
@@ -45,7 +47,12 @@ class TrainingOptions:
         accumulate: how many batches of a loader make an update.
         verify_wire: whether messages between processes carry checksums.
         verify_every: after how many batches copies are compared; None: never.
-        copies: whether processes keep copies of each other's state.
+        compile: arguments of torch.compile for layers; None: they are not compiled.
+        copies_every_s: about how many seconds of work are lost at most; None: processes keep no copies of state.
+        memory_limit_bytes: of a worker, for ``advance="auto"``.
+        weights_from: the source of values of a model on the meta device.
+        names_of: the model that names parameters; None: the one that was given.
+        members: the group of the pipeline's ranks; None: the default one.
         prepare: lets the caller change a :class:`avgpipe.runtime.stage.Stage` before it is trained, and returns a
             :class:`avgpipe.runtime.prepared.Prepared`; None: it stays unchanged.
         check: how training is checked; see Pipeline.
@@ -55,6 +62,7 @@ class TrainingOptions:
         callers: parameters of the caller's own model.
         groups: by name, the options that ``optimizer`` gives each parameter when it gets all of them at once;
             see :mod:`avgpipe.runtime.together`.
+        extensions: what else was given, see :class:`avgpipe.runtime.extension.Extension`.
     """
 
     loss_fn: LossFn
@@ -67,12 +75,16 @@ class TrainingOptions:
     skip_nonfinite: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     loss_scale: float | str | None = None
-    compiler: Compiler = field(default_factory=Compiler)
+    compile: dict[str, Any] | None = None
     link: str = "auto"
     wire_dtype: torch.dtype | None = None
     measures: bool = False
     accumulate: int = 1
-    copies: bool = False
+    copies_every_s: float | None = None
+    memory_limit_bytes: int | None = None
+    weights_from: Any = None
+    names_of: nn.Module | None = None
+    members: dist.ProcessGroup | None = None
     ema_decay: float | None = None
     verify_wire: bool = False
     verify_every: int | None = None
@@ -83,6 +95,12 @@ class TrainingOptions:
     batch_dims: BatchDims = SAMPLES_FIRST
     callers: Callers = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    extensions: tuple[Extension, ...] = ()
+
+    @property
+    def copies(self) -> bool:
+        """Whether processes keep copies of each other's state."""
+        return self.copies_every_s is not None
 
     @property
     def needs_norm(self) -> bool:

@@ -63,7 +63,7 @@ class Prepared:
         if self.averages:
             raise StageError(
                 "loss_fn returns (sum, count), and each rank's gradients would be divided by its own count after they "
-                "were averaged over ranks: return the mean over the micro-batch, and its count by loss_weight(target)"
+                "were averaged over ranks: return the mean over the micro-batch, and its count by Source(loss_weight)"
             )
 
 

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from avgpipe.device import has_graphs, has_streams
-from avgpipe.errors import check_count, nearest
+from avgpipe.device import has_graphs
+from avgpipe.errors import nearest
 from avgpipe.links import NAMES as LINKS
 from avgpipe.links import refuse_elsewhere, refuse_unverified
 from avgpipe.model.context import Carry
 from avgpipe.plan import Plan
-from avgpipe.runtime.options import CHECKS, TrainingOptions
+from avgpipe.runtime.options import TrainingOptions
 from avgpipe.schedule import Kind
 
 _log = logging.getLogger("avgpipe")
@@ -41,7 +41,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
         if isinstance(module, _WRAPPERS):
             raise ValueError(
                 f"{where} is a {type(module).__name__}, which would wait for ranks that hold other stages: pass "
-                "the module inside it (.module), and wrap each stage by Pipeline(prepare_stage=...), give a stage "
+                "the module inside it (.module), and wrap each stage by Ranks(prepare_stage=...), give a stage "
                 "several workers by Plan(replication=...), or the whole model by "
                 'Plan.for_system("data-parallel")'
             )
@@ -53,7 +53,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
         if any(kind.__name__ in _SHARDING for kind in type(module).__mro__):
             raise ValueError(
                 f"{where} is sharded by FSDP before it is cut into stages: pass the model as it was before, and call "
-                "fully_shard on each stage by Pipeline(prepare_stage=...)"
+                "fully_shard on each stage by Ranks(prepare_stage=...)"
             )
     for name, tensor in (*whole.named_parameters(), *whole.named_buffers()):
         if torch.nn.parameter.is_lazy(tensor):
@@ -64,12 +64,12 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
         if type(tensor).__name__ == _SHARDED:
             raise ValueError(
                 f"{name!r} is a DTensor before the model is cut into stages: pass the model as it was before, and "
-                "parallelize each stage by Pipeline(prepare_stage=...)"
+                "parallelize each stage by Ranks(prepare_stage=...)"
             )
         if tensor.is_meta and not may_be_meta:
             raise ValueError(
-                f"{name!r} is on the meta device and has no values: say where they come from by weights_from=, such "
-                "as a folder of safetensors, or give the model some first, by to_empty(device=...) and its "
+                f"{name!r} is on the meta device and has no values: say where they come from by WeightsFrom(source), "
+                "such as a folder of safetensors, or give the model some first, by to_empty(device=...) and its "
                 "initialisation"
             )
     for name, parameter in whole.named_parameters():
@@ -78,7 +78,7 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             raise ValueError(
                 f"parameter {name!r} trains, and its values are a {type(parameter.data).__name__}, a tensor made of "
                 "others, which cannot lie in flat memory: leave it plain. Layers for fp8 with "
-                "enable_fsdp_float8_all_gather are made in Pipeline(prepare_stage=...), before fully_shard"
+                "enable_fsdp_float8_all_gather are made in Ranks(prepare_stage=...), before fully_shard"
             )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             raise ValueError(
@@ -147,7 +147,7 @@ def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
                 is_buffer = name not in parameters
                 raise ValueError(
                     f"{'buffer' if is_buffer else 'parameter'} {name!r} of layer {n} ({type(layer).__name__}) is none "
-                    f"of {type(names_of).__name__}'s, which names_of gives the names of: make the layers of the "
+                    f"of {type(names_of).__name__}'s, which Source(names_of) names tensors by: make the layers of the "
                     "model's own modules"
                     + (", or register the buffer with persistent=False" if is_buffer else "")
                 )
@@ -156,32 +156,13 @@ def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
 def check_options(options: TrainingOptions) -> None:
     """Refuse values that are wrong for every model and device."""
     _check_functions(options)
-    limit, scale = options.clip_grad_norm, options.loss_scale
+    limit = options.clip_grad_norm
     if limit is not None and not (isinstance(limit, int | float) and limit > 0):
         raise ValueError(f"clip_grad_norm must be a number above 0, not {limit!r}")
     if not (type(options.accumulate) is int and options.accumulate >= 1):
         raise ValueError(f"accumulate must be a number of batches of at least 1, not {options.accumulate!r}")
-    if options.verify_every is not None:
-        check_count("verify_every", options.verify_every)
-        if options.cuda_graphs:
-            raise ValueError(
-                "verify_every would run a micro-batch again beside the graphs of cuda_graphs=True, which hold the "
-                "gradients: use one of the two"
-            )
-    decay = options.ema_decay
-    if decay is not None and (isinstance(decay, bool) or not 0 <= decay < 1):
-        raise ValueError(f"ema_decay must be None or from 0 to below 1, such as 0.999, not {decay!r}")
     if options.link not in LINKS:
         raise ValueError(f"unknown link {options.link!r}: {nearest(str(options.link), LINKS)}")
-    if options.check not in CHECKS:
-        raise ValueError(f"unknown check {options.check!r}: {nearest(str(options.check), CHECKS)}")
-    is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale not in (None, "dynamic") and not (is_number and 0 < float(scale) < math.inf):
-        raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")
-    if options.wire_dtype not in (None, torch.bfloat16, torch.float16):
-        raise ValueError(
-            f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {options.wire_dtype}"
-        )
 
 
 def _check_functions(options: TrainingOptions) -> None:
@@ -230,65 +211,33 @@ def check_dtypes(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
         for name, p in layer.named_parameters():
             if p.requires_grad and p.dtype in halves - {options.autocast}:
                 raise ValueError(
-                    f"autocast={options.autocast} with weights in {p.dtype} ({name!r} of {type(layer).__name__}): use "
-                    f"autocast={p.dtype}, or weights in torch.float32"
+                    f"Precision(autocast={options.autocast}) with weights in {p.dtype} ({name!r} of "
+                    f"{type(layer).__name__}): use autocast={p.dtype}, or weights in torch.float32"
                 )
 
 
-def check_device(
-    options: TrainingOptions, weights: str | None, device: torch.device, layers: Sequence[nn.Module]
-) -> None:
-    """Refuse options that ``device`` or the plan's ``weights`` do not support."""
+def check_device(options: TrainingOptions, device: torch.device) -> None:
+    """Refuse options that ``device`` does not support."""
     refuse_elsewhere(options.link, device.type)
     if options.verify_wire:
         refuse_unverified(options.link, device.type)
-    if has_streams(device):
-        options.compiler.refuse_cuda_graphs(layers)
-    if not options.cuda_graphs:
-        return
-    if options.recompute != "never":
-        raise ValueError(f"cuda_graphs=True cannot recompute={options.recompute!r}: use one of the two")
-    if weights != "flush":  # a graph reads where its capture found the weights
-        raise ValueError(
-            f"cuda_graphs=True cannot follow weights={weights!r}, which keeps several versions: use a "
-            "schedule that flushes, or leave cuda_graphs out"
-        )
-    if not has_graphs(device):
-        raise ValueError(f"cuda_graphs=True needs CUDA, not device {str(device)!r}: leave it out")
+    if options.cuda_graphs and not has_graphs(device):
+        raise ValueError(f"CudaGraphs() needs CUDA, not device {str(device)!r}: leave it out")
 
 
-def check_prepared(options: TrainingOptions, plan: Plan, ranks: int) -> None:
-    """Refuse options that ``prepare_stage`` does not support. ``ranks``: of the pipeline."""
+def check_prepared(plan: Plan, ranks: int) -> None:
+    """Refuse schedules that ``prepare_stage`` does not support. ``ranks``: of the pipeline."""
     rows = plan.build_schedule().rows
-    splits = any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row)
+    if any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row):
+        raise ValueError(
+            f"Ranks(prepare_stage) cannot have schedule={plan.schedule!r}: use one whose backwards are whole"
+        )
     stages = max(len({a.stage for a in row}) for row in rows) if ranks > 1 else plan.stages
-    refusals = [
-        (
-            plan.pipelines > 1,
-            f"pipelines={plan.pipelines}: use one, as other ranks hold parts of the weights",
-        ),
-        (plan.weights != "flush", f"weights={plan.weights!r}: use a schedule that flushes"),
-        (
-            plan.replication,
-            f"replication={plan.replication}: leave it out, and replicate stages over the mesh",
-        ),
-        (splits, f"schedule={plan.schedule!r}: use one whose backwards are whole"),
-        (
-            stages > 1,
-            f"{stages} stages in one process: use a rank for each, and a schedule with one a worker",
-        ),
-        (
-            options.measures,
-            "advance='auto', which ranks may choose differently: use the number that one has chosen",
-        ),
-        (options.cuda_graphs, "cuda_graphs=True: leave it out"),
-        (options.verify_every is not None, f"verify_every={options.verify_every}: leave it out"),
-        (options.ema_decay is not None, f"ema_decay={options.ema_decay}: leave it out"),
-        (options.compiler.is_asked, "compile: leave it out, and have prepare_stage call layer.compile()"),
-    ]
-    for applies, what in refusals:
-        if applies:
-            raise ValueError(f"prepare_stage cannot have {what}")
+    if stages > 1:
+        raise ValueError(
+            f"Ranks(prepare_stage) cannot have {stages} stages in one process: use a rank for each, and a "
+            "schedule with one a worker"
+        )
 
 
 def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
@@ -359,7 +308,7 @@ def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: b
             "a correction of its steps would change one of the two alone",
             "leave the plan's correction out",
         ),
-        (has_ema, "it averages the weights itself", "leave ema_decay out"),
+        (has_ema, "it averages the weights itself", "leave MovingAverage out"),
     ):
         if wrong:
             raise ValueError(

@@ -17,6 +17,7 @@ from avgpipe.model.modes import evaluated_in
 from avgpipe.ranks.process import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
+from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.policy import Policy
@@ -52,7 +53,7 @@ class Session:
 
     def open(self) -> None:
         """Connect to the other ranks, and make this rank's part."""
-        self.world = meet(self.spec.timeout_s, self.spec.members)
+        self.world = meet(self.spec.timeout_s, self.spec.options.members)
         try:
             self._make_part()
         except Exception as error:  # the other ranks may have no error
@@ -63,7 +64,7 @@ class Session:
         spec, world = self.spec, self.world
         options, plan, model = spec.options, spec.plan, spec.model
         if options.prepare is not None:
-            check_prepared(options, plan, world.size)
+            check_prepared(plan, world.size)
         placement = self._agree()
         check_correction(plan, model.shared)
         if not world.rank:
@@ -81,6 +82,7 @@ class Session:
             made = named("avgpipe.runtime.integrity:Verification")
             self.verification = made(self.worker, options.verify_every, per_round)
         self.policy.opened(self)
+        self._extend()
         self.feed = self.policy.make_feed(self)
 
     def _agree(self) -> Placement:
@@ -90,7 +92,7 @@ class Session:
         placement = Placement.of(spec.plan, world.size, self.policy.pipeline)
         world.describe([placement.describe(rank) for rank in range(world.size)])
         world.require_same(*options.shared_text())
-        world.require_same("compile", options.compiler.description)
+        world.require_same("compile", spec.compiler.description)
         world.require_same("model", json.dumps(spec.model.signature()))
         world.require_same(
             "cut of the model, which follows from the shapes of example_inputs,",
@@ -109,6 +111,16 @@ class Session:
             world.require_same("evaluation mode of modules", json.dumps(evaluated_in(spec.layers)))
         return placement
 
+    def _extend(self) -> None:
+        """Connect the extensions with this rank's part."""
+        extensions = self.spec.options.extensions
+        for extension in extensions:
+            extension.opened(self)
+        seen_by = [e.before_step for e in extensions if type(e).before_step is not Extension.before_step]
+        for lane in self.worker.lanes.values() if seen_by else ():
+            names = self.spec.model.trainable[lane.route.stage]
+            lane.update.show_gradients(lambda step: [see(step) for see in seen_by], names)
+
     def _check_shared(self) -> None:
         """Refuse stages that have filled their own copies of a tied parameter differently."""
         try:
@@ -118,7 +130,7 @@ class Session:
             if different:
                 raise ValueError(
                     f"stages have filled their copies of {different[0]!r} with different values: the function of "
-                    "weights_from must give it the same on every stage"
+                    "WeightsFrom must give it the same on every stage"
                 )
         except BaseException:
             self.worker.close(_FAILED_PATIENCE_S)

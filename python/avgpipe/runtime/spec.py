@@ -10,10 +10,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import own_device
+from avgpipe.device import has_streams, own_device
+from avgpipe.model.compiled import Compiler
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model, learning_tensors
@@ -51,7 +51,6 @@ class Spec:
         device: of this rank.
         seed: of the random numbers that layers draw.
         timeout_s: the limit of every wait for another rank.
-        members: the group that has the pipeline's ranks; None: the default one.
         initial: gives the weights their values; None: the layers have them.
     """
 
@@ -66,7 +65,6 @@ class Spec:
     device: torch.device
     seed: int
     timeout_s: float
-    members: dist.ProcessGroup | None = None
     initial: InitialWeights | None = None
 
     @classmethod
@@ -79,13 +77,11 @@ class Spec:
         device: torch.device | str | None = None,
         seed: int = 0,
         timeout_s: float = 300,
-        members: dist.ProcessGroup | None = None,
-        weights_from: Any = None,
-        names_of: nn.Module | None = None,
         example_inputs: Any = None,
     ) -> Spec:
         """Cut a model by a plan; ValueError or TypeError if the arguments do not fit each other."""
         check_options(options)
+        weights_from, names_of = options.weights_from, options.names_of
         may_be_meta = weights_from is not None
         check_model(given, may_be_meta=may_be_meta)
         check_memory(given)
@@ -118,11 +114,21 @@ class Spec:
         on = _device(device, layers)
         check_carries(options, layers)
         check_dtypes(options, layers)
-        check_device(options, plan.weights, on, layers)
-        return cls(
+        check_device(options, on)
+        spec = cls(
             *(given, layers, model, named, estimate, traffic, plan, options, on),
-            *(seed, timeout_s, members, initial),
+            *(seed, timeout_s, initial),
         )
+        if has_streams(on):
+            spec.compiler.refuse_cuda_graphs(layers)
+        for extension in options.extensions:
+            extension.check(spec)
+        return spec
+
+    @cached_property
+    def compiler(self) -> Compiler:
+        """Compiles the layers of all stages of this process."""
+        return Compiler(self.options.compile, self.given)
 
     @cached_property
     def running(self) -> Plan:

@@ -108,7 +108,7 @@ def check_groups(found: Groups, of_whole: Groups) -> None:
                 "whole model. It is called for each stage, with the stage's own copies of its parameters, so neither "
                 "a parameter's place in the list nor what it is in the script's model says which one it is. Choose by "
                 "its name, as `def optimizer(named_params)` is given pairs (name, parameter), or by its shape. "
-                'check="off" leaves this out'
+                'Audit("off") leaves this out'
             )
 
 

@@ -17,6 +17,7 @@ import torch
 from avgpipe.device import current_stream, has_streams, used_on
 from avgpipe.links.message import Message
 from avgpipe.runtime.compute import BatchState, Port, Step
+from avgpipe.runtime.extension import StepGradients
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import Route, StepKind
@@ -68,6 +69,8 @@ class Update:
         self.divides_alone = False
         self.squared_norm: Callable[[int, Collection[int]], torch.Tensor] = self._own_norm
         self._unseen = names
+        self._see: Callable[[StepGradients], Any] | None = None
+        self._names: Sequence[str] = ()
         self._isolated = isolated
         self._trained, self._route, self._port = trained, route, port
         self._group_sum, self._notice = group_sum, notice
@@ -117,14 +120,24 @@ class Update:
                 _log.warning(
                     "loss_fn returns (sum, count), and pipelines with workers of their own do not exchange their "
                     "counts: each divides by the count of its share of a batch, unlike one device if shares "
-                    "count unequally. Let loss_fn return the mean, and give loss_weight, which returns the count of "
-                    "targets"
+                    "count unequally. Let loss_fn return the mean, and give Source(loss_weight), which returns the "
+                    "count of targets"
                 )
             factor = self.share_factor(state)
             self._trained.scale_grads(state.outcome[1] * shares if factor is None else factor)
         elif shares > 1:
             self._trained.scale_grads(shares)
         self._trained.run_hooks()
+
+    def show_gradients(self, see: Callable[[StepGradients], Any], names: Sequence[str]) -> None:
+        """Call ``see`` before each step. ``names``: of the parameters."""
+        self._see, self._names = see, names
+
+    def _show(self, batch: int) -> None:
+        parameters = zip(self._names, self._trained.arena.parameters)
+        gradients = {name: p.grad for name, p in parameters if p.grad is not None}
+        assert self._see is not None
+        self._see(StepGradients(batch, self._trained.pipeline, self._route.stage, gradients))
 
     # ---- norm and step -------------------------------------------------------------------------------------------
 
@@ -170,6 +183,8 @@ class Update:
         if norm is not None and self._limit is not None and not skips:
             # like clip_grad_norm_ of torch
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
+        if self._see is not None and not skips:
+            self._show(step.batch)
         self.skipped += skips
         self._port.sent_at = None  # passing on the norm before the step is not counted as sending
         state.lr = self._trained.lr

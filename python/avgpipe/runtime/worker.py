@@ -185,7 +185,7 @@ class Worker:
             raise ValueError(
                 f"{name!r}, which the model's forward reads, has changed since the forward was recorded, and stages "
                 "keep using the old value. Pass a list of layers, whose forwards read it each time, or "
-                'keep it in a buffer of the model. check="off" leaves this out'
+                'keep it in a buffer of the model. Audit("off") leaves this out'
             )
 
     def bell_place(self) -> list[Any]:
@@ -280,7 +280,7 @@ class Worker:
                 k,
                 self.spec.seed,
                 self.device,
-                options.compiler,
+                self.spec.compiler,
                 fill,
                 options.keeps_modes,
                 sends=k + 1 < self.model.stages,

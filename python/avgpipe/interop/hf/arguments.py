@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from avgpipe.options import Compile, Precision
+from avgpipe.runtime.extension import Extension
+
 # untyped on purpose: types would be checked against whichever release is installed
 _optimization: Any = importlib.import_module("transformers.optimization")
 
@@ -53,12 +56,14 @@ def pipeline_options_of(args: Any) -> dict[str, Any]:
         "timeout_s": args.ddp_timeout,
         "clip_grad_norm": args.max_grad_norm if args.max_grad_norm > 0 else None,
         "accumulate": args.gradient_accumulation_steps,
-        "autocast": torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None,
     }
+    extensions: list[Extension] = []
+    if args.bf16 or args.fp16:
+        extensions.append(Precision(autocast=torch.bfloat16 if args.bf16 else torch.float16))
     if args.torch_compile:
         asked = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-        options["compile"] = {name: value for name, value in asked.items() if value is not None} or True
-    return options
+        extensions.append(Compile(**{name: value for name, value in asked.items() if value is not None}))
+    return {**options, "extensions": extensions}
 
 
 def scheduler_of(args: Any, steps: int) -> Callable[[torch.optim.Optimizer], Any]:

@@ -16,6 +16,7 @@ from avgpipe.interop.hf.loss import TrainerLoss, counted, counted_behind_first, 
 from avgpipe.interop.stepwise import StageOptimizers, check_plan
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import BatchResult
 
 # untyped on purpose: types would be checked against whichever release is installed
@@ -41,14 +42,14 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
     Args:
         model: as of Trainer; a PeftModel trains, and saves, its adapters alone. It stays on its device: stages are
-            copies on the devices of the ranks. One on the meta device needs ``weights_from`` in ``pipeline_options``,
-            and is given values when it is saved and at the end.
+            copies on the devices of the ranks. One on the meta device needs ``avgpipe.WeightsFrom`` among
+            the extensions in ``pipeline_options``, and is given values when it is saved and at the end.
         args: as of Trainer. What a pipeline cannot follow is refused.
         plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
         optimizers: two functions as of :class:`avgpipe.Pipeline`, ``optimizer(params)`` or
             ``optimizer(named_params)``, and ``lr_scheduler(optimizer)``; None: those of ``args``.
-        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``wire_dtype`` or ``ema_decay``, which
-            go before those that follow from ``args``.
+        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``extensions``, which replace those
+            that follow from ``args``, an extension those of its class.
         compute_loss_func: as of Trainer. ``num_items_in_batch`` is 1, and what the function returns is divided by the
             batch's labels that count; a function that does not divide by it is taken for a mean over samples.
 
@@ -122,8 +123,14 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
             "lr_scheduler": lr_scheduler or scheduler_of(self.args, steps),
             **self._pipeline_options,
         }
+        options["extensions"] = self._extensions()
         self._pipeline = Pipeline(self.model, self.plan, loss_fn=self._loss, **options)
         return self._pipeline
+
+    def _extensions(self) -> list[Extension]:
+        own = list(self._pipeline_options.get("extensions", ()))
+        kinds = tuple(map(type, own))
+        return [*own, *(e for e in pipeline_options_of(self.args)["extensions"] if type(e) not in kinds)]
 
     def _optimizer_function(self) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
         """Return what makes a stage's optimizer as ``args`` say, by the Trainer's rule of what decays."""

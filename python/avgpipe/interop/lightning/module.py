@@ -33,7 +33,8 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
     ``self.pipeline``. Every update ends before the next begins, so all that Lightning does between batches sees exactly
     the weights of ``trainer.global_step`` updates.
 
-    Gradients are clipped by ``clip_grad_norm=``, and 16 bits come by ``autocast=``, not by the Trainer's arguments.
+    Gradients are clipped by ``clip_grad_norm=``, and 16 bits come by
+    ``extensions=[avgpipe.Precision(autocast=...)]``, not by the Trainer's arguments.
 
     Args:
         model: as of :class:`avgpipe.Pipeline`. ``self.model`` has the trained weights when they are saved and when

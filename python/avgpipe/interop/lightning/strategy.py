@@ -82,7 +82,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         if type(self.precision_plugin) is not _precision.Precision:
             raise ValueError(
                 f"precision={self.precision_plugin.precision!r} is the pipeline's business: leave it out, and give the "
-                "module autocast=torch.bfloat16 or torch.float16"
+                "module extensions=[avgpipe.Precision(autocast=torch.bfloat16)], or torch.float16"
             )
         trains = trainer.state.fn == _states.TrainerFn.FITTING
         pipeline = module.open_pipeline(self.root_device, trains)

@@ -1,0 +1,433 @@
+"""Options of a Pipeline beyond its arguments: objects for ``Pipeline(..., extensions=[...])``, each given once.
+
+They are loaded when a script names them, with the code that they need.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from avgpipe.errors import check_count, nearest
+from avgpipe.model.batch import BatchDims
+from avgpipe.model.compiled import compile_options
+from avgpipe.plan import Plan
+from avgpipe.runtime.extension import Extension
+from avgpipe.runtime.options import CHECKS, TrainingOptions, preparing
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from avgpipe.runtime.prepared import PrepareStage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision(Extension):
+    """Number formats of training, and what happens to updates that are not finite.
+
+    Args:
+        autocast: dtype for ``torch.autocast`` in training; evaluation and prediction are in the dtype of the weights.
+        loss_scale: the factor on losses for the backward, so that small gradients in float16 are not lost:
+            "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
+            "dynamic" under ``autocast=torch.float16``, else none. An update is left out if scaled gradients
+            overflow on any stage, and ``skipped_updates`` counts it.
+        wire_dtype: torch.bfloat16 or torch.float16 halves the data sent between stages of different workers,
+            for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
+            exchanged after all backwards, are sent as bfloat16 only.
+        skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
+            nor statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for
+            the device, as it does with ``loss_scale``.
+    """
+
+    autocast: torch.dtype | None = None
+    loss_scale: float | str | None = None
+    wire_dtype: torch.dtype | None = None
+    skip_nonfinite: bool = False
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        scale = self.loss_scale
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale not in (None, "dynamic") and not (is_number and 0 < float(scale) < math.inf):
+            raise ValueError(f"loss_scale must be None, 'dynamic' or a number above 0, not {scale!r}")
+        if self.wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"wire_dtype must be None, torch.bfloat16 or torch.float16, not {self.wire_dtype}"
+            )
+        if scale is None and self.autocast is torch.float16:
+            scale = "dynamic"
+        return replace(
+            options,
+            autocast=self.autocast,
+            loss_scale=scale,
+            wire_dtype=self.wire_dtype,
+            skip_nonfinite=self.skip_nonfinite,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks(Extension):
+    """Which ranks a pipeline has, where it has not all, and how a stage is made parallel over others.
+
+    Args:
+        mesh: the dimension of a device mesh along which the stages lie, such as ``device_mesh["pp"]``: its ranks are
+            this pipeline's, and the other ranks of the whole mesh form pipelines of their own, of the same model.
+        group: likewise the torch.distributed group of this pipeline's ranks; messages name ranks by their numbers in
+            it.
+        prepare_stage: ``prepare_stage(module, stage, mesh)`` makes a stage of this rank parallel over the other
+            dimensions of ``mesh``, which is the whole mesh here: by ``fully_shard`` or ``parallelize_module``
+            on ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module,
+            ...)``. It changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. All
+            pipelines must train on batches of equally many samples; a batch's loss is that of the pipeline's
+            own. Ranks with different data should have different ``seed`` values, ranks that share layers the
+            same one.
+    """
+
+    mesh: DeviceMesh | None = None
+    group: dist.ProcessGroup | None = None
+    prepare_stage: PrepareStage | None = None
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        from avgpipe.ranks.mesh import members_of
+
+        members = None
+        if self.mesh is not None or self.group is not None:
+            members = members_of(self.mesh, self.group)
+        prepare = None if self.prepare_stage is None else preparing(self.prepare_stage, self.mesh)
+        return replace(options, members=members, prepare=prepare)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source(Extension):
+    """What names and batches mean.
+
+    Args:
+        names_of: the model that a list of layers is made from: names of parameters are this model's.
+        loss_weight: ``loss_weight(target)``, the weight of a micro-batch in its batch's mean loss; by default
+            its number of samples, or of the elements that ``nn.CrossEntropyLoss`` and ``nn.NLLLoss`` count.
+        batch_dim: the dimension of tensors along which the samples of a batch are: a number for all of them,
+            such as 1 for layers that take [length, batch, ...]; or one for the inputs and one for the
+            targets, ``(1, 0)``, and optionally a third for the model's outputs, 0 otherwise. If tensors
+            differ, tuples, lists and dicts with the structure of a batch replace a number, with None for
+            tensors that every micro-batch gets whole, such as a mask that all samples share: ``({"x": 0,
+            "mask": None}, 0)``.
+    """
+
+    names_of: nn.Module | None = None
+    loss_weight: Callable[[Any], Any] | None = None
+    batch_dim: Any = 0
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        return replace(
+            options,
+            names_of=self.names_of,
+            loss_weight=self.loss_weight,
+            batch_dims=BatchDims.of(self.batch_dim),
+        )
+
+
+@dataclass(frozen=True)
+class WeightsFrom(Extension):
+    """The values of a model on the meta device.
+
+    Args:
+        source: a folder or file of safetensors; a mapping from names to tensors, of which each rank reads those of its
+            stages; or a function that fills the modules of a stage, as by ``module.apply(...)``. Each rank allocates
+            its own stages only, so a model may be larger than a host's memory. Names in a folder that
+            ``save_pretrained`` wrote may have, or lack, the prefix of the model's body.
+    """
+
+    source: Any
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        return replace(options, weights_from=self.source)
+
+
+@dataclass(frozen=True)
+class Copies(Extension):
+    """Copies of each process's state in its neighbour's memory, so that a killed process is replaced without a disk.
+
+    For ranks that ``avgpipe run --spares`` has started. Each process holds two copies of its own state (weights,
+    optimizer states, reference) and two of its neighbour's, and the inputs and targets since. The script of the new
+    process runs from its beginning, reads its position from ``batches``, and gives ``train`` a loader that begins
+    there. A loader that is an iterator cannot be evaluated again.
+
+    Args:
+        every_s: at most about this many seconds of work are lost: the next copy, taken between two batches, begins
+            after three quarters of them, as a copy counts only once it has arrived.
+    """
+
+    every_s: float
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        if not (isinstance(self.every_s, int | float) and 0 < self.every_s < math.inf):
+            raise ValueError(f"Copies(every_s) must be seconds above 0, not {self.every_s!r}")
+        return replace(options, copies_every_s=self.every_s)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BitChecks(Extension):
+    """Checks for bits that were flipped in transit or in memory.
+
+    Args:
+        every: after this many batches, or a few more to complete a round of all pipelines, finish the
+            batches in flight and compare bit for bit what must be equal: copies of tied weights, replicas of
+            a stage, the references of dedicated pipelines; and two runs of one micro-batch on each stage, on
+            an accelerator only with ``torch.use_deterministic_algorithms(True)``. A difference ends the run
+            with an error that names it, and its place. Otherwise training continues unchanged. None: never.
+        wire: give each message between processes a checksum, which the receiver checks: a bit that was flipped
+            in transit ends the run with an error that names both processes, and the message. On devices, for
+            links through host memory. Sums and broadcasts of torch.distributed are not checked.
+    """
+
+    every: int | None = None
+    wire: bool = False
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        if self.every is not None:
+            check_count("every", self.every)
+        return replace(options, verify_every=self.every, verify_wire=self.wire)
+
+
+@dataclass(frozen=True)
+class MovingAverage(Extension):
+    """An exponential moving average of the reference, or of a lone pipeline's weights, taken after each update.
+
+    ``average = decay average + (1 - decay) weights``, with the first update's weights as its first value. Each stage
+    keeps its own, in one more copy of the weights, for ``weights="ema"`` in ``evaluate``, ``predict`` and
+    ``state_dict``; checkpoints have it. Buffers are not averaged over time.
+
+    Args:
+        decay: from 0 to below 1, such as 0.999.
+    """
+
+    decay: float
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        if isinstance(self.decay, bool) or not 0 <= self.decay < 1:
+            raise ValueError(f"decay must be from 0 to below 1, such as 0.999, not {self.decay!r}")
+        return replace(options, ema_decay=self.decay)
+
+
+@dataclass(frozen=True)
+class CudaGraphs(Extension):
+    """On CUDA, launch a stage's forward, or backward, of a micro-batch as one graph.
+
+    For plans that flush, and stages whose layers launch the same kernels every time: no random numbers, no waiting for
+    the device, no state carried from batch to batch. Inputs of another shape than the first batch's, as in a short last
+    one, run without.
+    """
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        return replace(options, cuda_graphs=True)
+
+
+class Compile(Extension):
+    """Compile every layer separately by ``torch.compile``: let a layer be a whole block.
+
+    Modules compiled before, by ``compile()`` or ``torch.compile``, stay so in any case, with their own options. Dropout
+    draws the same for any number of stages, but with the default backend not what plain layers draw, unless
+    ``torch._inductor.config.fallback_random`` is set. The first batches wait for the compiler, which ``timeout_s`` must
+    allow for.
+
+    Args:
+        options: keyword arguments of ``torch.compile``. With recomputation the default is ``dynamic=False``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+
+    def __repr__(self) -> str:
+        return f"Compile({', '.join(f'{name}={value!r}' for name, value in self.options.items())})"
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        return replace(options, compile=compile_options(self.options, options.recompute))
+
+
+@dataclass(frozen=True)
+class Audit(Extension):
+    """How training is compared with what was asked for. Without it: ``Audit("first-batch")``.
+
+    Args:
+        when: "first-batch": before the first batch trains, check that training does what was requested, and
+            raise or warn if it does not. Ranks must have the same batches, of which some are compared, and
+            loaders must end after the same one. The first rank runs the model as it was given and as its
+            stages run it, on samples of the batch: outputs, gradients and buffers must be equal, also in
+            evaluation and with recomputation. That takes the time of some batches, and memory for a copy of
+            the whole model and for its gradients, twice; its code and hooks run a few times more, on copies
+            of its modules. A warning reports a model that computes something else of a batch in micro-batches
+            than of the whole one, because its layers mix samples or count forwards. Another names parameters
+            without a gradient. An optimizer must give the parameters the same options for the whole model as
+            stage by stage; one of the caller's own class tries steps on small tensors. A loss function is
+            called a few times more, to check that it is a mean if it is used as one. "every": also compare
+            stages with the model in every hundredth batch, on the weights that it was given with; "full": in
+            all batches, on all samples; "off": no checks.
+    """
+
+    when: str = "first-batch"
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        if self.when not in CHECKS:
+            raise ValueError(f"unknown Audit({self.when!r}): {nearest(str(self.when), CHECKS)}")
+        return replace(options, check=self.when)
+
+
+@dataclass(frozen=True)
+class MemoryLimit(Extension):
+    """The memory that ``Plan(advance="auto")`` may use on a worker.
+
+    Args:
+        bytes: per worker, for the weights of all pipelines and the activations in flight.
+    """
+
+    bytes: int
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        if not (options.measures and self.bytes > 0):
+            raise ValueError(
+                f'MemoryLimit({self.bytes!r}) must be bytes above 0, for Plan(advance="auto"): leave it out elsewhere'
+            )
+        return replace(options, memory_limit_bytes=self.bytes)
+
+
+# ---- what does not go together ---------------------------------------------------------------------------------------
+
+
+class Conflict(NamedTuple):
+    """An option that cannot be had with another one.
+
+    Attributes:
+        option: as the user writes it.
+        other: the other one; may name fields of the options and the plan, as ``{plan.weights!r}``.
+        applies: whether both were given.
+        way_out: what to do.
+    """
+
+    option: str
+    other: str
+    applies: Callable[[TrainingOptions, Plan], Any]
+    way_out: str
+
+
+_PREPARED, _COPIES, _GRAPHS = "Ranks(prepare_stage)", "Copies", "CudaGraphs()"
+CONFLICTS: Sequence[Conflict] = (
+    Conflict(
+        _GRAPHS,
+        "recompute={plan.recompute!r}",
+        lambda o, p: o.cuda_graphs and p.recompute != "never",
+        "use one of the two",
+    ),
+    Conflict(
+        _GRAPHS,
+        "weights={plan.weights!r}, which keeps several versions",  # a graph reads where its capture found the weights
+        lambda o, p: o.cuda_graphs and p.weights != "flush",
+        "use a schedule that flushes, or leave it out",
+    ),
+    Conflict(
+        _GRAPHS,
+        "BitChecks(every={options.verify_every}), which runs a micro-batch again beside graphs with its gradients",
+        lambda o, p: o.cuda_graphs and o.verify_every is not None,
+        "use one of the two",
+    ),
+    Conflict(
+        _COPIES,
+        "isolate=True",
+        lambda o, p: o.copies and p.isolate,
+        "pipelines in processes of their own replace each other",
+    ),
+    Conflict(
+        _COPIES,
+        "spread=True",
+        lambda o, p: o.copies and p.spread,
+        "use isolate=True, with which the other pipelines go on at once",
+    ),
+    Conflict(
+        _COPIES, "replication={plan.replication}", lambda o, p: o.copies and p.replication, "leave it out"
+    ),
+    Conflict(
+        _COPIES,
+        "weights={plan.weights!r}",
+        lambda o, p: o.copies and p.weights != "flush",
+        "use a schedule that flushes",
+    ),
+    Conflict(_COPIES, 'advance="auto"', lambda o, p: o.copies and o.measures, "give numbers"),
+    Conflict(
+        _COPIES,
+        "BitChecks(every={options.verify_every})",
+        lambda o, p: o.copies and o.verify_every is not None,
+        "leave one of the two out",
+    ),
+    Conflict(
+        _COPIES,
+        "Ranks(mesh or group)",
+        lambda o, p: o.copies and o.members is not None,
+        "the pipeline must have all ranks",
+    ),
+    Conflict(
+        _PREPARED,
+        "pipelines={plan.pipelines}",
+        lambda o, p: o.prepare and p.pipelines > 1,
+        "use one, as other ranks hold parts of the weights",
+    ),
+    Conflict(
+        _PREPARED,
+        "weights={plan.weights!r}",
+        lambda o, p: o.prepare and p.weights != "flush",
+        "use a schedule that flushes",
+    ),
+    Conflict(
+        _PREPARED,
+        "replication={plan.replication}",
+        lambda o, p: o.prepare and p.replication,
+        "leave it out, and replicate stages over the mesh",
+    ),
+    Conflict(
+        _PREPARED,
+        'advance="auto", which ranks may choose differently',
+        lambda o, p: o.prepare and o.measures,
+        "use the number that one has chosen",
+    ),
+    Conflict(_PREPARED, _GRAPHS, lambda o, p: o.prepare and o.cuda_graphs, "leave it out"),
+    Conflict(
+        _PREPARED,
+        "BitChecks(every={options.verify_every})",
+        lambda o, p: o.prepare and o.verify_every is not None,
+        "leave it out",
+    ),
+    Conflict(
+        _PREPARED,
+        "MovingAverage({options.ema_decay})",
+        lambda o, p: o.prepare and o.ema_decay is not None,
+        "leave it out",
+    ),
+    Conflict(
+        _PREPARED,
+        "Compile()",
+        lambda o, p: o.prepare and o.compile is not None,
+        "leave it out, and have prepare_stage call layer.compile()",
+    ),
+)
+
+
+def configured(options: TrainingOptions, plan: Plan) -> TrainingOptions:
+    """Return the options with those of all extensions; ValueError or TypeError for what cannot be."""
+    extensions = options.extensions
+    for n, extension in enumerate(extensions):
+        if not isinstance(extension, Extension):
+            raise TypeError(
+                f"extensions[{n}] is {extension!r}: give objects of avgpipe, such as avgpipe.Compile(), or of a class "
+                "of yours that is an avgpipe.Extension"
+            )
+        if any(type(other) is type(extension) for other in extensions[:n]):
+            raise ValueError(f"extensions has two of {type(extension).__name__}: give each once")
+        options = extension.configure(options)
+    for row in CONFLICTS:
+        if row.applies(options, plan):
+            other = row.other.format(options=options, plan=plan)
+            raise ValueError(f"{row.option} cannot have {other}: {row.way_out}")
+    return options
