@@ -114,7 +114,7 @@ class Pipelines:
             loss_fn=case.loss(),
             optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
             device=device,
-            **({"cuda_graphs": True} if graphs else {}),
+            extensions=[avgpipe.CudaGraphs()] if graphs else [],
         )
 
     def run(self, batches: list[Any]) -> float:

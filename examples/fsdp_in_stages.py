@@ -31,10 +31,10 @@ def batch(number):  # of 64 samples in all, of which each pipeline has its share
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-options = {} if shards == 1 else {"prepare_stage": prepare_stage}
+ranks = avgpipe.Ranks(mesh=mesh["pp"], prepare_stage=None if shards == 1 else prepare_stage)
 with avgpipe.Pipeline(
-    model, avgpipe.Plan(stages=2, micro_batches=4), loss_fn=nn.MSELoss(), mesh=mesh["pp"],
-    optimizer=lambda params: torch.optim.Adam(params, lr=3e-3), seed=place, **options,
+    model, avgpipe.Plan(stages=2, micro_batches=4), loss_fn=nn.MSELoss(),
+    optimizer=lambda params: torch.optim.Adam(params, lr=3e-3), seed=place, extensions=[ranks],
 ) as pipeline:  # fmt: skip
     if shards == 1:
         dcp.load(state := pipeline.sharded_state_dict(), checkpoint_id=folder)

@@ -39,7 +39,7 @@ with avgpipe.Pipeline(
     avgpipe.Plan(stages=2, micro_batches=4),
     loss_fn=next_word,
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
-    weights_from=folder,
+    extensions=[avgpipe.WeightsFrom(folder)],
 ) as pipeline:
     for result in pipeline.train(counting() for _ in range(100)):
         if result.batch % 25 == 24 and pipeline.world.rank == 0:

@@ -29,7 +29,7 @@ with avgpipe.Pipeline(
     plan,
     loss_fn=nn.MSELoss(),
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
-    copies_every_s=10,
+    extensions=[avgpipe.Copies(every_s=10)],
 ) as pipeline:
     epoch, start = divmod(pipeline.batches, BATCHES)
     while epoch < EPOCHS:

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import avgpipe
+
 BATCH, RANKS, PARTS, TIMEOUT_S = 16, 2, 4, 120
 STAGES, MICRO_BATCHES, FORWARD_S, BACKWARD_S = 6, 12, 10e-3, 20e-3
 ACTIVATION_BYTES, RATE_BITS_PER_S = 2**20, 1e9
@@ -32,6 +34,10 @@ _HERE = "benchmarks.faults.copies"  # also where it is run as __main__
 
 
 # ---- on each rank ----------------------------------------------------------------------------------------------------
+
+
+def kept(every_s: float | None) -> list[avgpipe.Copies]:
+    return [] if every_s is None else [avgpipe.Copies(every_s)]
 
 
 def transformer(pipelines: int, every_s: list[float], rounds: int, seconds: float) -> dict[str, Any]:
@@ -69,7 +75,7 @@ def memory(pipelines: int, every_s: float | None, batches: int) -> dict[str, int
 
     _join()
     task, modules, plan = _transformer(pipelines)
-    row = OurRow("", task, modules, plan, timeout_s=TIMEOUT_S, copies_every_s=every_s)
+    row = OurRow("", task, modules, plan, timeout_s=TIMEOUT_S, extensions=kept(every_s))
     counted = _Counted()
     for _ in row.losses(batches):
         pass
@@ -150,7 +156,7 @@ def _measure(
     ways: list[float | None] = [None, *every_s]
     names = ["without" if s is None else f"copies_every_s={s:g}" for s in ways]
     rows = [
-        OurRow(name, task, modules, plan, timeout_s=TIMEOUT_S, copies_every_s=s)
+        OurRow(name, task, modules, plan, timeout_s=TIMEOUT_S, extensions=kept(s))
         for name, s in zip(names, ways)
     ]
     counted = _Counted()

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Copies, Pipeline, Plan
 from avgpipe.ranks.process import generation
 from avgpipe_lab.bench.chaos.job import Journal
 from benchmarks.overlap.models import Attention, Perceptron, loss
@@ -83,7 +83,7 @@ def made(asked: dict[str, Any], journal: Journal | None = None) -> Pipeline:
         optimizer=optimizer,
         lr_scheduler=note,
         timeout_s=asked["timeout_s"],
-        copies_every_s=asked.get("copies_every_s"),
+        extensions=[Copies(asked["copies_every_s"])] if asked.get("copies_every_s") else [],
     )
 
 

@@ -84,7 +84,11 @@ def worker(way: str, folder: str) -> dict[str, Any]:
         source = folder if way == WAYS[0] else _fill
     plan = avgpipe.Plan(stages=STAGES, micro_batches=1)
     pipeline = avgpipe.Pipeline(
-        model, plan, loss_fn=_loss, optimizer=lambda p: torch.optim.SGD(p, lr=1e-3), weights_from=source
+        model,
+        plan,
+        loss_fn=_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-3),
+        extensions=[avgpipe.WeightsFrom(source)],
     )
     peak = _status_bytes("VmHWM")
     held = sum(t.arena.weights[0].nbytes for t in pipeline._session.worker.trained.values())

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+import avgpipe
 from avgpipe import Pipeline, Plan
 from avgpipe.model.layers import layers_of
 from benchmarks.common.record import say, write_record
@@ -58,7 +59,11 @@ def tried(name: str) -> dict[str, Any]:
     model, data = network(name), batches(name, STEPS)
     by, layers = tracer(model, data[0][0])
     # Exported once: that takes a minute, and a pipeline of the model would do the very same.
-    how = {"names_of": model} if by == "torch.export" else {"example_inputs": data[0][0]}
+    how = (
+        {"extensions": [avgpipe.Source(names_of=model)]}
+        if by == "torch.export"
+        else {"example_inputs": data[0][0]}
+    )
     row: dict[str, Any] = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "by": by,

@@ -31,6 +31,8 @@ from typing import Any
 
 import torch
 
+import avgpipe
+
 DATA = {
     "gpt": "wikitext-2",
     "awd-lstm": "wikitext-2",
@@ -58,8 +60,7 @@ def first_batches(model: str, data: str, check: str) -> dict[str, Any]:
         plan,
         loss_fn=workload.loss_fn,
         optimizer=workload.optimizer,
-        loss_weight=workload.loss_weight,
-        check=check,
+        extensions=[avgpipe.Source(loss_weight=workload.loss_weight), avgpipe.Audit(check)],
     ) as pipeline:
         begin = time.perf_counter()
         for _ in islice(pipeline.train(workload.train_batches(0)), FIRST + LATER):
@@ -102,10 +103,23 @@ def worker(rounds: int, batches: int) -> list[dict[str, Any]]:
         for name in CHECKS:
             modules = [Adds() for _ in range(STAGES)]
             plan = our_plan(STAGES, 8, pipelines=n)
-            rows.append(OurRow(f"host, N = {n}|{name}", task, modules, plan, link="shm", check=name))
+            rows.append(
+                OurRow(
+                    f"host, N = {n}|{name}", task, modules, plan, link="shm", extensions=[avgpipe.Audit(name)]
+                )
+            )
     for name in CHECKS:
         emulated = [EmulatedStage(WAIT_S, 2 * WAIT_S) for _ in range(STAGES)]
-        rows.append(OurRow(f"emulated|{name}", task, emulated, our_plan(STAGES, 8), link="shm", check=name))
+        rows.append(
+            OurRow(
+                f"emulated|{name}",
+                task,
+                emulated,
+                our_plan(STAGES, 8),
+                link="shm",
+                extensions=[avgpipe.Audit(name)],
+            )
+        )
     return [row._asdict() for row in measure_rows(rows, rounds, batches, progress)]
 
 
@@ -130,7 +144,7 @@ def calls_of(check: str, pipelines: int) -> float:
             plan,
             loss_fn=loss,
             optimizer=lambda p: torch.optim.SGD(p, lr=1e-3),
-            check=check,
+            extensions=[avgpipe.Audit(check)],
         ) as pipeline:
             results = pipeline.train(repeat(batch, COUNT_FROM + COUNTED))
             deque(islice(results, COUNT_FROM), maxlen=0)

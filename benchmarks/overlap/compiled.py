@@ -15,6 +15,8 @@ import json
 import time
 from typing import Any
 
+import avgpipe
+
 BATCH, RANKS, TIMEOUT_S = 16, 2, 600
 
 
@@ -50,7 +52,7 @@ def worker(model: str, parts: int, rounds: int, batches: int, compile: dict[str,
     ]
     for pipelines in (1, 2):
         plan = Plan(stages=RANKS, pipelines=pipelines, micro_batches=parts, partition=cut, warmup_rounds=0)
-        for label, options in (("", {}), (", compiled", {"compile": compile or True})):
+        for label, options in (("", {}), (", compiled", {"extensions": [avgpipe.Compile(**compile)]})):
             name = f"avgpipe, N = {pipelines}{label}"
             rows.append(OurRow(name, task, shape.layers(), plan, timeout_s=TIMEOUT_S, **options))
     first = []

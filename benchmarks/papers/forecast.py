@@ -19,8 +19,8 @@ first one in the table that is within a hundredth of the quickest.
 weights once in so many updates, the least with which that is hidden behind computing. What so long a period costs in
 samples is not known, so it is none of the "best".
 
-"16 bits": activations, their gradients and those of tied weights travel as bfloat16 (``Pipeline(wire_dtype=...)``). All
-systems can have that, so they all have such rows; the published ones did not, so theirs without it are what stands
+"16 bits": activations, their gradients and those of tied weights travel as bfloat16 (``Precision(wire_dtype=...)``).
+All systems can have that, so they all have such rows; the published ones did not, so theirs without it are what stands
 for the papers.
 
 Beside the seconds stands what the busiest device and the busiest line of a host have to do for a batch. No schedule is

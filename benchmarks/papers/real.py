@@ -99,7 +99,11 @@ def sizes_of(workload: str) -> tuple[float, float]:
     """Seconds of a sample's forward and backward in one process, and bytes that the cut hands on of it."""
     made, _ = built(workload, 0, 1)
     inputs, targets = next(iter(made.train_batches(0)))
-    options: dict[str, Any] = {"loss_fn": made.loss_fn, "loss_weight": made.loss_weight, "optimizer": _still}
+    options: dict[str, Any] = {
+        "loss_fn": made.loss_fn,
+        "optimizer": _still,
+        "extensions": [avgpipe.Source(loss_weight=made.loss_weight)],
+    }
     seconds = []
     with avgpipe.Pipeline(made.layers, avgpipe.Plan(micro_batches=4), **options) as pipeline:
         for _ in range(TRIES):

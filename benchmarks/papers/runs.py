@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+import avgpipe
 from avgpipe.plan import Plan
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
@@ -158,7 +159,11 @@ def worker(
     optimizer = partial(optimizer_of, stages, asked)
     task = Task(torch.ones(count, 1), torch.zeros(count, 1), mean_loss, optimizer)
     wire = torch.bfloat16 if wire_bits < FLOAT_BITS else None
-    options: dict[str, Any] = {"per_batch": updates, "wire_dtype": wire, "timeout_s": timeout_s}
+    options: dict[str, Any] = {
+        "per_batch": updates,
+        "timeout_s": timeout_s,
+        "extensions": [avgpipe.Precision(wire_dtype=wire)],
+    }
     row = OurRow("row", task, stages_of(stages), asked, **options)
     (measured,) = measure_rows([row], rounds, batches, progress)
     timeline = row.timeline

@@ -26,7 +26,7 @@ MIXES = "|".join(
         "outside of the model",
     )
 )
-WHOLE = "say so by batch_dim"
+WHOLE = "say so by Source(batch_dim)"
 TOGETHER = "which other parameters its optimizer has"
 HOOKED = "has a hook, which"
 EVALUATED = "in evaluation mode as a whole"

@@ -207,12 +207,14 @@ def train(name: str, way: Way, seed: int, batches: int = 0, **on_ranks: Any) -> 
             layers if rounds else workload.layers,
             plan,
             loss_fn=workload.loss_fn,
-            loss_weight=workload.loss_weight,
+            extensions=[
+                avgpipe.Source(loss_weight=workload.loss_weight),
+                avgpipe.Precision(wire_dtype=torch.bfloat16 if way.narrow and not rounds else None),
+            ],
             optimizer=recipe.optimizer_for(options, workload.layers),
             lr_scheduler=recipe.lr_scheduler_for(10**9, options),
             clip_grad_norm=recipe.clip_grad_norm,
             link="gloo" if on_ranks else "auto",
-            wire_dtype=torch.bfloat16 if way.narrow and not rounds else None,
             seed=seed,
         ) as pipeline,
     ):

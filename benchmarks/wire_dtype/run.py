@@ -116,7 +116,7 @@ def fit(wire: torch.dtype | None, pipelines: int, count: int, seed: int, text: A
         loss_fn=NextByte(),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
         seed=seed,
-        wire_dtype=wire,
+        extensions=[avgpipe.Precision(wire_dtype=wire)],
     ) as pipeline:
         train, held_out = text
         losses = [r.loss for r in pipeline.train(batches(train, count, seed))]

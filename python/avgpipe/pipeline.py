@@ -37,7 +37,7 @@ from avgpipe.ranks.process import (
     report_lost_peers,
 )
 from avgpipe.ranks.world import World
-from avgpipe.runtime.audit import Audit
+from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.evaluate import (
     EvaluationResult,
     MetricFn,
@@ -235,7 +235,7 @@ class Pipeline:
         if not self.world.rank:
             if plan.stages > 1:
                 warn_of_graphs(module for layer in layers for module in layer.modules())
-            worker.audit = Audit(
+            worker.audit = StageAudit(
                 spec.given,
                 layers,
                 spec.model.bounds,

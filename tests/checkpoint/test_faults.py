@@ -28,6 +28,7 @@ from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.checkpoint.manifest import Manifest
 from tests.checkpoint.test_blocks import checksum_in
+from tests.options import grouped
 from tests.patience import limit
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import adamw, language_model, token_batches
@@ -38,7 +39,7 @@ LOSS = nn.CrossEntropyLoss()
 
 def make(plan: Plan = PLAN, model: nn.Module | None = None, **options: Any) -> Pipeline:
     chosen: dict[str, Any] = {"loss_fn": LOSS, "optimizer": adamw, **options}
-    return Pipeline(model or language_model(), plan, **chosen)
+    return Pipeline(model or language_model(), plan, **grouped(**chosen))
 
 
 def losses(p: Pipeline, count: int = 4) -> list[float]:

@@ -13,6 +13,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.checkpoint.sharded import _decoded, _encoded
 from avgpipe.errors import CheckpointError
+from tests.options import grouped
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -23,7 +24,9 @@ SLOWER = partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 3], gamma=
 
 def pipeline(optimizer: Any = adamw, **options: Any) -> Pipeline:
     plan = Plan(**{"stages": 2, "micro_batches": 2, **options.pop("plan", {})})
-    return Pipeline(language_model(frozen=True), plan, loss_fn=LOSS, optimizer=optimizer, **options)
+    return Pipeline(
+        language_model(frozen=True), plan, **grouped(loss_fn=LOSS, optimizer=optimizer, **options)
+    )
 
 
 @pytest.mark.parametrize("optimizer", [adamw, momentum])

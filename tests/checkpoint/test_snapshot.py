@@ -15,6 +15,7 @@ from avgpipe.checkpoint import Snapshot, restore, snapshot
 from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.runtime.session import Session
 from tests.checkpoint.test_checkpoint import Summer, same
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw
 
@@ -31,11 +32,13 @@ def make(plan: Plan, **options: Any) -> Pipeline:
     return Pipeline(
         nn.Sequential(*layers),
         plan,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=adamw,
-        lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
-        seed=2,
-        **options,
+        **grouped(
+            loss_fn=nn.CrossEntropyLoss(),
+            optimizer=adamw,
+            lr_scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.5),
+            seed=2,
+            **options,
+        ),
     )
 
 

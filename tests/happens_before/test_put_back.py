@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
+from avgpipe import Audit, CudaGraphs, ElasticAveraging, Pipeline, Plan, Reference
 from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
@@ -299,7 +299,7 @@ def test_graphs_are_refused_where_weights_have_versions(weights: str) -> None:
     plan = Plan.for_system(system, stages=2, micro_batches=1 if system == "pipedream" else 2)
     assert plan.weights == weights or system == "pipedream"
     with pytest.raises(ValueError, match="which keeps several versions"):
-        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, cuda_graphs=True)
+        Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, extensions=[CudaGraphs()])
 
 
 def test_a_loss_is_there_before_it_is_read() -> None:
@@ -314,7 +314,7 @@ def test_a_loss_is_there_before_it_is_read() -> None:
     ahead: list[bool] = []
     with on_streams(Waits()):
         plan = Plan(stages=2, micro_batches=2)
-        with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, check="off") as p:
+        with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, extensions=[Audit("off")]) as p:
             for _ in p.train(token_batches(8, 8)):
                 pass
     assert len(ahead) >= 8

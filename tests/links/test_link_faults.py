@@ -17,6 +17,7 @@ from avgpipe.errors import PipelineError
 from avgpipe.links import shared
 from avgpipe_ext import ring
 from tests.links.ends import LINKS
+from tests.options import grouped
 from tests.patience import SharedMemory, limit
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
@@ -183,7 +184,7 @@ def disagree(what: str) -> str:
     if rank == 1:
         other[0][other[1]] = other[2]
     with pytest.raises(ValueError, match="differs between ranks") as caught:
-        Pipeline(language_model(), Plan(**plan), loss_fn=LOSS, optimizer=momentum, **options)
+        Pipeline(language_model(), Plan(**plan), **grouped(loss_fn=LOSS, optimizer=momentum, **options))
     return str(caught.value)
 
 

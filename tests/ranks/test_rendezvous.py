@@ -23,6 +23,7 @@ from torch import nn
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.ranks.launch import private_meeting
 from avgpipe.ranks.rendezvous import Board, _number_of_start, join, open_store, private_store
+from tests.options import grouped
 from tests.patience import limit, wait_until
 from tests.runner import ROOT, Ranks, run, touch
 from tests.runtime.cases import language_model, momentum, token_batches
@@ -312,7 +313,9 @@ def test_connecting_without_an_answer_of_the_store_ends() -> None:
 
 def make(K: int = 2, **options: Any) -> Pipeline:
     chosen: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": momentum, "timeout_s": LIMIT_S}
-    return Pipeline(language_model(), Plan(stages=K, pipelines=2, micro_batches=2), **{**chosen, **options})
+    return Pipeline(
+        language_model(), Plan(stages=K, pipelines=2, micro_batches=2), **grouped(**{**chosen, **options})
+    )
 
 
 def _dies_before(victim: int) -> None:

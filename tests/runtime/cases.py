@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.options import grouped
 
 Trained = tuple[list[float], dict[str, torch.Tensor]]  # losses, and the final state
 
@@ -131,7 +132,7 @@ def train_pipeline(
     model: Any, plan: Plan, batches: list[Any], loss_fn: Any, optimizer: Any, **options: Any
 ) -> Trained:
     """Losses and final state of a pipeline's training."""
-    with Pipeline(model, plan, loss_fn=loss_fn, optimizer=optimizer, **options) as pipeline:
+    with Pipeline(model, plan, **grouped(loss_fn=loss_fn, optimizer=optimizer, **options)) as pipeline:
         losses = [r.loss for r in pipeline.train(batches)]
         return losses, pipeline.state_dict()
 

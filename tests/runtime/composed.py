@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
+from tests.options import grouped
 from tests.runtime.capture_rules import capture_rules
 
 LOSS = nn.CrossEntropyLoss()
@@ -101,7 +102,7 @@ class Setup:
             "ema_decay": DECAY if self.ema else None,
             **more,
         }
-        return Pipeline(self.made(), plan, **settings)
+        return Pipeline(self.made(), plan, **grouped(**settings))
 
     def device(self) -> AbstractContextManager[Any]:
         """Where pipelines of it run: the CPU, with a stand-in for CUDA graphs where these are asked for."""

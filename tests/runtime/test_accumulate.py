@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import Carry, Pipeline, Plan
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -46,7 +47,7 @@ LOSSES = {
 def check(plan: dict[str, Any], name: str = "counted elements", **options: Any) -> Any:
     batches, loss_fn = uneven(), LOSSES[name]
     with Pipeline(
-        language_model(), Plan(**plan), loss_fn=loss_fn, optimizer=adamw, accumulate=3, **options
+        language_model(), Plan(**plan), **grouped(loss_fn=loss_fn, optimizer=adamw, accumulate=3, **options)
     ) as p:
         results = list(p.train(iter(batches)))
         state = p.state_dict()

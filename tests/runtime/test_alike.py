@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import PeerLost, Pipeline, PipelineError, Plan
+from avgpipe import Audit, PeerLost, Pipeline, PipelineError, Plan
 from avgpipe.ranks.rendezvous import Silence
 from avgpipe.runtime.alike import Alike, mark
 from tests.runner import run
@@ -243,7 +243,7 @@ def refused_on_one(rank_that_refuses: int) -> list[str]:
         plan = Plan(stages=2, micro_batches=2)
         try:
             with Pipeline(
-                model, plan, loss_fn=LOSS, optimizer=function, timeout_s=60, check="off"
+                model, plan, loss_fn=LOSS, optimizer=function, timeout_s=60, extensions=[Audit("off")]
             ) as pipeline:
                 list(pipeline.train([(torch.ones(4, 4), torch.zeros(4, 2))]))
             found.append("")

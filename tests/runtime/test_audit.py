@@ -17,7 +17,8 @@ from torch.utils import _pytree as pytree
 from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.model.layers import layers_of
 from avgpipe.runtime import audit
-from avgpipe.runtime.audit import Audit
+from avgpipe.runtime.audit import StageAudit
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import assert_same_training, momentum, train_on_one_device, train_pipeline
 
@@ -50,12 +51,12 @@ def batches(count: int = 3, samples: int = 8) -> list[tuple[torch.Tensor, torch.
 
 def train(model: nn.Module | Sequence[nn.Module], plan: Plan | None = None, **options: Any) -> Pipeline:
     plan = plan or Plan(stages=2, micro_batches=2, partition=[2])
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, **options) as p:
+    with Pipeline(model, plan, **grouped(loss_fn=LOSS, optimizer=momentum, **options)) as p:
         list(p.train(batches()))
     return p
 
 
-def audit_of(model: Any, layers: Sequence[nn.Module] | None = None, **options: Any) -> Audit:
+def audit_of(model: Any, layers: Sequence[nn.Module] | None = None, **options: Any) -> StageAudit:
     layers = layers_of(model) if layers is None else layers
     given: dict[str, Any] = {
         "recomputes": False,
@@ -64,7 +65,7 @@ def audit_of(model: Any, layers: Sequence[nn.Module] | None = None, **options: A
         "check": "first-batch",
     }
     bounds = [0, len(layers) // 2, len(layers)]
-    return Audit(model, layers, bounds, device=torch.device("cpu"), **(given | options))
+    return StageAudit(model, layers, bounds, device=torch.device("cpu"), **(given | options))
 
 
 # ---- what differs is refused -----------------------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def test_a_batch_whose_samples_lie_elsewhere_is_looked_at_as_a_whole() -> None:
 
 def test_a_loader_of_several_epochs_is_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
-    monkeypatch.setattr(Audit, "_compare", lambda self, batch, inputs: looked.append(batch))
+    monkeypatch.setattr(StageAudit, "_compare", lambda self, batch, inputs: looked.append(batch))
     with Pipeline(chain(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum) as p:
         for _ in range(2):
             list(p.train(batches()))

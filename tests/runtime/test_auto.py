@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import MemoryLimit, Pipeline, Plan
 from avgpipe.runtime.compute import SavedBytes
 from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches
@@ -44,7 +44,7 @@ def train(K: int, N: int, advance: Any, link: str = "auto", limit: int | None = 
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=momentum,
         link=link,
-        memory_limit_bytes=limit,
+        extensions=[MemoryLimit(limit)],
     ) as p:
         losses = [r.loss for r in p.train(token_batches(6 * N, 8))]
         return losses, p.advance and p.advance.advance, p.advance and p.advance.peak_in_flight

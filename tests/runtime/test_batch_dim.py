@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from tests.isolated import Isolated
 from tests.runner import run
 from tests.runtime.cases import momentum, unequal
@@ -100,7 +100,7 @@ def pipelined(
     layers, batches, dims = made(case)
     plan = Plan(**{"stages": 2, "micro_batches": 4, **options})
     with Pipeline(
-        layers, plan, loss_fn=per_step, optimizer=momentum, batch_dim=dims, timeout_s=60
+        layers, plan, loss_fn=per_step, optimizer=momentum, extensions=[Source(batch_dim=dims)], timeout_s=60
     ) as pipeline:
         if steps:
             losses = [pipeline.step(x, y) for x, y in batches]
@@ -169,7 +169,13 @@ def test_a_dimension_that_was_not_said_is_refused_with_the_way_out() -> None:
 )
 def test_what_says_no_dimension_is_refused(asked: Any, match: str) -> None:
     with pytest.raises(TypeError, match=match):
-        Pipeline([nn.Linear(2, 2)], Plan(), loss_fn=per_step, optimizer=momentum, batch_dim=asked)
+        Pipeline(
+            [nn.Linear(2, 2)],
+            Plan(),
+            loss_fn=per_step,
+            optimizer=momentum,
+            extensions=[Source(batch_dim=asked)],
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,7 +194,9 @@ def test_a_batch_that_is_not_as_said_is_refused(dims: Any, match: str) -> None:
     layers, batches, _ = made(with_a_table)
     plan = Plan(stages=2, micro_batches=4)
     with (
-        Pipeline(layers, plan, loss_fn=per_step, optimizer=momentum, batch_dim=dims) as pipeline,
+        Pipeline(
+            layers, plan, loss_fn=per_step, optimizer=momentum, extensions=[Source(batch_dim=dims)]
+        ) as pipeline,
         pytest.raises(ValueError, match=match),
     ):
         list(pipeline.train(batches))

@@ -19,6 +19,7 @@ from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, d
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import (
@@ -35,7 +36,7 @@ SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 
 
 def pipeline(model: nn.Module, plan: Plan, **options: Any) -> Pipeline:
-    return Pipeline(model, plan, **{"loss_fn": LOSS, "optimizer": momentum, **options})
+    return Pipeline(model, plan, **grouped(**{"loss_fn": LOSS, "optimizer": momentum, **options}))
 
 
 def compare(model: nn.Module, plan: Plan, **options: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.options import grouped
 from tests.runtime.cases import momentum
 
 BATCHES = [(torch.arange(32.0).reshape(8, 4).sub(14), torch.zeros(8, 2))] * 4
@@ -31,7 +32,7 @@ def told(choose: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
     plan = Plan(stages=2, micro_batches=options.pop("micro_batches", 4))
     with (
         caplog.at_level(logging.WARNING, "avgpipe"),
-        Pipeline(layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, **options) as pipeline,
+        Pipeline(layers, plan, **grouped(loss_fn=nn.MSELoss(), optimizer=momentum, **options)) as pipeline,
     ):
         for _ in pipeline.train(BATCHES):
             pass

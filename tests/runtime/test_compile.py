@@ -16,11 +16,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import Compile, Pipeline, Plan, StageError
 from avgpipe.model.compiled import Compiler, compile_options, described, is_compiled
 from avgpipe.model.context import Carry
 from avgpipe.model.layers import layers_of
 from avgpipe.model.tracing import TracedLayer
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
@@ -52,7 +53,7 @@ class Backend:
 
 def train(model: Any, plan: Plan, batches: list[Any], **options: Any) -> tuple[list[float], Any]:
     options = {"loss_fn": LOSS, "optimizer": momentum, **options}
-    with Pipeline(model, plan, **options) as p:
+    with Pipeline(model, plan, **grouped(**options)) as p:
         losses = [r.loss for r in p.train(batches)]
         state = p.state_dict()
     return losses, state
@@ -314,16 +315,16 @@ def test_evaluation_saving_and_loading(N: int, tmp_path: Path) -> None:
         image_batches(2, seed=5),
     )
     options = {"loss_fn": LOSS, "optimizer": adamw}
-    with Pipeline(image_model(), plan, **options) as p:
+    with Pipeline(image_model(), plan, **grouped(**options)) as p:
         list(p.train(batches))
         expected, loss = p.state_dict(), p.evaluate(held_out).loss
-    with Pipeline(image_model(), plan, **options, compile={"backend": "aot_eager"}) as p:
+    with Pipeline(image_model(), plan, **grouped(**options, compile={"backend": "aot_eager"})) as p:
         for result in p.train(batches[:4]):
             if result.batch in (0, 2):
                 p.evaluate(held_out)
                 p.predict(held_out[0][0])
         p.save(tmp_path / "c")
-    with Pipeline(image_model(), plan, **options, compile={"backend": "eager"}) as p:
+    with Pipeline(image_model(), plan, **grouped(**options, compile={"backend": "eager"})) as p:
         p.load(tmp_path / "c")
         list(p.train(batches[4:]))
         assert abs(p.evaluate(held_out).loss - loss) < 1e-10
@@ -331,7 +332,7 @@ def test_evaluation_saving_and_loading(N: int, tmp_path: Path) -> None:
     assert_same_state(state, expected)
     model = image_model().eval()
     model.load_state_dict(state, strict=True)
-    with Pipeline(image_model(), plan, **options) as p:
+    with Pipeline(image_model(), plan, **grouped(**options)) as p:
         p.load(tmp_path / "c")  # compiled or not, a checkpoint is the same
 
 
@@ -544,7 +545,7 @@ def test_models_of_transformers(way: str) -> None:
 )
 def test_wrong_values_are_refused_at_once(given: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum, compile=given)
+        Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum, extensions=[Compile(**given)])
 
 
 def test_options_are_read_as_torch_compile_s() -> None:

@@ -13,6 +13,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.timeline import Event
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -32,7 +33,7 @@ BOUND = 1e-9  # float64; the two devices add in different orders
 def train(plan: Plan, batches: list[Any], device: str, model: nn.Module | None = None, **options: Any) -> Any:
     """Losses, final weights on the CPU, evaluation loss, and the timeline."""
     with Pipeline(
-        model or language_model(), plan, loss_fn=LOSS, optimizer=adamw, device=device, **options
+        model or language_model(), plan, **grouped(loss_fn=LOSS, optimizer=adamw, device=device, **options)
     ) as p:
         losses = [r.loss for r in p.train(batches)]
         state = {name: value.cpu() for name, value in p.state_dict().items()}

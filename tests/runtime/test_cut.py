@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from avgpipe.measure.cut_picture import plot_cut
 from avgpipe.model.cut import Cut, expected_traffic
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import momentum, train_on_one_device
 from tests.runtime.test_skips import BOUNDS, Skipping
@@ -55,7 +56,7 @@ def listed(model: Language) -> list[nn.Module]:
 
 def pipeline_of(model: Any, stages: int, **options: Any) -> Pipeline:
     plan = options.pop("plan", Plan(stages=stages, micro_batches=2))
-    return Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=momentum, **options)
+    return Pipeline(model, plan, **grouped(loss_fn=nn.MSELoss(), optimizer=momentum, **options))
 
 
 def words(line: str) -> str:
@@ -190,7 +191,9 @@ def test_a_list_of_layers_keeps_the_models_names(tmp_path: Path) -> None:
         return momentum([p for _, p in pairs])
 
     plan = Plan(stages=3, micro_batches=2)
-    with Pipeline(listed(model), plan, loss_fn=nn.MSELoss(), optimizer=optimizer, names_of=model) as pipeline:
+    with Pipeline(
+        listed(model), plan, loss_fn=nn.MSELoss(), optimizer=optimizer, extensions=[Source(names_of=model)]
+    ) as pipeline:
         list(pipeline.train(batches))
         state = pipeline.state_dict()
         pipeline.save(tmp_path / "saved")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from avgpipe import Pipeline, Plan
-from avgpipe.elastic.ema import MovingAverage
+from avgpipe import MovingAverage, Pipeline, Plan, Precision
+from avgpipe.elastic.ema import WeightAverage
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, token_batches
 
@@ -35,7 +36,9 @@ def averaged_on_one_device(batches: list[Any]) -> dict[str, torch.Tensor]:
 
 def pipeline(plan: dict[str, Any], **options: Any) -> Pipeline:
     return Pipeline(
-        language_model(), Plan(**plan), loss_fn=LOSS, optimizer=adamw, **{"ema_decay": DECAY, **options}
+        language_model(),
+        Plan(**plan),
+        **grouped(loss_fn=LOSS, optimizer=adamw, **{"ema_decay": DECAY, **options}),
     )
 
 
@@ -151,13 +154,13 @@ def test_a_checkpoint_without_it_begins_one_and_one_with_it_needs_none(tmp_path:
         p.save(tmp_path / "with")
     with pipeline(PLANS[0], ema_decay=None) as p:
         p.load(tmp_path / "with")
-        with pytest.raises(ValueError, match="weights='ema' needs a Pipeline with ema_decay"):
+        with pytest.raises(ValueError, match="weights='ema' needs a Pipeline with extensions="):
             p.state_dict("ema")
 
 
 def test_weights_in_16_bits_are_averaged_in_32() -> None:
     decay, weights = 0.999, [torch.ones(4, dtype=torch.bfloat16)]
-    ema = MovingAverage(weights, decay)
+    ema = WeightAverage(weights, decay)
     ema.update(weights)
     for _ in range(100):
         ema.update([torch.full((4,), 2.0, dtype=torch.bfloat16)])
@@ -166,7 +169,9 @@ def test_weights_in_16_bits_are_averaged_in_32() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).bfloat16()
     batch = torch.randn(4, 4).bfloat16(), torch.tensor([0, 1, 0, 1])
     plan = Plan(stages=2, micro_batches=2)
-    with Pipeline(copy.deepcopy(model), plan, loss_fn=LOSS, optimizer=adamw, ema_decay=0.5) as p:
+    with Pipeline(
+        copy.deepcopy(model), plan, loss_fn=LOSS, optimizer=adamw, extensions=[MovingAverage(0.5)]
+    ) as p:
         list(p.train([batch] * 3))
         assert p.predict(batch[0], weights="ema").dtype == torch.bfloat16
         assert {t.dtype for t in p.state_dict("ema").values()} == {torch.bfloat16}
@@ -178,7 +183,11 @@ def test_an_update_that_was_left_out_does_not_count() -> None:
 
     def averaged(given: list[Any]) -> dict[str, torch.Tensor]:
         with Pipeline(
-            [model], Plan(), loss_fn=nn.MSELoss(), optimizer=adamw, ema_decay=0.5, skip_nonfinite=True
+            [model],
+            Plan(),
+            loss_fn=nn.MSELoss(),
+            optimizer=adamw,
+            extensions=[MovingAverage(0.5), Precision(skip_nonfinite=True)],
         ) as p:
             list(p.train(given))
             return p.state_dict("ema")
@@ -188,5 +197,5 @@ def test_an_update_that_was_left_out_does_not_count() -> None:
 
 @pytest.mark.parametrize("wrong", [-0.1, 1, 1.5, True])
 def test_a_decay_is_below_one(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=f"ema_decay must be None or from 0 to below 1, .*not {wrong}"):
+    with pytest.raises(ValueError, match=f"decay must be from 0 to below 1, .*not {wrong}"):
         pipeline({}, ema_decay=wrong)

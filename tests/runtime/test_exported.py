@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Carry, Pipeline, Plan, StageError
+from avgpipe import Carry, Pipeline, Plan, Source, StageError
 from avgpipe.model.layers import layers_of
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     Trained,
@@ -95,7 +96,9 @@ def check_case(name: str, K: int, recompute: str = "never", exports: bool = Fals
     plan = Plan(stages=K, micro_batches=4, recompute=recompute)
     how: dict[str, Any] = {"example_inputs": batches[0][0]} if exports else {"names_of": model}
     with Pipeline(
-        model if exports else layers, plan, loss_fn=loss_fn, optimizer=momentum, timeout_s=60, **how
+        model if exports else layers,
+        plan,
+        **grouped(loss_fn=loss_fn, optimizer=momentum, timeout_s=60, **how),
     ) as pipeline:
         losses = [result.loss for result in pipeline.train(batches)]
         state = pipeline.state_dict()
@@ -183,7 +186,9 @@ def test_dropout_depends_neither_on_stages_nor_remains_in_evaluation() -> None:
     found, layers = [], layers_of(model, batches[0][0])
     for K in (1, 2, 3):
         plan = Plan(stages=K, micro_batches=2)
-        with Pipeline(layers, plan, loss_fn=over_tokens, optimizer=momentum, names_of=model) as pipeline:
+        with Pipeline(
+            layers, plan, loss_fn=over_tokens, optimizer=momentum, extensions=[Source(names_of=model)]
+        ) as pipeline:
             whole = copy.deepcopy(model).eval()
             torch.testing.assert_close(pipeline.predict(batches[0][0]), whole(batches[0][0]))
             found.append([result.loss for result in pipeline.train(batches)])

@@ -18,6 +18,7 @@ from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE
+from tests.options import grouped
 from tests.runtime.capture_rules import CaptureError, GraphsAndStreams, RecordedGraph, capture_rules
 from tests.runtime.cases import adamw, language_model, token_batches
 
@@ -70,7 +71,7 @@ def test_stages_that_differ_from_pass_to_pass_are_refused(captures):
 def test_the_cpu_has_no_graphs():
     options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
     with pytest.raises(ValueError, match="needs CUDA, not device 'cpu': leave it out"):
-        Pipeline(language_model(), Plan(), **options)
+        Pipeline(language_model(), Plan(), **grouped(**options))
 
 
 @pytest.mark.parametrize(
@@ -87,14 +88,14 @@ def test_versions_of_the_weights_are_refused(plan):
     """
     options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
     with pytest.raises(ValueError, match=f"cuda_graphs=True .* weights='{plan.weights}'.*flushes.*leave"):
-        Pipeline(language_model(), plan, **options)
+        Pipeline(language_model(), plan, **grouped(**options))
 
 
 def train(batches, graphs, plan=None, **options):
     """Losses, evaluation loss and weights."""
     plan = plan or Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3)
     options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": graphs, **options}
-    with Pipeline(language_model(), plan, **options) as p:
+    with Pipeline(language_model(), plan, **grouped(**options)) as p:
         return [r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()
 
 

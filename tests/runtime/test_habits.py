@@ -14,6 +14,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.ranks import process as machine
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -185,7 +186,7 @@ def refused(match: str, kind: type[Exception] = ValueError, **options: Any) -> N
     settings: dict[str, Any] = {"model": language_model(), "loss_fn": LOSS, "optimizer": momentum, **options}
     model, plan = settings.pop("model"), Plan(stages=2)
     with pytest.raises(kind, match=match):
-        Pipeline(model, plan, **settings)
+        Pipeline(model, plan, **grouped(**settings))
 
 
 def test_optimizers_that_cannot_be_stepped_are_refused_with_the_way_out() -> None:

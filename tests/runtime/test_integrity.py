@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import BitChecks, CudaGraphs, Pipeline, Plan
 from avgpipe.errors import PipelineError
 from avgpipe.model.context import Carry
 from tests.isolated import Isolated
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import Trained, adamw, language_model, momentum, token_batches, train_pipeline
 from tests.systems.test_semantics import normed_model, signal_batches
@@ -108,14 +109,18 @@ def test_random_numbers_of_the_caller_and_the_loader_stay_in_turn() -> None:
                 yield x + torch.rand(()), y
 
         plan = Plan(stages=2, micro_batches=2)
-        with Pipeline(stateful_model(), plan, loss_fn=LOSS, optimizer=adamw, verify_every=every) as p:
+        with Pipeline(
+            stateful_model(), plan, loss_fn=LOSS, optimizer=adamw, extensions=[BitChecks(every=every)]
+        ) as p:
             return [r.loss + float(torch.rand(())) for r in p.train(loader())]
 
     assert drawn(2) == drawn(None)
 
 
 def test_single_steps_are_verified_too() -> None:
-    with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum, verify_every=2) as p:
+    with Pipeline(
+        language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum, extensions=[BitChecks(every=2)]
+    ) as p:
         for x, y in token_batches(2, 8):
             p.step(x, y)
         spoil(p, 1)
@@ -151,11 +156,7 @@ def verified(options: dict[str, Any], model: nn.Module | None = None, **others: 
     return Pipeline(
         model or language_model(),
         plan,
-        loss_fn=LOSS,
-        optimizer=momentum,
-        verify_every=2,
-        timeout_s=30,
-        **others,
+        **grouped(loss_fn=LOSS, optimizer=momentum, verify_every=2, timeout_s=30, **others),
     )
 
 
@@ -329,15 +330,33 @@ def test_what_makes_its_own_noise_in_recomputation_is_named_too() -> None:
 def test_what_cannot_be_is_refused() -> None:
     for every in (0, -1, 2.0, True):
         with pytest.raises(ValueError, match="verify_every"):
-            Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum, verify_every=every)  # type: ignore[arg-type]
+            Pipeline(
+                language_model(),
+                Plan(),
+                loss_fn=LOSS,
+                optimizer=momentum,
+                extensions=[BitChecks(every=every)],
+            )  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="verify_every would run a micro-batch again beside the graphs"):
-        Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum, verify_every=1, cuda_graphs=True)
+        Pipeline(
+            language_model(),
+            Plan(),
+            loss_fn=LOSS,
+            optimizer=momentum,
+            extensions=[BitChecks(every=1), CudaGraphs()],
+        )
 
 
 def disagreeing() -> str:
     every = 2 + int(os.environ["RANK"])
     with pytest.raises(ValueError, match="differs between ranks") as caught:
-        Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum, verify_every=every)
+        Pipeline(
+            language_model(),
+            Plan(stages=2),
+            loss_fn=LOSS,
+            optimizer=momentum,
+            extensions=[BitChecks(every=every)],
+        )
     return str(caught.value)
 
 

@@ -16,8 +16,9 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Audit, MovingAverage, Pipeline, Plan
 from tests.isolated import Isolated, die
+from tests.options import grouped
 from tests.patience import limit
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
@@ -70,7 +71,7 @@ def train(
     plan = Plan(stages=K, isolate=True, **options)
     data = token_batches(BATCHES, 12, last=7, seed=late_seed if group >= options["pipelines"] else 0)
     make = OPTIMIZERS[optimizer]
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=make, timeout_s=timeout_s, **others) as p:
+    with Pipeline(model, plan, **grouped(loss_fn=LOSS, optimizer=make, timeout_s=timeout_s, **others)) as p:
         made.append(p)
         membership = p.launcher
         results = []
@@ -409,7 +410,12 @@ def use(folder: str, dies: Any = None) -> Any:
     if dies == (pipeline, int(os.environ["RANK"])):
         model[0].register_forward_pre_hook(lambda layer, _: None if layer.training else die())
     with Pipeline(
-        model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"], timeout_s=20, ema_decay=0.9, check="off"
+        model,
+        plan,
+        loss_fn=LOSS,
+        optimizer=OPTIMIZERS["adamw"],
+        timeout_s=20,
+        extensions=[MovingAverage(0.9), Audit("off")],
     ) as p:
         losses = [r.loss for r in p.train(data[:6])]
         seen = [p.evaluate(data[:2], lambda output, _: output.mean()), p.evaluate(data[:3], weights="ema")]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import MovingAverage, Pipeline, Plan
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -100,7 +100,9 @@ def test_a_period_under_way_begins_at_them() -> None:
 
 def test_the_optimizer_stays_and_the_average_begins_anew() -> None:
     state = other_weights()
-    with Pipeline(language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, ema_decay=0.9) as p:
+    with Pipeline(
+        language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, extensions=[MovingAverage(0.9)]
+    ) as p:
         list(p.train(token_batches(3, 8)))
         p.load_state_dict(state)
         assert_same_state(p.state_dict("ema"), state, 0)

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import Pipeline, Plan, Source, StageError
 from tests.links.ends import LINKS
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -108,7 +109,7 @@ def compare(name: str, plan: dict[str, Any], **options: Any) -> Any:
     loss_fn, optimizer = LOSSES[name], options.pop("optimizer", momentum)
     clip = options.get("clip_grad_norm")
     with Pipeline(
-        language_model(), Plan(**plan), loss_fn=loss_fn, optimizer=optimizer, **options
+        language_model(), Plan(**plan), **grouped(loss_fn=loss_fn, optimizer=optimizer, **options)
     ) as pipeline:
         losses = [r.loss for r in pipeline.train(batches)]
         state = pipeline.state_dict()
@@ -238,7 +239,9 @@ def warnings_of(loss_fn: Any, caplog: Any, batches: list[Any], M: int = 3, **opt
     with (
         caplog.at_level(logging.WARNING, logger="avgpipe"),
         Pipeline(
-            language_model(), Plan(stages=2, micro_batches=M), loss_fn=loss_fn, optimizer=momentum, **options
+            language_model(),
+            Plan(stages=2, micro_batches=M),
+            **grouped(loss_fn=loss_fn, optimizer=momentum, **options),
         ) as p,
     ):
         list(p.train(batches))
@@ -318,7 +321,13 @@ def test_a_loss_that_cannot_be_used_is_refused_with_the_way_out() -> None:
     ):
         list(p.train(batches_for("", count=1, samples=7)))
     with (
-        Pipeline(language_model(), Plan(), loss_fn=ignoring, optimizer=momentum, loss_weight=len) as p,
+        Pipeline(
+            language_model(),
+            Plan(),
+            loss_fn=ignoring,
+            optimizer=momentum,
+            extensions=[Source(loss_weight=len)],
+        ) as p,
         pytest.raises(StageError, match="leave out loss_weight"),
     ):
         list(p.train(batches_for("", count=1)))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import Audit, Pipeline, Plan, StageError
 from tests.runtime.cases import (
     assert_trains_as_one_device,
     language_model,
@@ -143,7 +143,7 @@ def test_the_buffers_of_a_loss_are_moved_by_training_alone(caplog: pytest.LogCap
     warned_of(loss_fn, caplog, batches(3))
     assert int(loss_fn.moved) == 3 * 2
     with Pipeline(
-        language_model(), Plan(micro_batches=2), loss_fn=plain, optimizer=momentum, check="off"
+        language_model(), Plan(micro_batches=2), loss_fn=plain, optimizer=momentum, extensions=[Audit("off")]
     ) as p:
         list(p.train(batches(3)))
     torch.testing.assert_close(loss_fn.mean, plain.mean, rtol=1e-10, atol=1e-10)
@@ -259,7 +259,11 @@ def test_a_layer_that_uses_an_activation_of_an_earlier_micro_batch_is_refused() 
     model = nn.Sequential(nn.Embedding(11, 8), Remembers(), nn.Linear(8, 11)).double()
     with (
         Pipeline(
-            model, Plan(stages=2, micro_batches=2), loss_fn=mean, optimizer=momentum, check="off"
+            model,
+            Plan(stages=2, micro_batches=2),
+            loss_fn=mean,
+            optimizer=momentum,
+            extensions=[Audit("off")],
         ) as pipeline,
         pytest.raises(StageError, match="uses a tensor of an earlier forward"),
     ):

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import avgpipe.runtime.loss
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Precision
 from avgpipe.runtime.loss import LossScale
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
 
@@ -86,7 +87,7 @@ def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: P
     avgpipe.runtime.loss._GROWTH_INTERVAL = INTERVAL  # in other processes too
     scales = []
     with Pipeline(
-        layers, plan, loss_fn=LOSS, optimizer=optimizer, autocast=torch.float16, **options
+        layers, plan, **grouped(loss_fn=LOSS, optimizer=optimizer, autocast=torch.float16, **options)
     ) as pipeline:
         losses = []
         for result in pipeline.train(batches):
@@ -166,8 +167,7 @@ def test_small_gradients_are_not_lost() -> None:
             Plan(stages=2, micro_batches=2),
             loss_fn=nn.MSELoss(),
             optimizer=lambda params: torch.optim.SGD(params, lr=1.0),
-            autocast=torch.float16,
-            loss_scale=scale,
+            extensions=[Precision(autocast=torch.float16, loss_scale=scale)],
         ) as p:
             p.step(*batch)
             state = p.state_dict()
@@ -213,7 +213,9 @@ def test_each_pipeline_has_a_scale_of_its_own() -> None:
     x, y = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
     batches = [(x, y), (x * float("inf"), y), (x, y), (x, y)]
     plan = Plan(stages=2, pipelines=2, batch="per-pipeline", micro_batches=2)
-    with Pipeline(layers, plan, loss_fn=LOSS, optimizer=momentum, autocast=torch.float16) as p:
+    with Pipeline(
+        layers, plan, loss_fn=LOSS, optimizer=momentum, extensions=[Precision(autocast=torch.float16)]
+    ) as p:
         list(p.train(batches))
         assert p.skipped_updates == 1
         held = {
@@ -228,10 +230,10 @@ def test_a_checkpoint_goes_on_with_its_scale(later: dict[str, Any], tmp_path: Pa
     batches = token_batches(12, 9)
     plan = Plan(stages=2, micro_batches=3)
     options: dict[str, Any] = {"loss_fn": LOSS, "optimizer": momentum, "autocast": torch.float16}
-    with Pipeline(model(), plan, **options) as p:
+    with Pipeline(model(), plan, **grouped(**options)) as p:
         list(p.train(batches[:5]))
         p.save(tmp_path)
-    with Pipeline(model(), Plan(micro_batches=3, **later), **options) as p:
+    with Pipeline(model(), Plan(micro_batches=3, **later), **grouped(**options)) as p:
         p.load(tmp_path)
         list(p.train(batches[5:]))
         state = p.state_dict()
@@ -253,7 +255,11 @@ def test_statistics_move_as_with_a_grad_scaler_where_an_update_is_left_out() -> 
     assert_same_state(state, expected, 1e-6)
     # but where batches shall leave no trace, they leave none
     with Pipeline(
-        layers, Plan(), loss_fn=LOSS, optimizer=momentum, autocast=torch.float16, skip_nonfinite=True
+        layers,
+        Plan(),
+        loss_fn=LOSS,
+        optimizer=momentum,
+        extensions=[Precision(autocast=torch.float16, skip_nonfinite=True)],
     ) as p:
         list(p.train(batches))
         assert int(p.state_dict()["1.num_batches_tracked"]) == 9 - p.skipped_updates
@@ -262,4 +268,4 @@ def test_statistics_move_as_with_a_grad_scaler_where_an_update_is_left_out() -> 
 @pytest.mark.parametrize("scale", [0, -1.0, float("nan"), float("inf"), "static", True])
 def test_a_bad_scale_is_refused(scale: Any) -> None:
     with pytest.raises(ValueError, match=r"loss_scale must be None, 'dynamic' or a number above 0, not"):
-        Pipeline(model(), Plan(), loss_fn=LOSS, optimizer=momentum, loss_scale=scale)
+        Pipeline(model(), Plan(), loss_fn=LOSS, optimizer=momentum, extensions=[Precision(loss_scale=scale)])

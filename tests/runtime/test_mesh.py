@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe import Pipeline, PipelineError, Plan
 from avgpipe.errors import CheckpointError
+from tests.options import grouped
 from tests.runner import Ranks, run, touch
 from tests.runtime.cases import (
     Tied,
@@ -127,12 +128,9 @@ def prepared(
     made = Pipeline(
         model,
         plan,
-        loss_fn=LOSS,
-        optimizer=adamw,
-        mesh=mesh["pp"],
-        prepare_stage=hook,
-        timeout_s=30,
-        **options,
+        **grouped(
+            loss_fn=LOSS, optimizer=adamw, mesh=mesh["pp"], prepare_stage=hook, timeout_s=30, **options
+        ),
     )
     return made, slice(mesh["dp"].get_local_rank(), None, 2) if "dp" in shape else slice(None)
 
@@ -426,10 +424,7 @@ def refusals() -> list[str]:
             Pipeline(
                 model_of_blocks(),
                 Plan(**{"micro_batches": 2, **plan}),
-                loss_fn=LOSS,
-                optimizer=adamw,
-                timeout_s=30,
-                **options,
+                **grouped(loss_fn=LOSS, optimizer=adamw, timeout_s=30, **options),
             ).close()
             messages.append("accepted")
         except (TypeError, ValueError) as error:
@@ -479,7 +474,7 @@ def refused_later() -> list[str]:
     }
     plan = Plan(stages=2, micro_batches=2)
     messages = []
-    with Pipeline(model_of_blocks(), plan, loss_fn=LOSS, **options) as p:
+    with Pipeline(model_of_blocks(), plan, **grouped(loss_fn=LOSS, **options)) as p:
         calls = [lambda: p.save("x"), lambda: p.load("x"), p.distances, lambda: p.requires_grad_("0", False)]
         for call in calls:
             with pytest.raises(ValueError, match="prepare_stage") as caught:
@@ -493,7 +488,7 @@ def refused_later() -> list[str]:
         return nn.functional.cross_entropy(output, target, reduction="sum"), len(target)
 
     with (
-        Pipeline(model_of_blocks(), plan, loss_fn=counted, **options) as p,
+        Pipeline(model_of_blocks(), plan, **grouped(loss_fn=counted, **options)) as p,
         pytest.raises(PipelineError, match="loss_weight") as late,
     ):
         p.step(*token_batches(1, 4)[0])
@@ -517,7 +512,11 @@ def mistaken() -> None:
         raise ArithmeticError("the caller's own mistake")
 
     options = {"mesh": mesh["pp"], "prepare_stage": fails, "link": "gloo", "timeout_s": 30}
-    Pipeline(model_of_blocks(), Plan(stages=2, micro_batches=2), loss_fn=LOSS, optimizer=adamw, **options)
+    Pipeline(
+        model_of_blocks(),
+        Plan(stages=2, micro_batches=2),
+        **grouped(loss_fn=LOSS, optimizer=adamw, **options),
+    )
 
 
 def test_a_mistake_in_the_hook_ends_the_ranks_by_its_own_error() -> None:

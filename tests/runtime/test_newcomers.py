@@ -12,6 +12,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from tests.isolated import Isolated
+from tests.options import grouped
 from tests.runtime.cases import assert_same_state, language_model, token_batches
 from tests.runtime.test_shared_batch import OPTIMIZERS
 
@@ -22,7 +23,7 @@ DATA = token_batches(12, 12)
 def pipeline_of(K: int, **options: Any) -> Pipeline:
     plan = Plan(stages=K, pipelines=2, micro_batches=4, isolate=True)
     options = {"optimizer": OPTIMIZERS["adamw"], "timeout_s": 20, **options}
-    return Pipeline(language_model(), plan, loss_fn=LOSS, **options)
+    return Pipeline(language_model(), plan, **grouped(loss_fn=LOSS, **options))
 
 
 def assert_all_end_well(run: Isolated, K: int = 1) -> None:

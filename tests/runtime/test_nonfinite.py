@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Precision
 from avgpipe.model.context import Carry
 from avgpipe.runtime.weights import average
+from tests.options import grouped
 from tests.runner import Ranks, run
 from tests.runtime.cases import adamw, assert_same_state, momentum, train_on_one_device
 
@@ -74,7 +75,7 @@ def train(plan: dict[str, Any], data: list[Any], **options: Any) -> tuple[dict[s
     with Pipeline(
         model(),
         chosen,
-        **{"loss_fn": nn.MSELoss(), "optimizer": momentum, "skip_nonfinite": True, **options},
+        **grouped(**{"loss_fn": nn.MSELoss(), "optimizer": momentum, "skip_nonfinite": True, **options}),
     ) as p:
         losses = [r.loss for r in p.train(data)]
         assert len(losses) == len(data)
@@ -151,7 +152,9 @@ def test_carried_values_begin_anew(name: str) -> None:
     data = batches(12)
     data[3][0][:] = torch.nan
     plan = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]})
-    with Pipeline(layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, skip_nonfinite=True) as p:
+    with Pipeline(
+        layers, plan, loss_fn=nn.MSELoss(), optimizer=momentum, extensions=[Precision(skip_nonfinite=True)]
+    ) as p:
         finite = [bool(torch.tensor(r.loss).isfinite()) for r in p.train(data)]
         assert finite[:3] == [True] * 3
         assert finite[-4:] == [True] * 4

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, StageError
+from tests.options import grouped
 from tests.runtime.cases import momentum
 
 LOSS = nn.MSELoss()
@@ -150,7 +151,7 @@ def test_a_loss_with_parameters_is_refused_and_frozen_ones_are_not() -> None:
 )
 def test_what_should_be_a_function_is_refused_with_an_example(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TypeError, match=message):
-        Pipeline(model(), PLANS["one"], **{"loss_fn": LOSS, "optimizer": momentum, **options})
+        Pipeline(model(), PLANS["one"], **grouped(**{"loss_fn": LOSS, "optimizer": momentum, **options}))
 
 
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])

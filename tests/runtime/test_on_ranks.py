@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Precision
 from avgpipe.links.link import Mailbox
 from avgpipe.links.shared import SharedLink
 from avgpipe.model.context import Carry
@@ -32,7 +32,13 @@ def learn(link: str, wire: str | None, K: int = 2) -> Any:
     plan = Plan(stages=K, pipelines=2, micro_batches=2)
     model = language_model().float()
     with Pipeline(
-        model, plan, loss_fn=LOSS, optimizer=momentum, link=link, wire_dtype=wire_dtype, timeout_s=30
+        model,
+        plan,
+        loss_fn=LOSS,
+        optimizer=momentum,
+        link=link,
+        extensions=[Precision(wire_dtype=wire_dtype)],
+        timeout_s=30,
     ) as p:
         losses = [r.loss for r in p.train(batches)]
         state = p.state_dict()
@@ -77,7 +83,12 @@ def learn_tied(wire: str | None, replication: list[int] | None = None) -> torch.
     plan = Plan(stages=2, micro_batches=2, replication=replication)
     wire_dtype = getattr(torch, wire) if wire else None
     with Pipeline(
-        language_model(), plan, loss_fn=LOSS, optimizer=optimizer, wire_dtype=wire_dtype, timeout_s=30
+        language_model(),
+        plan,
+        loss_fn=LOSS,
+        optimizer=optimizer,
+        extensions=[Precision(wire_dtype=wire_dtype)],
+        timeout_s=30,
     ) as p:
         for _ in p.train(token_batches(10, 8)):
             pass

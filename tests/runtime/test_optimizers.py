@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe import Pipeline, Plan
 from avgpipe.runtime.optimizers import Optimizers, maker_of
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     Trained,
@@ -153,7 +154,7 @@ def test_a_schedule_may_be_made_beside_its_optimizer() -> None:
 
     batches = [(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))] * 2
     options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": optimizer}
-    with Pipeline(nn.Linear(3, 2), Plan(), **options, lr_scheduler=lambda _: made[-1]) as p:
+    with Pipeline(nn.Linear(3, 2), Plan(), **grouped(**options, lr_scheduler=lambda _: made[-1])) as p:
         assert [result.lr for result in p.train(batches)] == [1.0, 0.5]
 
 
@@ -320,7 +321,11 @@ def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K:
 )
 def test_what_modes_do_not_go_with_is_refused(plan: dict[str, Any], options: Any, match: str) -> None:
     with pytest.raises(ValueError, match=rf"ScheduleFree keeps other weights for evaluation .*{match}"):
-        Pipeline(language_model(), Plan(stages=2, **plan), loss_fn=LOSS, optimizer=ScheduleFree, **options)
+        Pipeline(
+            language_model(),
+            Plan(stages=2, **plan),
+            **grouped(loss_fn=LOSS, optimizer=ScheduleFree, **options),
+        )
 
 
 def test_weights_from_outside_are_refused_once_the_state_has_some() -> None:

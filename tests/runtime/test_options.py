@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Audit, Pipeline, Plan
 from avgpipe.runtime.options import with_names
 from tests.runtime.cases import assert_trains_as_one_device, language_model, momentum, token_batches
 
@@ -118,7 +118,7 @@ def test_names_are_those_of_the_unsplit_model(kind: str, K: int) -> None:
         return momentum([p for _, p in named_params])
 
     plan = Plan(stages=K, pipelines=2, micro_batches=2, rule="avgpipe")
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=noting, check="off") as pipeline:
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=noting, extensions=[Audit("off")]) as pipeline:
         state = pipeline.state_dict()
         assert len(seen) == K * 2
         for found in seen:

@@ -12,6 +12,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.model.layers import layers_of
+from tests.options import grouped
 from tests.runtime.cases import assert_trains_as_one_device, momentum, train_pipeline
 
 LOSS = nn.MSELoss()
@@ -108,7 +109,7 @@ READS: dict[str, tuple[type[nn.Module], Setter, str]] = {
 
 def changing(model: Any, change: Callable[[], None], **options: Any) -> None:
     """Train, and change something when the second result has come."""
-    with Pipeline(model, TWO, loss_fn=LOSS, optimizer=momentum, **options) as pipeline:
+    with Pipeline(model, TWO, **grouped(loss_fn=LOSS, optimizer=momentum, **options)) as pipeline:
         for result in pipeline.train(batches()):
             if result.batch == 1:
                 change()

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import Audit, Pipeline, Plan, Precision, StageError
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches, train_on_one_device, unequal
 
@@ -141,7 +142,13 @@ def test_autocast_runs_the_layers_in_the_lower_precision() -> None:
     model = nn.Sequential(nn.Linear(4, 4), Probe(), nn.Linear(4, 3))
     batches = [(torch.randn(4, 4), torch.randint(3, (4,)))]
     plan = Plan(stages=2, micro_batches=2, partition=[1])
-    with Pipeline(model, plan, loss_fn=LOSS, optimizer=momentum, autocast=torch.bfloat16, check="off") as p:
+    with Pipeline(
+        model,
+        plan,
+        loss_fn=LOSS,
+        optimizer=momentum,
+        extensions=[Precision(autocast=torch.bfloat16), Audit("off")],
+    ) as p:
         list(p.train(batches))
         assert set(seen) == {torch.bfloat16}
         assert p.state_dict()["0.weight"].dtype == torch.float32
@@ -224,7 +231,7 @@ def refuse(
     model = language_model() if model is None else model
     with (
         pytest.raises(error, match=match) as caught,
-        Pipeline(model, plan, **{"loss_fn": LOSS, "optimizer": momentum, **options}) as p,
+        Pipeline(model, plan, **grouped(**{"loss_fn": LOSS, "optimizer": momentum, **options})) as p,
     ):
         list(p.train([batch if batch is not None else token_batches(1, 8)[0]]))
     assert "\n" not in str(caught.value)

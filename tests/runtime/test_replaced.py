@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import CheckpointError, PeerLost, Pipeline, PipelineTimeout, Plan
+from avgpipe import CheckpointError, Copies, PeerLost, Pipeline, PipelineTimeout, Plan
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
 from avgpipe.fault.generation import announcement, prospect, waited_for
@@ -31,6 +31,7 @@ from avgpipe.ranks.launch import is_stopped
 from avgpipe.ranks.process import GENERATION, STORE_FILE
 from avgpipe.runtime.session import Session
 from avgpipe.testing import fail_at
+from tests.options import grouped
 from tests.patience import Deadline, limit
 from tests.runner import Ranks
 
@@ -118,7 +119,7 @@ def train(
         clip_grad_norm=1.0,
         timeout_s=timeout_s,
         link=link,
-        copies_every_s=copies,
+        extensions=[Copies(every_s=copies)],
     ) as p:
 
         def dies(epoch: int, when: Any) -> None:
@@ -290,11 +291,13 @@ def made(options: dict[str, Any] = SHAPES[2], timeout_s: float = 20, **others: A
     return Pipeline(
         nn.Sequential(Recurrent(), Recurrent()),
         Plan(**options),
-        loss_fn=nn.MSELoss(),
-        optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
-        timeout_s=timeout_s,
-        copies_every_s=0.01,
-        **others,
+        **grouped(
+            loss_fn=nn.MSELoss(),
+            optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+            timeout_s=timeout_s,
+            copies_every_s=0.01,
+            **others,
+        ),
     )
 
 
@@ -673,7 +676,7 @@ def _train_until_a_line_is_silent(timeout_s: float) -> float:
             loss_fn=nn.MSELoss(),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
             timeout_s=timeout_s,
-            copies_every_s=0.01,
+            extensions=[Copies(every_s=0.01)],
         ) as p,
         fail_at(kind="cut line", rank=1, batch=5),
         pytest.raises((PipelineTimeout, PeerLost)),
@@ -742,6 +745,6 @@ def test_what_copies_cannot_have(options: dict[str, Any], says: str) -> None:
             Plan(**options),
             loss_fn=nn.MSELoss(),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
-            copies_every_s=1,
+            extensions=[Copies(every_s=1)],
         )
     assert issubclass(PeerLost, RuntimeError)

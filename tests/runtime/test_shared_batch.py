@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Precision
 from tests import runner
+from tests.options import grouped
 from tests.runtime.cases import (
     assert_same_state,
     assert_same_training,
@@ -333,7 +334,9 @@ def test_a_share_that_is_not_finite_skips_the_whole_batch_as_on_one_device() -> 
     for _, y in data[2:4]:
         y[:2] = bad  # the first micro-batch, which is the first pipeline's
     plan = Plan(stages=2, pipelines=2, micro_batches=4, staleness=0)
-    with Pipeline(model, plan, loss_fn=loss_fn, optimizer=momentum, skip_nonfinite=True) as p:
+    with Pipeline(
+        model, plan, loss_fn=loss_fn, optimizer=momentum, extensions=[Precision(skip_nonfinite=True)]
+    ) as p:
         results = list(p.train(data))
         state = p.state_dict()
     assert [r.skipped for r in results] == [False, False, True, True, False, False]
@@ -421,7 +424,7 @@ def test_the_learning_rate_steps_once_for_each_batch() -> None:
 
     plan = Plan(stages=2, pipelines=2, micro_batches=4)
     options: Any = {"loss_fn": LOSS, "optimizer": momentum, "lr_scheduler": schedule}
-    with Pipeline(language_model(), plan, **options) as p:
+    with Pipeline(language_model(), plan, **grouped(**options)) as p:
         list(p.train(token_batches(3, 8)))
         rates = {group["lr"] for o in p.optimizers for group in o.param_groups}
     assert rates == {0.1 * 0.5**3}
@@ -436,7 +439,9 @@ def test_a_batch_that_overflows_in_one_share_is_told() -> None:
             return loss * math.inf if bool((target == y[-1]).all()) else loss
 
     plan = Plan(stages=2, pipelines=2, micro_batches=8)
-    with Pipeline(language_model(), plan, loss_fn=Bad(), optimizer=momentum, skip_nonfinite=True) as p:
+    with Pipeline(
+        language_model(), plan, loss_fn=Bad(), optimizer=momentum, extensions=[Precision(skip_nonfinite=True)]
+    ) as p:
         (result,) = p.train([(x, y)])
         assert not math.isfinite(result.loss)
         assert p.skipped_updates >= 1
@@ -496,10 +501,10 @@ def test_the_shared_optimizer_s_state_loads_under_any_layout(
     batches, make = token_batches(10, 12, last=7), OPTIMIZERS[optimizer]
     _, state = train_on_one_device(language_model(), batches, LOSS, make)
     options: Any = {"loss_fn": LOSS, "optimizer": make}
-    with Pipeline(language_model(), before, **options) as p:
+    with Pipeline(language_model(), before, **grouped(**options)) as p:
         list(p.train(batches[:5]))
         p.save(tmp_path / "saved")
-    with Pipeline(language_model(), after, **options) as p:
+    with Pipeline(language_model(), after, **grouped(**options)) as p:
         p.load(tmp_path / "saved")
         list(p.train(batches[5:]))
         assert_same_state(p.state_dict(), state)
@@ -525,7 +530,7 @@ def test_the_learning_rate_of_the_shared_optimizer_follows_the_schedule() -> Non
     make = OPTIMIZERS["momentum"]
     _, state = train_on_one_device(language_model(), batches, LOSS, make, lr_scheduler=schedule)
     options: Any = {"loss_fn": LOSS, "optimizer": make, "lr_scheduler": schedule}
-    with Pipeline(language_model(), SHARING[0], **options) as p:
+    with Pipeline(language_model(), SHARING[0], **grouped(**options)) as p:
         list(p.train(batches))
         assert_same_state(p.state_dict(), state)
 

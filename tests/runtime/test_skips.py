@@ -24,6 +24,7 @@ from avgpipe.model.model import Model
 from avgpipe.model.parts import NO_SKIPS, SkipRoute, Skips, Values, extract_skips, insert_skips, skips_of
 from avgpipe.runtime.scheduler import Scheduler
 from tests.links.ends import LINKS
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -205,7 +206,7 @@ def plan_of(K: int, M: int, **options: Any) -> Plan:
 
 def trained(plan: Plan, data: list[Any], optimizer: Any = momentum, **options: Any) -> Any:
     """Losses, final weights, an evaluation in the middle and at the end, and a prediction."""
-    with Pipeline(model(), plan, loss_fn=LOSS, optimizer=optimizer, timeout_s=20, **options) as p:
+    with Pipeline(model(), plan, **grouped(loss_fn=LOSS, optimizer=optimizer, timeout_s=20, **options)) as p:
         losses = [r.loss for r in p.train(data)]
         return losses, p.state_dict(), p.evaluate(data[:2]).loss, p.predict(data[0][0])
 
@@ -400,7 +401,7 @@ def check_crossing(**options: Any) -> None:
     data = [(torch.randn(5, 6, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])) for _ in range(3)]
     expected = train_on_one_device(crossing, data, LOSS, momentum)
     plan = Plan(stages=4, micro_batches=2, partition=[1, 2, 3])
-    with Pipeline(crossing, plan, loss_fn=LOSS, optimizer=momentum, timeout_s=30, **options) as p:
+    with Pipeline(crossing, plan, **grouped(loss_fn=LOSS, optimizer=momentum, timeout_s=30, **options)) as p:
         assert_same_training(([r.loss for r in p.train(data)], p.state_dict()), expected)
         p.predict(data[0][0])
 

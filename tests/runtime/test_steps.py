@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from avgpipe import Pipeline, Plan, StageError
+from avgpipe import Pipeline, Plan, Precision, StageError
 from tests.links.ends import LINKS
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches, unequal
 
@@ -77,7 +78,9 @@ def on_one_device(
 
 def check(name: str, plan: dict[str, Any], **options: Any) -> Any:
     batches, loss_fn = batches_for(name), LOSSES[name]
-    with Pipeline(language_model(), Plan(**plan), loss_fn=loss_fn, optimizer=momentum, **options) as p:
+    with Pipeline(
+        language_model(), Plan(**plan), **grouped(loss_fn=loss_fn, optimizer=momentum, **options)
+    ) as p:
         results = list(p.train(batches))
         evaluated = p.evaluate(batches)
         state = p.state_dict()
@@ -176,7 +179,12 @@ def exact(output: Any, target: Any) -> Any:
 def on_a_narrow_wire() -> Any:
     plan = Plan(stages=2, micro_batches=2)
     with Pipeline(
-        language_model(), plan, loss_fn=exact, optimizer=momentum, wire_dtype=torch.bfloat16, timeout_s=30
+        language_model(),
+        plan,
+        loss_fn=exact,
+        optimizer=momentum,
+        extensions=[Precision(wire_dtype=torch.bfloat16)],
+        timeout_s=30,
     ) as p:
         return [(r.loss, r.metrics) for r in p.train(token_batches(3, 9))]
 
@@ -194,7 +202,9 @@ def test_without_metrics_there_are_none() -> None:
 def test_a_step_counts_what_there_is_to_count(pipelines: int, batch: str) -> None:
     plan = Plan(stages=2, pipelines=pipelines, micro_batches=2, batch=batch if pipelines > 1 else "global")
     inputs, targets = token_batches(1, 4)[0]
-    with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=momentum, skip_nonfinite=True) as p:
+    with Pipeline(
+        language_model(), plan, loss_fn=LOSS, optimizer=momentum, extensions=[Precision(skip_nonfinite=True)]
+    ) as p:
         assert math.isnan(p.step(inputs, torch.full_like(targets, IGNORED)))
         targets[:2] = IGNORED  # all of the first pipeline's
         expected = p.evaluate([(inputs, targets)]).loss
@@ -246,7 +256,7 @@ def test_what_are_no_metrics_is_refused() -> None:
 def test_an_infinite_limit_measures_and_changes_nothing(N: int) -> None:
     def trained(**options: Any) -> Any:
         plan = Plan(stages=2, pipelines=N, micro_batches=4)
-        with Pipeline(language_model(), plan, loss_fn=LOSS, optimizer=adamw, **options) as p:
+        with Pipeline(language_model(), plan, **grouped(loss_fn=LOSS, optimizer=adamw, **options)) as p:
             return [(r.loss, r.grad_norm) for r in p.train(token_batches(4, 8))], p.state_dict()
 
     without, state = trained()
@@ -305,7 +315,13 @@ def test_an_update_that_was_left_out_is_told(plan: dict[str, Any]) -> None:
         (x, (y, torch.full((8,), w, dtype=torch.float64))) for (x, y), w in zip(token_batches(4, 8), weights)
     ]
     made = Plan(stages=2, micro_batches=4, **plan)
-    with Pipeline(language_model(), made, loss_fn=loss_fn, optimizer=momentum, skip_nonfinite=True) as p:
+    with Pipeline(
+        language_model(),
+        made,
+        loss_fn=loss_fn,
+        optimizer=momentum,
+        extensions=[Precision(skip_nonfinite=True)],
+    ) as p:
         results = list(p.train(batches))
     assert [r.skipped for r in results] == [False, False, True, False]
     assert [math.isfinite(r.grad_norm) for r in results] == [True, True, False, True]

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe import device
 from avgpipe.device import ReadyOnEvent
-from avgpipe.runtime.streams import Copies, LaneStream
+from avgpipe.runtime.streams import CopyStream, LaneStream
 
 
 def _step(batches_wait: bool, updates_wait: bool, updates_record: bool) -> Any:
@@ -56,7 +56,7 @@ def _begin_before_the_copies(self: LaneStream, batch: ReadyOnEvent | None) -> No
     self._stream.wait_stream(device.current_stream(self._device))
 
 
-def _overwritten(self: Copies, leaf: Any) -> Any:
+def _overwritten(self: CopyStream, leaf: Any) -> Any:
     """Reuse the pinned memory of a batch while it may still be read."""
     if not isinstance(leaf, torch.Tensor) or device.on_accelerator(leaf):
         return leaf
@@ -85,5 +85,5 @@ MUTANTS: dict[str, Callable[[], Any]] = {
     "the caller's stream does not wait for lanes": lambda: mock.patch.object(
         LaneStream, "end", return_value=None
     ),
-    "pinned batches are overwritten": lambda: mock.patch.object(Copies, "_copy", _overwritten),
+    "pinned batches are overwritten": lambda: mock.patch.object(CopyStream, "_copy", _overwritten),
 }

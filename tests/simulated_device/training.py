@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from tests.options import grouped
 from tests.runtime.cases import Fork, Join, Tied, token_batches
 
 Results = dict[str, torch.Tensor]
@@ -40,7 +41,7 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def pipeline_of(plan: Plan, device: str, **options: Any) -> Pipeline:
     chosen: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "clip_grad_norm": 0.5}
-    return Pipeline(small_model(), plan, device=device, timeout_s=60, **{**chosen, **options})
+    return Pipeline(small_model(), plan, **grouped(device=device, timeout_s=60, **{**chosen, **options}))
 
 
 def on_host(state: Any, name: str = "") -> Results:

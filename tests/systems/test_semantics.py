@@ -12,9 +12,10 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Precision
 from avgpipe.elastic.versions import Versions
 from avgpipe.systems import SYSTEMS
+from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
     adamw,
@@ -89,7 +90,7 @@ def trained(
         optimizer=OPTIMIZERS[options.get("optimizer", "momentum")],
         lr_scheduler=decaying if options.get("decay") else None,
         clip_grad_norm=options.get("clip"),
-        skip_nonfinite=options.get("skip_nonfinite", False),
+        extensions=[Precision(skip_nonfinite=options.get("skip_nonfinite", False))],
     ) as pipeline:
         losses, begin = [], 0
         for end in [*(j + 1 for j in drains), len(batches)]:
@@ -195,7 +196,7 @@ def test_2bw_keeps_to_its_versions_behind_short_batches(K: int, replication: lis
 def test_replicas_that_stash_stay_alike_behind_short_batches(replication: list[int]) -> None:
     plan = Plan(stages=2, micro_batches=4, schedule="pipedream", replication=replication)
     options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": OPTIMIZERS["momentum"]}
-    with Pipeline(normed_model(), plan, **options, timeout_s=20) as p:
+    with Pipeline(normed_model(), plan, **grouped(**options, timeout_s=20)) as p:
         losses = [result.loss for result in p.train(short_batches_midway())]
         placement, stages = p._session.worker.placement, p._session.worker.trained
         for k, count in enumerate(replication):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 
-class MovingAverage:
+class WeightAverage:
     """Averages flat weights by the rule of ``torch.optim.swa_utils``.
 
     The first update copies the weights; each later one moves the average by ``1 - decay`` of the way to them.

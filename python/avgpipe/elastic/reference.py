@@ -33,7 +33,7 @@ from avgpipe.elastic.replica import Replica, region_of
 from avgpipe.rules import Elasticity
 
 if TYPE_CHECKING:
-    from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.elastic.ema import WeightAverage
     from avgpipe.elastic.fused import FusedUpdate
 
 Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
@@ -102,7 +102,7 @@ class Reference:
         outer: Outer | None = None,
         group: dist.ProcessGroup | None = None,
         remote: Collection[int] = (),
-        ema: MovingAverage | None = None,
+        ema: WeightAverage | None = None,
         open: bool = False,
     ) -> None:
         given = list_tensors("parameters", parameters)

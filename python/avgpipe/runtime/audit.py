@@ -69,7 +69,7 @@ _NO_RECOMPUTE = (
 _USABLE = 0.5  # of the free memory
 
 
-class Audit:
+class StageAudit:
     """Compares a model with its stages.
 
     Args:

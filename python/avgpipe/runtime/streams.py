@@ -78,7 +78,7 @@ class Streams:
         # By reference; a wait captures the last record, so one event is enough.
         self._averaged: dict[int, Any] = {}
         self.clock = DeviceClock(device)
-        self.copies = Copies(device)
+        self.copies = CopyStream(device)
 
     def lane(self, reference: int, moves_others: bool) -> LaneStream:
         """Return a stream for a lane.
@@ -167,8 +167,8 @@ class LaneStream:
         current_stream(self._device).wait_event(self.issued() if issued is None else issued)
 
 
-class Copies:
-    """Copies of batches to the device, on a stream of their own, from pinned memory."""
+class CopyStream:
+    """Copies batches to the device, on a stream of its own, from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, devices.backend.Stream(device)

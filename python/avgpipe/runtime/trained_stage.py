@@ -22,7 +22,7 @@ from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
-    from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.elastic.ema import WeightAverage
     from avgpipe.elastic.versions import Versions
     from avgpipe.runtime.prepared import Prepared
 
@@ -57,7 +57,7 @@ class TrainedStage:
         warmup_rounds: int = 0,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
-        ema: MovingAverage | None = None,
+        ema: WeightAverage | None = None,
         prepared: Prepared | None = None,
     ) -> None:
         self.stage, self.pipeline, self._arena, self.loss_scale = stage, pipeline, arena, loss_scale

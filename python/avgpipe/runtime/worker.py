@@ -27,7 +27,7 @@ from avgpipe.ranks.process import generation, named
 from avgpipe.ranks.world import World
 from avgpipe.rules import CORRECTIONS, RULES
 from avgpipe.runtime.alike import Alike
-from avgpipe.runtime.audit import Audit
+from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import LossScale, NonfiniteNotice
@@ -44,7 +44,7 @@ from avgpipe.runtime.update import Update
 from avgpipe.schedule import Schedule
 
 if TYPE_CHECKING:
-    from avgpipe.elastic.ema import MovingAverage
+    from avgpipe.elastic.ema import WeightAverage
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.pace import Pace
@@ -114,7 +114,7 @@ class Worker:
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
-        self.audit: Audit | None = None
+        self.audit: StageAudit | None = None
         self.outside: Outside | None = None
         self.alike = Alike(world, self.mailbox.fail, options.check != "off", generation())
         self.streams: Streams | None = (
@@ -123,7 +123,7 @@ class Worker:
         self.notice = NonfiniteNotice(world, placement, not options.skip_nonfinite)
         self.trained: dict[tuple[int, int], TrainedStage] = {}
         self.references: dict[int, Reference | None] = {}
-        self.emas: dict[int, MovingAverage] = {}
+        self.emas: dict[int, WeightAverage] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
         self._group_sums: list[GroupSum] = []
         self._shared: dict[int, SharedBatches] = {}  # by replica
@@ -299,9 +299,9 @@ class Worker:
         same = self.references.get(first_here)  # if dedicated pipelines are all in this process
         ema = self.emas.get(first_here)
         if options.ema_decay is not None:
-            from avgpipe.elastic.ema import MovingAverage
+            from avgpipe.elastic.ema import WeightAverage
 
-            ema = self.emas[replica] = ema or MovingAverage(arenas[0].weights, options.ema_decay)
+            ema = self.emas[replica] = ema or WeightAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
         for i, stage, arena, inside in zip(pipelines, stages, arenas, prepared):
@@ -346,7 +346,7 @@ class Worker:
         return LossScale(None if scale == "dynamic" else float(scale), self._plan.weights != "flush")
 
     def _reference(
-        self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: MovingAverage | None
+        self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: WeightAverage | None
     ) -> Reference | None:
         """Make the reference of a stage replica that the pipelines ``here`` train."""
         plan = self._plan

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from avgpipe.model.layers import layers_of
 
 
@@ -36,7 +36,11 @@ def assert_equal_to_one_device(
         for M in micro_batches:
             plan = Plan(stages=K, micro_batches=M)
             with Pipeline(
-                model, plan, loss_fn=loss_fn, optimizer=optimizer, loss_weight=loss_weight
+                model,
+                plan,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                extensions=[Source(loss_weight=loss_weight)],
             ) as pipeline:
                 losses = [result.loss for result in pipeline.train(batches)]
                 state = pipeline.state_dict()

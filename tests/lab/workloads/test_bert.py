@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from avgpipe import Source
+
 pytest.importorskip("transformers", reason="the workload bert needs transformers")
 pytest.importorskip("tokenizers", reason="the workload bert needs tokenizers")
 
@@ -150,7 +152,7 @@ def test_it_learns_through_two_stages(small, kind, pairs_folder, text_folder, mo
         Plan(stages=2, micro_batches=2),
         loss_fn=workload.loss_fn,
         optimizer=workload.optimizer,
-        loss_weight=workload.loss_weight,
+        extensions=[Source(loss_weight=workload.loss_weight)],
     ) as pipeline:
         before = pipeline.evaluate(workload.valid_batches(), workload.metric_fn)
         for epoch in range(2):

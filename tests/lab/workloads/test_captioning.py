@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from avgpipe.model.model import Model
 from avgpipe.tasks import build_workload, check_workload
 from avgpipe_lab.workloads import captioning
@@ -390,7 +390,7 @@ def test_stages_and_the_exported_plain_model_say_the_same(quick):
             workload.layers,
             Plan(stages=stages, micro_batches=2),
             loss_fn=workload.loss_fn,
-            loss_weight=workload.loss_weight,
+            extensions=[Source(loss_weight=workload.loss_weight)],
             optimizer=workload.optimizer,
         ) as pipeline:
             batches = iter(workload.train_batches(0))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from avgpipe_lab.workloads.gnmt import GNMTConfig, gnmt_layers, reverse
 from avgpipe_lab.workloads.tokens import TokenLoss, beam_search
 from tests.lab.workloads.equality import assert_equal_to_one_device, sgd
@@ -191,7 +191,9 @@ def test_translations_are_alike_from_any_stages_and_from_the_plain_model():
         with torch.no_grad():
             model[-1].bias[END] = -3.0  # so that sentences are translated at some length
         plan = Plan(stages=K, pipelines=2, micro_batches=2)
-        with Pipeline(model, plan, loss_fn=loss, optimizer=sgd, loss_weight=loss.weight) as pipeline:
+        with Pipeline(
+            model, plan, loss_fn=loss, optimizer=sgd, extensions=[Source(loss_weight=loss.weight)]
+        ) as pipeline:
             list(pipeline.train(batches))
             found.append(beam_search(pipeline.predict, source, **options))
             state = pipeline.state_dict()

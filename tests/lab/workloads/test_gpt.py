@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Pipeline, Plan, Source
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import stage_bounds
 from avgpipe.tasks import DataNotFound, build_workload, check_workload
@@ -93,7 +93,7 @@ def test_a_built_workload_reads_every_word_and_learns(text_folder, reduced):
         Plan(stages=2, micro_batches=3),
         loss_fn=workload.loss_fn,
         optimizer=workload.optimizer,
-        loss_weight=workload.loss_weight,
+        extensions=[Source(loss_weight=workload.loss_weight)],
     ) as pipeline:
         result = pipeline.evaluate(workload.valid_batches(), workload.metric_fn)
     assert workload.metrics(result.loss, result.metric) == pytest.approx(metrics, rel=1e-4)
