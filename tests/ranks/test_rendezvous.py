@@ -123,7 +123,7 @@ def test_a_store_that_takes_no_second_connection_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("text", ["\udc80 half a pair", "a\x00b", "", "x" * 1_000_000, "Übung 日本 \n"])
-def test_any_text_can_be_told(text: str) -> None:
+def test_any_text_can_be_put(text: str) -> None:
     board = Board(Store())
     board.put("a", text)
     assert board.put_first("b", text) == board.put_first("b", "later")
@@ -223,7 +223,7 @@ def test_a_missing_address_is_asked_for(monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_holds_the_store(monkeypatch: Any) -> None:
+def test_a_missing_store_is_an_error(monkeypatch: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -105,7 +105,7 @@ def ask_for_losses(generation: int) -> None:
 
 
 def is_asked(folder: Path, generation: int) -> bool:
-    """Whether a process that was started in ``folder`` has asked that."""
+    """Whether a process that was started in ``folder`` has asked whether a rank is lost."""
     return (folder / f"{_ASKED}-{generation}").exists()
 
 
