@@ -94,7 +94,7 @@ def test_others_name_who_never_comes() -> None:
     codes, last = ends_of([{"kind": "kill", "rank": 1, "phase": "start"}], timeout_s=LIMIT_S)
     assert codes == [1, -9, 1]
     for rank in (0, 2):
-        assert re.search("PeerLost: .* rank 1, which died before, or does not come here", last[rank])
+        assert re.search("PeerLost: .* rank 1, which died before, or does not arrive", last[rank])
 
 
 PLACES = [
@@ -186,7 +186,7 @@ def test_a_line_that_is_cut_at_a_save_ends_all_ranks(store: bool, tmp_path: Path
     assert codes == [1, 1, 1]
     assert not (tmp_path / "c" / "manifest.json").exists()
     if not store:  # all can still say that they are there, and nobody can know which end is at fault
-        assert all("no good line to rank " in text and "rank 1" in text for text in last)
+        assert all("no working connection to rank " in text and "rank 1" in text for text in last)
     else:
         assert all("rank 1 (stage 1), which does not answer" in last[rank] for rank in (0, 2))
         assert "rank 1 is cut off from the others" in last[1]

@@ -159,16 +159,14 @@ def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes
         assert one.lost == {}
 
 
-def test_who_stands_still_in_its_greeting_keeps_nobody_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_caller_does_not_delay_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("avgpipe.fault.coordinator._GREET_S", 1)
     with served(tmp_path) as one, socket.socket(socket.AF_UNIX) as silent:
         silent.connect(one.coordinator.address)
         assert heard(one.connect(0, 0), "welcome")
 
 
-def test_one_that_is_made_in_another_way_is_told_so(tmp_path: Path) -> None:
+def test_another_plan_or_other_weights_are_refused(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second, third = (one.connect(i, i) for i in range(3))
         assert enter(first) == {}
@@ -235,7 +233,7 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
         assert list(one.lost) == [0]
 
 
-def test_who_complains_twice_of_a_turn_that_all_have_told_is_lost(tmp_path: Path) -> None:
+def test_a_second_timeout_on_a_step_that_all_have_published_loses_the_reporter(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
         assert enter(first) == enter(second) == {}
@@ -351,7 +349,7 @@ def test_who_has_its_state_goes_on_without_who_gave_it(tmp_path: Path) -> None:
         assert 2 not in one.lost
 
 
-def test_who_has_not_told_a_turn_yet_is_lost_with_the_last_of_those_that_were_there(tmp_path: Path) -> None:
+def test_a_pipeline_without_a_published_step_is_lost_with_the_last_member(tmp_path: Path) -> None:
     with served(tmp_path, wanted=1) as one:
         first = one.connect(0, 0)
         assert enter(first) == {}

@@ -90,7 +90,7 @@ def test_ranks_find_each_other():
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_failure_is_told_with_its_reason_and_ends_the_others(tmp_path):
+def test_a_failure_is_reported_with_its_reason_and_ends_the_others(tmp_path):
     with pytest.raises(
         RanksFailed, match="worker 1 of 2 failed with exit code 1: ValueError: one is enough"
     ) as failure:
@@ -119,7 +119,7 @@ def test_who_only_waits_for_the_end_of_the_others_is_not_to_blame():
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_who_stands_still_is_to_blame_and_nobody_waits_for_it(tmp_path):
+def test_a_stopped_rank_is_to_blame_and_delays_no_other(tmp_path):
     """Whoever missed it, and ended with an exit code of its own."""
     begin = time.monotonic()
     with pytest.raises(RanksFailed, match="worker 0 of 2 was stopped by a signal") as failure:
@@ -308,7 +308,7 @@ def test_a_failure_comes_before_its_consequences():
     assert first_to_fail({0: (PEER_LOST, 9), 1: (128 + signal.SIGTERM, 9), 2: (1, 10)}) == 2
 
 
-def test_who_stood_still_comes_before_those_that_missed_it():
+def test_a_stopped_rank_comes_before_those_that_missed_it():
     assert first_to_fail({0: (-signal.SIGKILL, 11), 1: (1, 10)}, [0]) == 0
     assert first_to_fail({0: (-signal.SIGKILL, 11), 1: (-signal.SIGSEGV, 11)}, [0]) == 1
 

@@ -53,7 +53,7 @@ def write(memory: Memory, turn: int, text: bytes, tensors: tuple[int, bytes] = (
 
 
 class Sides:
-    """Stay 0 has its processes on the first side, stay 1 on the second; each has one stage replica."""
+    """Term 0 has its processes on the first side, term 1 on the second; each has one stage replica."""
 
     def __init__(self, near: Trunk, far: Trunk, firsts: tuple[int, int]) -> None:
         self.trunks = near, far

@@ -118,13 +118,13 @@ def test_a_store_that_takes_no_second_connection_is_not_waited_for() -> None:
 
     for store, why in ((Stopped(), r"not done after 0\.2 s"), (Gone(), "connection refused")):
         with pytest.raises(
-            PeerLost, match=f"nobody answers who holds the store, rank 0 or the launcher: {why}"
+            PeerLost, match=f"the store's holder, rank 0 or the launcher, does not answer: {why}"
         ):
             Board.beside(store, 0, 2, 0.2)
 
 
 @pytest.mark.parametrize("text", ["\udc80 half a pair", "a\x00b", "", "x" * 1_000_000, "Übung 日本 \n"])
-def test_any_text_can_be_told(text: str) -> None:
+def test_any_text_can_be_put(text: str) -> None:
     board = Board(Store())
     board.put("a", text)
     assert board.put_first("b", text) == board.put_first("b", "later")
@@ -224,7 +224,7 @@ def test_a_missing_address_is_asked_for(monkeypatch: Any) -> None:
 
 
 @pytest.mark.slow
-def test_nobody_holds_the_store(monkeypatch: Any) -> None:
+def test_a_missing_store_is_an_error(monkeypatch: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -237,9 +237,7 @@ def test_nobody_holds_the_store(monkeypatch: Any) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("AVGPIPE_STORE", raising=False)
     begin = time.monotonic()
-    with pytest.raises(
-        PeerLost, match=f"rank 1 has found nobody who holds the store at 127.0.0.1:{port} within 2 s"
-    ):
+    with pytest.raises(PeerLost, match=f"rank 1 found no store at 127.0.0.1:{port} within 2 s"):
         open_store(2)
     assert time.monotonic() - begin < 2 + limit(5)
 
@@ -262,7 +260,7 @@ def test_who_neither_has_connected_nor_notices_is_named() -> None:
     store, ends = Store(), threading.Event()
     store.texts = {"here/done/1": b"", "here/done/3": b""}
     with pytest.raises(
-        PeerLost, match=r"rank 0 cannot connect to rank 2, which died or stands still: not done after 1 s"
+        PeerLost, match=r"rank 0 cannot connect to rank 2, which died or is stopped: not done after 1 s"
     ):
         connecting(lambda: ends.wait(60), store, limit_s=1.0)
     ends.set()
@@ -295,7 +293,7 @@ def test_a_failure_of_one_ends_the_others_waiting() -> None:
     assert time.monotonic() - begin < limit(20)
     ends.set()
     assert sorted(found) == [
-        f"rank {rank} cannot connect to rank 2, which died or stands still: connection refused"
+        f"rank {rank} cannot connect to rank 2, which died or is stopped: connection refused"
         for rank in (0, 1, 3)
     ]
 
@@ -303,7 +301,7 @@ def test_a_failure_of_one_ends_the_others_waiting() -> None:
 @pytest.mark.promise
 def test_connecting_without_an_answer_of_the_store_ends() -> None:
     with pytest.raises(
-        PeerLost, match="rank 0 cannot connect to rank 1, rank 2, rank 3, which died or stands still: no"
+        PeerLost, match="rank 0 cannot connect to rank 1, rank 2, rank 3, which died or is stopped: no"
     ):
         connecting(lambda: threading.Event().wait(20), Silent(), limit_s=0.5)
 
@@ -381,7 +379,7 @@ def test_a_rank_that_died_while_the_others_connected_is_named(victim: int) -> No
         if rank != victim:
             assert code == 1, output
             assert (
-                f"PeerLost: rank {rank} cannot connect to rank {victim}, which died or stands still" in output
+                f"PeerLost: rank {rank} cannot connect to rank {victim}, which died or is stopped" in output
             ), output
             took = re.search(r"took ([\d.]+) s", output)
             assert took

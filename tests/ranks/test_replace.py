@@ -67,7 +67,7 @@ sys.exit(1)
 
 
 @pytest.mark.promise
-def test_who_stands_still_is_to_blame(tmp_path: Path) -> None:
+def test_a_stopped_rank_is_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 0 of 2 was stopped by a signal") as failure:
         Replacing(command, 2, 0, {}, print).run()
@@ -89,14 +89,14 @@ become_a_rank(lambda: None)
 
 
 @pytest.mark.promise
-def test_who_stands_still_for_too_long_is_replaced() -> None:
+def test_a_rank_that_is_stopped_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
     assert said == ["rank 0 was stopped by a signal; a new process takes its place"]
 
 
 @pytest.mark.promise
-def test_all_stand_still_and_nobody_is_left_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_are_all_stopped_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(RanksFailed, match=r"worker [01] of 2 was stopped by a signal"):
@@ -360,13 +360,13 @@ while not told.exists():
 
 
 @pytest.mark.ranks
-def test_who_misses_somebody_is_told_that_nobody_is_lost(tmp_path: Path) -> None:
+def test_a_rank_that_misses_a_peer_gets_the_answer_that_none_is_lost(tmp_path: Path) -> None:
     Replacing(tied("stderr", sys.executable, "-c", _ASKS, str(tmp_path)), 2, 0, {}, print).run()
     assert (tmp_path / "told").read_text() == "no rank is replaced"
 
 
 @pytest.mark.ranks
-def test_who_stands_still_and_keeps_the_store_is_replaced(tmp_path: Path) -> None:
+def test_a_stopped_rank_that_holds_the_store_is_replaced(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _LOCKS, str(tmp_path)), 2, 0, {}, said.append).run()
     assert said == ["rank 0 was stopped by a signal; a new process takes its place"]

@@ -17,7 +17,7 @@ def test_all_count_while_nothing_is_lost() -> None:
     assert list(roster.counting(7)) == [0, 1, 2]
 
 
-def test_who_is_lost_counts_in_what_it_had_told_and_is_a_member_until_nobody_has_begun() -> None:
+def test_a_lost_pipeline_counts_in_published_steps_and_is_a_member_of_begun_ones() -> None:
     roster = begun(0, 1)
     gone = roster.leave(1, published=5, begun=7)
     assert (gone.published, gone.end) == (5, 7)
@@ -25,7 +25,7 @@ def test_who_is_lost_counts_in_what_it_had_told_and_is_a_member_until_nobody_has
     assert [list(roster.counting(turn)) for turn in (4, 5, 6, 7)] == [[0, 1], [0], [0], [0]]
 
 
-def test_one_that_comes_is_a_member_from_its_turn_on() -> None:
+def test_a_joining_pipeline_is_a_member_from_its_first_step_on() -> None:
     roster = begun(0, 1)
     roster.leave(1, published=5, begun=7)
     roster.enter(Term(1, 2, first=9, donor=0))

@@ -145,7 +145,7 @@ def test_a_second_signal_ends_a_process_that_is_preempted(number):
 
 @pytest.mark.promise
 @pytest.mark.parametrize("order", ["SIGTERM SIGUSR2", "SIGUSR2 SIGTERM"])
-def test_a_rank_that_its_launcher_has_told_is_not_ended_by_a_signal_to_all(order):
+def test_a_preempted_rank_is_not_ended_by_a_signal_to_all(order):
     process = trains("SIGUSR2", grace=60.0)
     for name in order.split():
         process.send_signal(signal.Signals[name])

@@ -77,7 +77,7 @@ def watched() -> Any:
 
 
 @pytest.mark.promise
-def test_what_this_rank_does_is_told_when_it_changes(watched: Any) -> None:
+def test_what_this_rank_does_is_published_when_it_changes(watched: Any) -> None:
     world, _, doing, _ = watched
     wait_until(lambda: world.noted == ["F0"])
     doing[0] = "B0"
@@ -115,7 +115,7 @@ def test_a_process_that_is_gone_before_is_noticed() -> None:
     watchdog.close()
 
 
-def test_time_is_told_in_seconds_that_matter() -> None:
+def test_time_is_shown_in_seconds_that_matter() -> None:
     now = time.monotonic()
     assert since("waiting", now) == "waiting"
     assert since("waiting", now - 3.2) == "waiting, for 3 s"

@@ -35,7 +35,7 @@ _TEXT_BYTES = 8192  # of a slot: its head and the text
 
 
 class TurnSlot:
-    """The slot of a stage replica for every other step: a text, and tensors alike ``like``."""
+    """The slot of a stage replica for every other step: a text, and tensors shaped like ``like``."""
 
     def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
         self._memory = memory
@@ -164,7 +164,7 @@ class TurnExchange:
         membership.changed = self._changed
 
     def enter(self, digests: list[str]) -> int:
-        """Become a member; return the first turn."""
+        """Become a member; return the first step."""
         self._next = self.membership.enter(digests)
         return self._next
 

@@ -58,7 +58,7 @@ class Gate(Passage):
         if kind == "hello":
             version, about = values
             if int(about["group"]) != self.group:
-                raise ValueError(f"group {about['group']} is another one")
+                raise ValueError(f"group {about['group']} does not belong to this gate")
             self._places[key] = int(about["places"])
             return [version, {**about, "bell": self.mirror.place, "is_far": True}]
         if kind == "memory":

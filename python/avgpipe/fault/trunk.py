@@ -25,7 +25,7 @@ _KEEP_ALIVE = {
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
     socket.TCP_KEEPCNT: 6,
-}  # notices a host that is gone
+}  # notices a host that is lost
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -1,9 +1,9 @@
 """Which isolated pipeline trains on which batch, and what is trained on again when one of them was lost.
 
 Every process iterates over all batches, so all know the share of each pipeline; a batch is kept until its
-step has ended. What a lost pipeline had of a step in which it does not count is trained on before the
-loader's next batches, from the first step on of which it is no member: every sample is trained on once. A
-batch is cut into the same micro-batches however many pipelines share it.
+step has ended. The samples of a lost pipeline in steps in which it does not count are trained on before the
+loader's next batches, from the first step after its term: every sample is trained on once. A batch is cut
+into the same micro-batches however many pipelines share it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Faults on purpose: what they are, and what they do; ``avgpipe.testing`` arms them."""
+"""Injected faults: their description and their effects; ``avgpipe.testing`` arms them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from avgpipe.ranks import probe
 
 
 def arm(text: str) -> None:
-    """Arm what the environment asks for; ValueError for what is no such text."""
+    """Arm the faults described in the environment; ValueError for an invalid text."""
     from avgpipe.faults.fault import armed_by
 
     probe.armed.extend(armed_by(text))

@@ -1,4 +1,4 @@
-"""The TCP connections of this process, and what may befall them. It takes no right but that of the process."""
+"""The TCP connections of this process, and faults of them. It needs no privileges but those of the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NOWHERE = struct.pack("=H14x", socket.AF_UNSPEC)  # an address to connect to, o
 
 
 def connections(store: bool = False) -> list[int]:
-    """Return the descriptors of all established ones; those with the store of torch.distributed only if wanted."""
+    """Return the descriptors of established connections; those with torch's store only if ``store``."""
     found = []
     for descriptor, what in _descriptors():
         if what.startswith("socket:"):
@@ -29,21 +29,22 @@ def connections(store: bool = False) -> list[int]:
 
 
 def reset(descriptor: int) -> None:
-    """End a connection as by a TCP reset, which both ends see as such."""
+    """End a connection by a TCP reset, which both ends notice as such."""
     ctypes.CDLL(None).connect(descriptor, _NOWHERE, len(_NOWHERE))
 
 
 def begin_message(descriptor: int) -> None:
-    """Write what may be the beginning of a message, and is too little for the number at the beginning of each."""
-    with suppress(OSError):  # the other end is gone, or takes nothing now
+    """Write the beginning of a message, shorter than the number with which each message begins."""
+    with suppress(OSError):  # the peer has ended, or receives nothing now
         os.write(descriptor, b"\1\0\0")
 
 
 def cut(descriptor: int) -> None:
-    """Let a connection stand still: what is written is lost, nothing comes, and neither end sees it closed.
+    """Make a connection silent: what is written is lost, nothing arrives, and neither end notices a close.
 
-    Nobody reads, writes to or closes the socket that takes its place. Whoever polls the descriptor, as gloo does, finds
-    it registered as before, and no event of the connection, which stays open under another number.
+    No process reads, writes to or closes the socket that replaces it. A thread that polls the descriptor, as
+    gloo does, finds it registered as before, and gets no event of the connection, which stays open under
+    another number.
     """
     ours, silent = (end.detach() for end in socket.socketpair())
     os.set_blocking(ours, os.get_blocking(descriptor))
@@ -66,5 +67,5 @@ def cut(descriptor: int) -> None:
 def _descriptors() -> Iterator[tuple[int, str]]:
     """Yield each descriptor of this process, with what it is."""
     for name in os.listdir(_FOLDER):
-        with suppress(FileNotFoundError):  # it was that of the folder
+        with suppress(FileNotFoundError):  # it was the descriptor of the folder
             yield int(name), os.readlink(f"{_FOLDER}/{name}")

@@ -1,4 +1,4 @@
-"""Disks that fail: what a save writes, and what becomes of it."""
+"""Injected faults of disks: of the files that a save writes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from avgpipe.ranks import probe
 
 
 def writing(file: Any, **place: Any) -> Any:
-    """Return ``file``, which a save is about to write; or what takes its place where a test wants a full disk."""
+    """Return ``file``, which a save is about to write, or its replacement where a test wants a full disk."""
     for fault in probe.at("save", action="write", **place):
         if fault.kind == "full disk":
             return _FullDisk(file, fault.room_bytes)
@@ -19,7 +19,7 @@ def writing(file: Any, **place: Any) -> Any:
 
 
 def written(path: Path, **place: Any) -> None:
-    """Tell that a save has written the file ``path``, of which a bit may flip."""
+    """Flip a bit of the file ``path``, which a save has written, where that fault is armed."""
     for fault in probe.at("save", action="written", **place):
         if fault.kind == "flipped bit":
             byte, bit = divmod(fault.bit % (8 * path.stat().st_size), 8)
@@ -31,7 +31,7 @@ def written(path: Path, **place: Any) -> None:
 
 
 class _FullDisk:
-    """A file on a disk with room for so many bytes."""
+    """A file on a disk with room for ``room_bytes`` bytes."""
 
     def __init__(self, file: Any, room_bytes: int) -> None:
         self._file, self._room_bytes = file, room_bytes

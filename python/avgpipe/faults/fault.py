@@ -1,4 +1,4 @@
-"""What a test may ask to fail: the kinds, the places, and one fault as a value."""
+"""Faults that a test may inject: the kinds, the places, and one fault as a value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _OF_A_BATCH = ("pipeline", "stage", "batch")
 _OF_A_STEP = (*_OF_A_BATCH, "micro_batch", "action")
-# What a place of each phase has, beside "rank" and "restart", which all have.
+# The names of a place in each phase, beside "rank" and "restart", which all have.
 PHASES = {
     "start": (),
     "training": _OF_A_STEP,
@@ -50,9 +50,9 @@ class FaultKind(NamedTuple):
     """A kind of fault.
 
     Attributes:
-        options: Of a `Fault`, those that are of this kind.
-        phases: Where it can be.
-        action: And at which action alone.
+        options: The options of a `Fault` that belong to this kind.
+        phases: The phases in which it can happen.
+        action: The only action at which it can happen; None: any.
     """
 
     options: tuple[str, ...] = ()
@@ -81,10 +81,10 @@ WHERE = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to fail, where and when; see :func:`avgpipe.testing.fail_at`.
+    """A fault, with its place and time; see :func:`avgpipe.testing.fail_at`.
 
     Raises:
-        ValueError: for what can never happen.
+        ValueError: for a fault that can never happen.
     """
 
     kind: str
@@ -123,7 +123,7 @@ class Fault:
             kinds = [repr(kind) for kind, row in KINDS.items() if field.name in row.options]
             if kinds and getattr(self, field.name) != field.default and repr(self.kind) not in kinds:
                 raise ValueError(
-                    f"{field.name} is of kind {' or '.join(kinds)}, not {self.kind!r}: leave it out"
+                    f"{field.name} is for kind {' or '.join(kinds)}, not {self.kind!r}: leave it out"
                 )
         if self.kind == "slow" and self.for_s is None:
             raise ValueError("kind 'slow' needs for_s=, the seconds of each delay")
@@ -156,12 +156,12 @@ class Fault:
 
     @property
     def _phases(self) -> list[str]:
-        """The phases in which it may happen. An update is a part of training."""
+        """The phases in which it can happen. An update is a part of training."""
         wanted = {"training", "update"} if self.phase == "training" else {self.phase}
         return [phase for phase in self._what.phases if self.phase is None or phase in wanted]
 
     def damage(self, lane: Lane) -> None:
-        """Flip a bit of a lane's weights, or give its links the fault."""
+        """Flip a bit of a lane's weights, or inject the fault into its links."""
         from avgpipe.faults.links import disturb
         from avgpipe.links.message import flip_bit
 
@@ -171,7 +171,7 @@ class Fault:
             disturb(lane.port.links, self)
 
     def fits(self, phase: str, place: Mapping[str, Any]) -> bool:
-        """Whether it may happen at a place."""
+        """Whether it can happen at a place."""
         wanted = {name: getattr(self, name) for name in _PLACES}
         wanted["action"] = self.action or self._what.action
         return phase in self._phases and all(
@@ -183,7 +183,7 @@ class Armed:
     """A fault that waits for its place in this process; as a context manager until the end of the block.
 
     Attributes:
-        fault: What it is.
+        fault: The fault.
         fired: How often it has happened.
     """
 
@@ -192,7 +192,7 @@ class Armed:
         self._seen, self._since = 0, time.monotonic()
 
     def is_due(self, phase: str, place: Mapping[str, Any]) -> bool:
-        """Count a place that is reached; return whether the fault happens there."""
+        """Count a place that the process reaches; return whether the fault happens there."""
         fault = self.fault
         if not fault.fits(phase, place) or time.monotonic() < self._since + fault.after_s:
             return False
@@ -202,7 +202,7 @@ class Armed:
         return is_due
 
     def reach(self, phase: str, place: Mapping[str, Any]) -> Fault | None:
-        """Let the fault happen if it is due; return it if the place itself must do something about it."""
+        """Let the fault happen if it is due; return it if the place itself must act on it."""
         from avgpipe.faults.kinds import happen
 
         restarts = os.environ.get(probe.RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -210,7 +210,7 @@ class Armed:
         return self.fault if self.is_due(phase, here) and happen(self.fault, phase, here) else None
 
     def disarm(self) -> None:
-        """Let it not happen any more. What has happened stays: a line that was cut does not come back."""
+        """Disarm the fault. Its effects remain: a connection that was cut is not restored."""
         if self in probe.armed:
             probe.armed.remove(self)
 
@@ -222,17 +222,17 @@ class Armed:
 
 
 def to_json(wanted: Iterable[Fault]) -> str:
-    """Write faults down for the environment of another process, which ``armed_by`` reads."""
+    """Return faults as JSON for the environment of another process, which ``armed_by`` reads."""
     return json.dumps([asdict(fault) for fault in wanted])
 
 
 def armed_by(text: str) -> list[Armed]:
-    """Return what the environment asks for; ValueError for what is no such text."""
+    """Return the armed faults of a text of ``to_json``; ValueError for any other text."""
     return [Armed(dataclass_of(probe.VARIABLE, Fault, values)) for values in json.loads(text)]
 
 
 def _is(found: Any, wanted: Any) -> bool:
-    """Whether a place is, or has, what is wanted: "backward input" is a "backward"."""
+    """Whether a place is, or contains, the wanted value: "backward input" is a "backward"."""
     if isinstance(found, str):
         return found == wanted or found.startswith(f"{wanted} ")
     return bool(wanted in found if isinstance(found, Collection) else found == wanted)

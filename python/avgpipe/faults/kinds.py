@@ -1,4 +1,4 @@
-"""What each kind of fault does to the process."""
+"""The effect of each kind of fault on the process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from avgpipe.faults.connections import begin_message, connections, cut, reset
 from avgpipe.faults.fault import Fault
 
 _log = logging.getLogger("avgpipe")
-# Continues its parent after some seconds, unless that one ends before.
+# Sends SIGCONT to its parent after some seconds, unless the parent ends before.
 _CONTINUE = """
 import os, select, signal, sys
 parent = os.pidfd_open(int(sys.argv[1]))
@@ -25,11 +25,11 @@ if not select.select([parent], [], [], float(sys.argv[2]))[0]:
 
 
 class InjectedFault(RuntimeError):
-    """What ``fail_at(kind="exception")`` raises."""
+    """The error that ``fail_at(kind="exception")`` raises."""
 
 
 def happen(fault: Fault, phase: str, place: Mapping[str, Any]) -> bool:
-    """Let a fault happen; return whether it is one of which the place itself must do something."""
+    """Let a fault happen; return whether the place itself must act on it."""
     where = f"at {phase}: {', '.join(f'{n} {v}' for n, v in place.items() if v is not None)}"
     _log.warning("avgpipe.testing: %s %s", fault.kind, where)
     if fault.kind == "kill":
@@ -59,7 +59,7 @@ def _stop(for_s: float | None) -> None:
     helper = None if for_s is None else subprocess.Popen(command)
     signal.raise_signal(signal.SIGSTOP)
     if helper is not None:
-        helper.kill()  # somebody else may have been quicker
+        helper.kill()  # another process may have sent SIGCONT before it
         helper.wait()
 
 

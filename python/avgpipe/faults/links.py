@@ -1,4 +1,4 @@
-"""Links with a fault, as tests ask for by ``avgpipe.testing``."""
+"""Links with an injected fault; ``avgpipe.testing`` arms it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from avgpipe.links.message import Key, tensors_of
 
 
 def disturb(links: dict[int, Link], fault: Fault) -> None:
-    """Give the links of a worker a fault, by replacing them in ``links``."""
+    """Inject a fault into the links of a worker, by replacing them in ``links``."""
     remote = {replica: link for replica, link in links.items() if not isinstance(link, LocalLink)}
     if fault.kind == "cut line":
         links.update({replica: _Cut(link) for replica, link in remote.items()})
@@ -20,7 +20,7 @@ def disturb(links: dict[int, Link], fault: Fault) -> None:
 
 
 class _Cut(Link):
-    """Loses what is sent."""
+    """A link that loses what is sent."""
 
     def __init__(self, link: Link) -> None:
         self.name = link.name
@@ -30,7 +30,7 @@ class _Cut(Link):
 
 
 class _Flipping(Link):
-    """Flips a bit of the first message with tensors, over whichever of the links ``sound``, which it puts back."""
+    """A link that flips a bit of the next message with tensors, then restores the ``sound`` links."""
 
     def __init__(self, link: Link, links: dict[int, Link], sound: dict[int, Link], bit: int) -> None:
         self.name, self._link, self._bit = link.name, link, bit

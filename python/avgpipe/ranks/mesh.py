@@ -1,4 +1,4 @@
-"""Which ranks a pipeline has, where it has not all: a group, or one dimension of a device mesh."""
+"""The ranks of a pipeline that has not all of them: a group, or one dimension of a device mesh."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-if TYPE_CHECKING:  # it takes long to import, and whoever has a mesh has done so
+if TYPE_CHECKING:  # its import is slow, and a caller with a mesh has imported it
     from torch.distributed.device_mesh import DeviceMesh
 
 
 def members_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """Return the group of the ranks of a pipeline; None: of all.
+    """Return the group of the ranks of a pipeline; None: all ranks.
 
     Raises:
-        TypeError: for what is no mesh or group, as what torch gives a rank that is in no group.
-        ValueError: for both, for a mesh of several dimensions, and on a rank that is not in it.
+        TypeError: not a mesh or group, such as torch's value for a rank that is in no group.
+        ValueError: both were given, the mesh has several dimensions, or this rank is not in it.
     """
     if mesh is not None and group is not None:
         raise ValueError("mesh and group both say which ranks this pipeline has: give one of the two")

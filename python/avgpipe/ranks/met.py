@@ -1,7 +1,7 @@
-"""The ranks of one pipeline that have met: what they tell each other, and collectives on the CPU side.
+"""The ranks of one pipeline after their rendezvous: reports of failures, and collectives on the CPU side.
 
-Rendezvous and transport are torch.distributed's. Each pipeline has a gloo group of its own, so its messages can neither
-mix with the caller's nor with those of another pipeline.
+Rendezvous and transport are torch.distributed's. Each pipeline has a gloo group of its own, so its messages
+can mix neither with the caller's nor with those of another pipeline.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from avgpipe.ranks.world import World
 
 T = TypeVar("T")
 
-# That a group's own limit comes after ours, which says more. Not long: a process cannot end while gloo waits.
+# A group's own timeout ends after ours, whose error says more. Short: a process cannot end while gloo waits.
 SPARE_S = 3.0
-_PASS_TAG = 2**30  # none of a link's
-_MOST_BYTES = 2**30  # of what a rank gives to a gathering
+_PASS_TAG = 2**30  # no link uses it
+_MOST_BYTES = 2**30  # of a rank's value in gather
 _TICK_S = 0.5
 _NOTE_S = 5.0
 _CLOSE_S = 5.0
 
 
 class Met(World):
-    """Several ranks that have met.
+    """Several ranks, after their rendezvous.
 
     Args:
         timeout_s: limit of every wait.
@@ -64,7 +64,7 @@ class Met(World):
         self.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
 
     def new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
-        """Make a group of some of the ranks, whose waits end after ours. Every rank calls this, in one order."""
+        """Make a group of some ranks, with longer timeouts than ours. All ranks call this, in one order."""
         limit = timedelta(seconds=self.timeout_s + SPARE_S)
         if self._members is None:
             made = dist.new_group(list(ranks), timeout=limit, backend=backend)
@@ -74,24 +74,24 @@ class Met(World):
         return cast("dist.ProcessGroup", made)
 
     def connect(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, in which all ranks connect to each other; PeerLost names who does not."""
+        """Return the result of ``make``, which connects all ranks; PeerLost names those that fail to."""
         self._connections += 1
         return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
 
     def beside(self) -> World:
-        """Return these ranks with a group of their own, for another thread. Every rank calls this."""
+        """Return a world of the same ranks with another group, for another thread. Every rank calls this."""
         threads = copy.copy(self)
         threads.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
         return threads
 
     def store(self) -> Any:
-        """Return a store of this pipeline's ranks, by a connection of its own: its calls may wait for a rank."""
+        """Return this pipeline's store by a connection of its own, since its calls may wait for a rank."""
         store = Board.beside(self._board.store, self.rank, self.size, self.timeout_s).store
         store.set_timeout(self._limit)
         return store
 
     def pass_on(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Send a tensor on the CPU from rank ``source`` to ``target``, which has one as large; the others return."""
+        """Send a CPU tensor from rank ``source`` into that of ``target``, of the same size; others return."""
         if self.group is None or self.rank not in (source, target):
             return
         with self._explaining():
@@ -105,8 +105,8 @@ class Met(World):
     # ---- failures ------------------------------------------------------------------------------------------------
 
     def report(self, failure: BaseException) -> None:
-        """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
-        with suppress(RuntimeError):  # the store went down with its holder; peers see the closed connection
+        """Report this rank's failure to all ranks. Only the first is kept: later ones follow from it."""
+        with suppress(RuntimeError):  # the store ended with its holder; peers notice the closed connection
             self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
             if self._spares is not None and not isinstance(failure, PeerLost | PipelineTimeout):
                 self._spares.give_up()
@@ -120,31 +120,31 @@ class Met(World):
         return None
 
     def is_first(self, what: str) -> bool:
-        """Return whether no other rank has asked this of ``what``."""
+        """Return whether this rank is the first to call this with ``what``."""
         try:
             return self._board.put_first(what, str(self.rank)) == str(self.rank)
         except RuntimeError:
             return True
 
     def first(self, name: str, text: str) -> str:
-        """Return what the first rank has put of this name: this ``text``, unless another one came before.
+        """Return the text of this name: ``text``, unless another rank has put one before.
 
         RuntimeError where the store does not answer.
         """
         return self._board.put_first(name, text)
 
     def note_doing(self, doing: str) -> None:
-        """Let the other ranks know what this one is doing."""
+        """Publish what this rank is doing."""
         with suppress(RuntimeError):  # as in report
             self._board.put(f"doing/{self.rank}", f"{time.time():.3f} {doing}")
 
     def note_pace(self, pace: str) -> None:
-        """Let the first rank know how quick this one is."""
+        """Publish this rank's pace, for the first rank."""
         with suppress(RuntimeError):  # as in report
             self._board.put(f"pace/{self.rank}", pace)
 
     def paces(self) -> list[str | None]:
-        """Return what each rank has told of its pace; nothing where nobody can be asked."""
+        """Return the published pace of each rank; empty where the store does not answer."""
         with suppress(RuntimeError):
             return [self._board.get(f"pace/{rank}") for rank in range(self.size)]
         return []
@@ -161,7 +161,7 @@ class Met(World):
         return f"rank {rank} was last seen {max(0.0, time.time() - float(at)):.0f} s ago: {doing}"
 
     def note(self, name: str, text: str) -> None:
-        """Put a text where all ranks find it; RuntimeError where the store does not answer."""
+        """Put a text where all ranks can read it; RuntimeError where the store does not answer."""
         self._board.put(name, text)
 
     def noted(self, name: str) -> str | None:
@@ -180,14 +180,14 @@ class Met(World):
             dist.barrier(self.group, async_op=True).wait(self._limit)
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the tensor of rank ``source`` on every rank, on the device of this rank's own."""
+        """Return the tensor of rank ``source`` on every rank, on the device of this rank's own tensor."""
         buffer = tensor.detach().cpu().contiguous()
         with self._explaining():
             dist.broadcast(buffer, group_src=source, group=self.group, async_op=True).wait(self._limit)
         return buffer.to(tensor.device)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a value of every rank, in rank order, as JSON carries it."""
+        """Return a value of every rank, in rank order, as JSON returns it."""
         with self._explaining():
             return gather(value, self.group, self._limit)
 
@@ -209,7 +209,7 @@ class Met(World):
 
     @contextmanager
     def _explaining(self) -> Iterator[None]:
-        """Around a collective: where it fails, name the first report, or the ranks that no longer answer."""
+        """Where a collective fails, raise an error with the first report, or the ranks without answer."""
         start = time.monotonic()
         try:
             yield
@@ -233,19 +233,20 @@ class Met(World):
             missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S, is_replaced)
         except RuntimeError as silence:
             return PeerLost(
-                f"rank {self.rank} is cut off from the others, or rank 0 or the launcher died, whoever holds the "
-                f"store: {reason(silence)}; {what}"
+                f"rank {self.rank} is cut off from the others, or the holder of the store died, rank 0 or "
+                f"the launcher: {reason(silence)}; {what}"
             )
         if (loss := self.reported()) is not None:
             return loss
         if is_replaced():
             return PipelineTimeout(
-                f"rank {self.rank} waited {self.timeout_s:g} s for one that is to be replaced: {what}"
+                f"rank {self.rank} waited {self.timeout_s:g} s for a rank that is to be replaced: {what}"
             )
         if not missing:
             others = ", ".join(self.name(rank) for rank in range(self.size) if rank != self.rank)
             return PipelineError(
-                f"rank {self.rank} has no good line to {others}, though all are there and answer on another one: {what}"
+                f"rank {self.rank} has no working connection to {others}, though all of them reach the store: "
+                f"{what}"
             )
         names = ", ".join(map(self.name, sorted(missing)))
         if waited_s < self.timeout_s:
@@ -257,10 +258,10 @@ class Met(World):
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None, limit: timedelta | None = None) -> list[Any]:
-    """Return a small value of every rank of ``group`` (None: the default one), in rank order, as JSON carries it.
+    """Return a small value of every rank of ``group`` (None: the default), in rank order, as JSON returns it.
 
-    It travels as bytes in tensors: nothing that comes is unpickled. Every wait ends after ``limit``, or after the
-    group's own.
+    Values travel as bytes in tensors: nothing received is unpickled. Every wait ends after ``limit``, or
+    after the group's own timeout.
     """
     device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
 
@@ -287,7 +288,7 @@ def is_of_transport(error: BaseException) -> bool:
 
 
 def transport_reason(error: BaseException) -> str:
-    """What gloo says in an error, without its source position and advice."""
+    """Return gloo's message in an error, without its source position and advice."""
     text = str(error).split("This is typically")[0].split("\n")[0]
     return text.rpartition(".cc:")[2].partition("] ")[2].strip() or text.strip()
 
@@ -296,14 +297,14 @@ def transport_reason(error: BaseException) -> str:
 
 
 class Waits(Protocol):
-    """Where the main thread waits for other ranks."""
+    """The waits of the main thread for other ranks."""
 
     def fail(self, failure: BaseException, source: int | None = None) -> None:
         """End every wait with ``failure``, or those for the rank ``source``."""
 
 
 class PaceOfRank(Protocol):
-    """How quick this rank is. ``told``: for the first one, which compares what all have told."""
+    """The pace of this rank, as a text for the first rank, which compares those of all ranks."""
 
     told: str
 
@@ -312,16 +313,16 @@ class PaceOfRank(Protocol):
 
 
 class Watchdog:
-    """A thread that tells the other ranks what this one is doing, and this one when another has failed or died.
+    """A thread that publishes what this rank is doing, and reports the failure of others to this rank.
 
-    It works while the main thread computes, waits, or hangs in somebody's layer. A process of this host is watched by
-    its descriptor, which becomes readable when it ends, however it ends.
+    It works while the main thread computes, waits, or hangs in a user's layer. A process of this host is
+    watched by its descriptor, which becomes readable when it ends, for whatever cause.
 
     Args:
-        doing: Says what the main thread is at.
-        processes: Those of ranks on this host, by rank.
-        pace: What it tells besides, to be compared on the first rank.
-        looks: Are called now and then.
+        doing: returns what the main thread is doing.
+        processes: process ids of the ranks on this host, by rank.
+        pace: published too, and compared on the first rank.
+        looks: functions to call repeatedly.
     """
 
     def __init__(
@@ -358,7 +359,7 @@ class Watchdog:
                 self._poll.unregister(descriptor)
                 self._lost(self._ranks[descriptor])
             doing = self._doing()
-            # What does not last is told seldom: a store may keep all that it was ever told.
+            # Short activities are published seldom: a store may keep all that was ever written.
             if doing != told and (doing == seen or time.monotonic() > noted_at + _NOTE_S):
                 self._world.note_doing(doing)
                 told, noted_at = doing, time.monotonic()
@@ -374,7 +375,7 @@ class Watchdog:
                 self._waits.fail(loss)
 
     def _lost(self, rank: int) -> None:
-        """Only who still waits for something from that rank hears of it."""
+        """End the waits for a rank that has ended; other waits continue."""
         self._waits.fail(self._world.lost(rank, "watching its process"), rank)
 
     def close(self) -> None:
@@ -392,7 +393,7 @@ def _first_difference(a: str, b: str) -> int:
 
 
 def _around(text: str, place: int) -> str:
-    """Return what stands around a place in a text, on one line."""
+    """Return the text around a position, on one line."""
     first, end = max(0, place - _SHOWN), place + _SHOWN
     shown = " ".join(text[first:end].split())
     return f"{'...' if first else ''}{shown}{'...' if end < len(text) else ''}"

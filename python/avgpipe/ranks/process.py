@@ -1,13 +1,13 @@
-"""The process of a rank: how it ends, and what it takes of its machine.
+"""The process of a rank: how it ends, and which resources of its machine it takes.
 
-It ends with its parent, and with a code that says why.
+It ends with its parent, and with a code that names the cause.
 
-``python -m avgpipe.ranks.process PARENT OUT COMMAND...`` becomes COMMAND, tied to the process PARENT; ``OUT`` is
-"stdout", or "stderr" for what the command writes to standard output. A COMMAND "module:function" is called instead,
-with the arguments that the launcher has left in the folder where the ranks meet.
+``python -m avgpipe.ranks.process PARENT OUT COMMAND...`` becomes COMMAND, tied to the process PARENT; ``OUT``
+is "stdout", or "stderr" for what the command writes to standard output. A COMMAND "module:function" is called
+instead, with the arguments that the launcher has left in the folder where the ranks meet.
 
-glibc gives large blocks back to the system when they are freed and gets them anew, page by page, which was measured as
-up to a quarter of a batch's time. Torch has a cache of its own on CUDA, but none on the CPU.
+glibc returns large blocks to the system when they are freed, and requests them again page by page, which was
+measured as up to a quarter of a batch's time. Torch has a cache of its own on CUDA, but none on the CPU.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     import torch
 
 _log = logging.getLogger("avgpipe")
-# Which generation this is, where ranks are replaced; the folder in which a spare is told its place; and of isolated
-# pipelines the address of the run, and this process's pipeline.
+# The number of this generation, where ranks are replaced; the folder in which a spare gets its place; and for
+# isolated pipelines the address of the run, and this process's pipeline.
 GENERATION, SPARE, RUN, PIPELINE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE", "AVGPIPE_RUN", "AVGPIPE_PIPELINE"
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
 # Beside it, as only their user may read the folder.
@@ -53,8 +53,8 @@ _KEPT_BYTES = 2**31 - 1  # free at the end of the heap: the largest int
 _LARGE_BYTES = 2**30  # larger blocks go back at once
 _TUNABLES, _ONE_HEAP = "GLIBC_TUNABLES", "glibc.malloc.tcache_count=0:glibc.malloc.arena_max=1"
 _MEMORY_CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", _TUNABLES, "LD_PRELOAD")
-_THREAD_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which a user chooses
-_warned = False  # of threads
+_THREAD_CHOICES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables of the user's choice
+_warned = False  # about threads
 
 
 def die_with_parent(parent: int) -> None:
@@ -65,7 +65,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def progress(line: str) -> None:
-    """Tell the launcher what is going on; what rank 0 says counts."""
+    """Report a line of progress to the launcher; only rank 0's line counts."""
     if STORE_FILE in os.environ and os.environ.get("RANK") == "0":
         path = _folder() / PROGRESS
         new = path.with_suffix(".new")
@@ -75,9 +75,9 @@ def progress(line: str) -> None:
 
 @functools.cache
 def report_lost_peers() -> None:
-    """Have the launcher, if it has started this process, know when it ends by an uncaught PeerLost.
+    """Report to the launcher, if it has started this process, when it ends by an uncaught PeerLost.
 
-    A script's exit code is 1 then, as that of the rank that it has missed may be.
+    A script's exit code is 1 then, and so may be that of the rank that it has missed.
     """
     if not os.environ.get(STORE_FILE):
         return
@@ -93,24 +93,24 @@ def report_lost_peers() -> None:
 
 
 def has_missed(folder: Path, rank: int) -> bool:
-    """Whether a process that was started in ``folder`` has told that."""
+    """Whether a process that was started in ``folder`` has reported that."""
     return (folder / f"{_MISSED}-{rank}").exists()
 
 
 def ask_for_losses(generation: int) -> None:
-    """Ask the launcher, if it has started this process, whether a rank is lost, so that this generation comes."""
+    """Ask the launcher, if it started this process, whether a rank is lost and this generation follows."""
     if os.environ.get(STORE_FILE):
         with suppress(OSError):
             (_folder() / f"{_ASKED}-{generation}").touch()
 
 
 def is_asked(folder: Path, generation: int) -> bool:
-    """Whether a process that was started in ``folder`` has asked that."""
+    """Whether a process that was started in ``folder`` has asked whether a rank is lost."""
     return (folder / f"{_ASKED}-{generation}").exists()
 
 
 def named(target: str) -> Any:
-    """Return what is called "module:name"."""
+    """Return the object named "module:name"."""
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
 
@@ -121,12 +121,12 @@ def is_replaceable() -> bool:
 
 
 def generation() -> int:
-    """Return how often ranks have met anew, as one was replaced."""
+    """Return how often the ranks have met again after one was replaced."""
     return int(os.environ.get(GENERATION, "0"))
 
 
 def pipeline_here() -> int | None:
-    """Return which pipeline this process is a part of, in a run of isolated ones; None elsewhere."""
+    """Return the pipeline of this process in a run of isolated ones; None elsewhere."""
     return int(os.environ[PIPELINE]) if RUN in os.environ else None
 
 
@@ -143,7 +143,7 @@ def main() -> None:
         code = _code_of(command[0])
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # threads that wait for a lost peer, or for what never comes, must not hold it up
+        os._exit(code)  # threads that wait for a lost peer must not delay the end
 
 
 def _code_of(target: str) -> int:
@@ -181,7 +181,7 @@ def folder_for_a_socket() -> TemporaryDirectory[str]:
 
 
 def peer_of(connection: Connection) -> int:
-    """Return the process id of who has made a connection over a Unix socket; 0 where this process cannot see it."""
+    """Return the process id of the peer of a Unix socket; 0 where this process cannot see it."""
     with socket.socket(fileno=os.dup(connection.fileno())) as end:
         credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, _, _ = _CREDENTIALS.unpack(credentials)
@@ -192,21 +192,21 @@ def peer_of(connection: Connection) -> int:
 
 
 def cores() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def cpu_model() -> str:
-    """Name of the processor."""
+    """Return the name of the processor."""
     named = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return named[1] if named else platform.machine()
 
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let this process keep the main memory that it frees; returns whether it will.
+    """Let this process keep the main memory that it frees; return whether it will.
 
-    It will not without glibc, nor where the environment chooses how memory is allocated.
+    It will not without glibc, nor where the environment configures the allocation of memory.
     """
     mallopt = None if _chooses_memory() else _glibc_function("mallopt")
     return mallopt is not None and bool(
@@ -215,31 +215,31 @@ def keep_freed_memory() -> bool:
 
 
 def launch_environment() -> dict[str, str]:
-    """Return the variables for a process that will train, unless the environment chooses already.
+    """Return the variables for a process that will train, unless the environment sets them already.
 
-    Torch asks for aligned blocks. The few bytes that glibc cuts off beside one go through its cache per thread to the
-    next small object, and stay in the way when the block is freed: one of the same size does not fit there any more. A
-    worker was seen to hold 570 MiB for 420. Without that cache the pieces grow together again, and a model's batches
-    took no longer.
+    Torch requests aligned blocks. The few bytes that glibc cuts off beside one go through its cache per
+    thread to the next small object, and stay there when the block is freed: a block of the same size no
+    longer fits. A worker was seen to hold 570 MiB instead of 420. Without that cache the pieces merge again,
+    and a model's batches took no longer.
 
-    And what the thread of a link receives the scheduler's thread frees: where each had a heap of its own, every one
-    would keep its own peak, and heaps of threads are too small for large messages.
+    Also, what the thread of a link receives is freed by the scheduler's thread: if each had a heap of its
+    own, every heap would keep its own peak, and heaps of threads are too small for large messages.
     """
     return {} if _chooses_memory() else {_TUNABLES: _ONE_HEAP}
 
 
 def return_freed_memory() -> None:
-    """Give free main memory back to the system, once (malloc_trim); without glibc nothing happens."""
+    """Return free main memory to the system, once (malloc_trim); without glibc nothing happens."""
     malloc_trim = _glibc_function("malloc_trim")
     if malloc_trim is not None:
         malloc_trim(0)
 
 
 def warn_of_threads(threads: int) -> None:
-    """Warn where operators of a pipeline in this process alone use ``threads`` of a busy machine.
+    """Warn where a pipeline in this process alone uses ``threads`` threads for its operators on a busy machine.
 
-    Small operators wait for each thread in turn, which takes many times as long as the work where a thread has lost its
-    processor. A process warns once.
+    Small operators wait for each thread in turn; where a thread has lost its processor, that takes many times
+    as long as the work. A process warns once.
     """
     global _warned
     if _warned or threads == 1 or any(name in os.environ for name in _THREAD_CHOICES):
@@ -254,7 +254,7 @@ def warn_of_threads(threads: int) -> None:
 
 
 def _chooses_memory() -> bool:
-    """Whether the environment says how memory is allocated, by another word than ours."""
+    """Whether the environment configures the allocation of memory, differently from us."""
     return any(os.environ.get(name) not in (None, "", _ONE_HEAP) for name in _MEMORY_CHOICES)
 
 
@@ -274,9 +274,9 @@ if __name__ == "__main__":
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory this process has used: of an accelerator, else resident in main memory."""
     if device.type != "cpu":
-        import torch  # not where processes are only started
+        import torch  # a launcher does without torch
 
         return int(torch.accelerator.max_memory_allocated(device))
-    # Of this program alone; getrusage counts what the process was before it became this program, too.
+    # Of this program alone; getrusage also counts the program that the process ran before exec.
     status = Path("/proc/self/status").read_text()
     return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))

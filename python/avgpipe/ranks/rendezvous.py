@@ -1,7 +1,8 @@
-"""How the ranks of a run find each other: by a store of torch.distributed, and then as its default process group.
+"""Rendezvous of the ranks of a run: by a store of torch.distributed, and then as its default process group.
 
-The commands' own workers share a file in a folder that is closed to other users, so nothing listens for them. Under
-torchrun, or with MASTER_ADDR and MASTER_PORT, it is torch's TCPStore, which anybody who reaches its port may write to.
+The commands' own workers share a file in a folder that is closed to other users, so nothing listens for them.
+Under torchrun, or with MASTER_ADDR and MASTER_PORT, it is torch's TCPStore, to which anybody who reaches its
+port may write.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost, reason
 from avgpipe.ranks.process import STORE_FILE, generation
 
-_ANSWER_S = 2.0  # a store that takes longer is held to be cut off
+_ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text
 _POLL_S = 0.02
-_LOOK_S = 0.5  # between looks whether another rank has failed to connect
-ROLL_CALL_S = 2.0  # within which ranks that live notice that something failed, and say that they are there
+_LOOK_S = 0.5  # between checks for another rank's failure to connect
+ROLL_CALL_S = 2.0  # for living ranks to notice a failure and to report that they are there
 _END_S = 2.0
 
 T = TypeVar("T")
 
 
-# ---- what ranks write for each other ---------------------------------------------------------------------------------
+# ---- texts that ranks share ------------------------------------------------------------------------------------------
 
 
 def _nothing() -> None:
@@ -41,14 +42,14 @@ def _nothing() -> None:
 
 
 class Silence(RuntimeError):
-    """A store has not answered in time; it may later."""
+    """A store has not answered in time; it may answer later."""
 
 
 class Board:
-    """Texts by name in a store of torch.distributed, which all of ``size`` ranks read; this process is ``rank``.
+    """Texts by name in a store of torch.distributed, which all ``size`` ranks read; this one is ``rank``.
 
-    The store is asked in a thread of its own: its host may stand still or be cut off, and its calls then never return.
-    Every method raises RuntimeError where the store is gone, and Silence where it does not answer.
+    The store is called in a thread of its own: its host may be stopped or cut off, and its calls then never
+    return. Every method raises RuntimeError where the store has ended, and Silence where it does not answer.
     """
 
     def __init__(self, store: Any, rank: int = 0, size: int = 1) -> None:
@@ -57,21 +58,21 @@ class Board:
 
     @classmethod
     def beside(cls, store: Any, rank: int, size: int, timeout_s: float) -> Board:
-        """Use a connection of its own: what others ask ``store`` meanwhile, and wait for, would keep it."""
+        """Return a board with a connection of its own: calls of other threads to ``store`` may block it."""
         try:
             store = in_thread(store.clone).result(timeout_s)
-        except NotImplementedError:  # a store of another maker: itself
+        except NotImplementedError:  # a store of another library is used itself
             pass
         except (RuntimeError, Unanswered) as error:
             why = f"not done after {timeout_s:g} s" if isinstance(error, Unanswered) else reason(error)
-            raise PeerLost(f"nobody answers who holds the store, rank 0 or the launcher: {why}") from error
+            raise PeerLost(f"the store's holder, rank 0 or the launcher, does not answer: {why}") from error
         return cls(store, rank, size)
 
     def put(self, name: str, text: str) -> None:
         self._ask(lambda: self.store.set(name, _plain(text)))
 
     def put_first(self, name: str, text: str) -> str:
-        """Put a text unless there is one of that name already; return the one that is there then."""
+        """Put a text unless there is one of that name already; return the text that the store then has."""
         return self._ask(lambda: str(self.store.compare_set(name, "", _plain(text)).decode()))
 
     def get(self, name: str) -> str | None:
@@ -81,14 +82,14 @@ class Board:
         return self._ask(look)
 
     def count(self, name: str, limit_s: float) -> int:
-        """Return how often this was called with ``name``, now included."""
+        """Return how often this was called with ``name``, this call included."""
         return self._ask(lambda: int(self.store.add(name, 1)), limit_s)
 
     def missing(self, place: str, deadline: float, meanwhile: Callable[[], object] = _nothing) -> set[int]:
-        """Say that this rank is at ``place``, and wait for all until ``deadline``; return those that did not say so.
+        """Report this rank at ``place``, and wait for all until ``deadline``; return those that did not.
 
-        A store that answers late, as on a busy host, is asked again. ``meanwhile`` is called between the questions, and
-        ends the wait by True.
+        A store that answers late, as on a busy host, is asked again. ``meanwhile`` is called between the
+        requests, and ends the wait by True.
         """
         missing, is_here, is_over = set(range(self._size)), False, False
         while True:
@@ -106,7 +107,7 @@ class Board:
             time.sleep(_POLL_S)
 
     def meet(self, place: str, deadline: float, meanwhile: Callable[[], object] = _nothing) -> None:
-        """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names who is missing."""
+        """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names missing ranks."""
         begin = time.monotonic()
         try:
             missing = self.missing(place, deadline, meanwhile)
@@ -116,13 +117,14 @@ class Board:
         if missing:
             raise PeerLost(
                 f"rank {self._rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, "
-                "which died before, or does not come here"
+                "which died before, or does not arrive"
             )
 
     def connect(self, make: Callable[[], T], place: str, limit_s: float) -> T:
-        """Return what ``make`` returns, which all ranks call after they have met, to connect to each other.
+        """Return the result of ``make``, which all ranks call after they have met, to connect to each other.
 
-        PeerLost names who died or stands still meanwhile: those who neither have connected nor noticed that it failed.
+        PeerLost names the ranks that died or are stopped meanwhile: those that neither connected nor noticed
+        the failure.
         """
         task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
         while why is None and not wait([task], _LOOK_S).done:
@@ -137,15 +139,15 @@ class Board:
             except RuntimeError as error:
                 why = reason(error)
             else:
-                with suppress(RuntimeError):  # for those for whom it failed, if there are any
+                with suppress(RuntimeError):  # for ranks where it failed, if there are any
                     self.put(f"{place}/done/{self._rank}", "here")
                 return made
         missing = set(range(self._size)) - {self._rank}
-        with suppress(RuntimeError):  # who cannot ask misses all
+        with suppress(RuntimeError):  # without the store all count as missing
             self.put_first(f"{place}/failed", why)
             missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
-        wait([task], _END_S)  # by its own limit: a thread that ends while Python does aborts the process
-        fate = f"{_names(missing)}, which died or stands still" if missing else "others, who are all there"
+        wait([task], _END_S)  # by its own timeout: a thread that ends while Python ends aborts the process
+        fate = f"{_names(missing)}, which died or is stopped" if missing else "others, though all are there"
         raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
@@ -160,7 +162,7 @@ class Board:
 
 
 def in_thread(action: Callable[[], T]) -> Future[T]:
-    """Run ``action`` in a thread, which is left to itself if it never ends."""
+    """Run ``action`` in a thread, which is abandoned if it never ends."""
     future: Future[T] = Future()
 
     def run() -> None:
@@ -174,7 +176,7 @@ def in_thread(action: Callable[[], T]) -> Future[T]:
 
 
 def _plain(text: str) -> str:
-    """Leave out what UTF-8 cannot say, as half of a surrogate pair, and what is too long for a message."""
+    """Replace what UTF-8 cannot encode, such as half of a surrogate pair; cut off text that is too long."""
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."
 
@@ -187,26 +189,26 @@ def _names(ranks: Iterable[int]) -> str:
 
 
 def private_store() -> Any:
-    """Return the store of a launcher of ours; None if there is none."""
+    """Return the store of avgpipe's launcher; None if there is none."""
     path = os.environ.get(STORE_FILE)
     return None if path is None or os.environ.get("TORCHELASTIC_RUN_ID") else dist.FileStore(path)  # type: ignore[attr-defined]
 
 
 def open_store(timeout_s: float) -> Any:
-    """Return the store of the ranks that a launcher has started; PeerLost if nobody holds it."""
+    """Return the store of the ranks that a launcher has started; PeerLost if no process holds it."""
     store = private_store() or _tcp_store(timeout_s)
     store.set_timeout(timedelta(seconds=timeout_s))
     return named_apart(store)
 
 
 def named_apart(store: Any) -> Any:
-    """Return a store for names of ours, those of this generation of ranks alone where some may be replaced."""
+    """Return a store with a prefix for avgpipe, and for this generation where ranks may be replaced."""
     name = "avgpipe" if generation() == 0 else f"avgpipe-{generation()}"
     return dist.PrefixStore(name, store)  # type: ignore[attr-defined]
 
 
 def _tcp_store(timeout_s: float) -> Any:
-    """As torch's own rendezvous makes it, but ``Board.meet`` finds ranks that do not come, and names them."""
+    """Make the store as torch's own rendezvous does; but ``Board.meet`` finds and names missing ranks."""
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     except KeyError as error:
@@ -223,18 +225,19 @@ def _tcp_store(timeout_s: float) -> Any:
         if holds:
             raise
         raise PeerLost(
-            f"rank {rank} has found nobody who holds the store at {host}:{port} within {timeout_s:g} s, which is for "
-            f"rank 0 or the launcher: {reason(error)}"
+            f"rank {rank} found no store at {host}:{port} within {timeout_s:g} s, which rank 0 or the launcher "
+            f"must hold: {reason(error)}"
         ) from error
 
 
 def join(timeout_s: float, backend: str | None = None, size: int | None = None) -> None:
-    """Make the default process group of the ranks that a launcher has started; PeerLost names who does not come.
+    """Make the default process group of the ranks that a launcher has started; PeerLost names missing ranks.
 
     Args:
         timeout_s: limit of every wait, and of the group's own waits later.
         backend: of torch.distributed; None: its own choice.
-        size: how many of the ranks take part, from the first on; None: all. 1: this process alone, whatever its rank.
+        size: how many of the ranks take part, from the first on; None: all. 1: this process alone, whatever
+            its rank.
     """
     limit = timedelta(seconds=timeout_s)
     if size == 1:
@@ -243,7 +246,7 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
     store, meanwhile = open_store(timeout_s), _nothing
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may start workers again
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may restart workers
         asking = Board.beside(store, rank, size, timeout_s)
         number, meanwhile = _number_of_start(asking, rank, size, deadline)
         store = dist.PrefixStore(f"start-{number}", store)  # type: ignore[attr-defined]
@@ -256,9 +259,9 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
 
 
 def meet_at_the_end() -> None:
-    """Wait for all ranks of the default process group before this one ends: the store may live in it.
+    """Wait for all ranks of the default process group before this one ends, as it may hold the store.
 
-    PeerLost where another one has failed there, or does not come within the time limit of the group.
+    PeerLost where another rank has failed there, or does not arrive within the group's timeout.
     """
     if not dist.is_initialized():
         return
@@ -266,17 +269,17 @@ def meet_at_the_end() -> None:
         dist.barrier()
     except RuntimeError as error:
         raise PeerLost(
-            f"rank {dist.get_rank()} was done, but another one has failed, or was not done in time"
+            f"rank {dist.get_rank()} was done, but another rank has failed, or was not done in time"
         ) from error
 
 
 def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tuple[str, Callable[[], None]]:
-    """Return a number for the processes that start together now, and what to do while they meet.
+    """Return a number for the processes that start together now, and a function to call while they meet.
 
-    torchrun keeps one store while it starts workers again, where what the dead have written must not count. Its own
-    count of attempts does not tell, for an agent does not count where it ended its worker because another one's had
-    failed. So rank 0 counts its starts, and tells the others. Each asks by a name that nobody had before, which no
-    process can have answered that was dead by then::
+    torchrun keeps one store while it restarts workers, where texts of dead workers must not count. Its own
+    count of attempts does not help: an agent does not count when it ends its worker because another agent's
+    had failed. So rank 0 counts its starts, and passes the number to the others. Each rank asks under a new,
+    unique name, which no process that was dead by then can have answered::
 
         rank 0    starts += 1, is n        asks/r, is name    answers/name = n         meet as start n
         rank r    asks/r = name                               answers/name, is n       meet as start n
@@ -295,14 +298,14 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
         if found is None and time.monotonic() > deadline:
             raise PeerLost(
                 f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its start for rank 0, which died before, "
-                "or does not come here"
+                "or does not arrive"
             )
         time.sleep(_POLL_S)
     return found, _nothing
 
 
 def _answer(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
-    """Tell each rank that asks the number of this start."""
+    """Answer each rank that asks with the number of this start."""
     for rank in others:
         name = board.get(f"asks/{rank}")
         if name is not None and name not in answered:

@@ -1,4 +1,4 @@
-"""A script on one of several ranks: what it draws is drawn alike on all of them.
+"""Runs a script on one of several ranks with the same random numbers on all of them.
 
 ``python -m avgpipe.ranks.seeded SEED SCRIPT ARGS...`` seeds torch, random and NumPy, then runs SCRIPT as
 ``python SCRIPT ARGS...`` does.
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def seed_generators(seed: int) -> None:
-    """Seed what a script may draw from. ``seed``: from 0 to below 2**32."""
+    """Seed the generators that a script may use. ``seed``: from 0 to below 2**32."""
     import numpy
     import torch
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def _show_from(script: str) -> None:
-    """Have an uncaught error's traceback begin with the script, as it does without this."""
+    """Make the traceback of an uncaught error begin with the script, as in a plain run."""
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:

@@ -1,4 +1,4 @@
-"""What signals do to a process that trains: they end it, even while a library waits, or have it end by itself."""
+"""Signals in a process that trains: they end it, even while a library waits, or make it end by itself."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-GRACE_S = 3.0  # after SIGTERM, to see the closed connection of the rank that died and name it
+GRACE_S = 3.0  # after SIGTERM, to notice the closed connection of the rank that died, and name it
 PREEMPTED = signal.SIGUSR2  # from a launcher, to its ranks
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class Answers:
-    """What a process that trains does when signals come, in a thread of its own.
+    """What a process that trains does on signals, in a thread of its own.
 
     Attributes:
-        preempt: sees to it that the process ends by itself.
-        within_s: how long that may take.
-        doing: says what it is at.
+        preempt: makes the process end by itself.
+        within_s: the time limit for that, in seconds.
+        doing: returns what it is doing.
     """
 
     preempt: Callable[[], None]
@@ -35,12 +35,12 @@ class Answers:
 
 
 _answers: Answers | None = None
-_is_preempted = False  # somebody has said so, though there was nobody to answer
+_is_preempted = False  # a preemption arrived outside any answering() block
 
 
 @contextmanager
 def answering(answers: Answers) -> Iterator[None]:
-    """Have signals answered inside a block that ends on them."""
+    """Answer signals by ``answers`` within the block."""
     global _answers
     _answers = answers
     if _is_preempted:
@@ -55,15 +55,17 @@ def answering(answers: Answers) -> Iterator[None]:
 def ending_on_signals(
     say: Callable[[signal.Signals], None], grace_s: float = 0.0, preempted_by: int = signal.SIGTERM
 ) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM end this process with 128 + their number; SIGTERM after ``grace_s`` seconds.
+    """Within the block, SIGINT and SIGTERM end this process with 128 + their number.
 
-    A thread does it, woken by the signal itself: Python's own handlers would wait until the main thread
-    returns from whatever library call it is in. The grace lets a worker see, and say, why the others are
-    gone. ``say`` is called just before the end. Outside the main thread signals stay as they are.
+    SIGTERM does so after ``grace_s`` seconds, in which a worker can notice, and report, why the others have
+    ended. A thread ends the process, woken by the signal itself: Python's own handlers would wait until the
+    main thread returns from the library call that it is in. ``say`` is called just before the end. Outside
+    the main thread nothing changes.
 
-    ``preempted_by`` is the signal by which somebody takes the machine away. Where :func:`answering` says how, the
-    process then ends by itself in time, unless another signal is impatient. A launcher's ranks have another one, for
-    its SIGTERM says that a rank is gone. SIGUSR1 shows on standard error what all threads are at, and ends nothing.
+    ``preempted_by`` is the signal that announces a preemption of the machine. Where :func:`answering` gives
+    answers, the process then ends by itself in time, unless a further signal ends it at once. A launcher's
+    ranks have another signal for it, since the launcher's SIGTERM means that a rank has ended. SIGUSR1 prints
+    what all threads are doing on standard error, and ends nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -98,16 +100,16 @@ def _watch(
         if number == 0:  # the block has ended
             return
         if number == signal.SIGUSR1:
-            with suppress(OSError, ValueError):  # nobody reads
+            with suppress(OSError, ValueError):  # no reader
                 if _answers is not None:
                     print(f"avgpipe: {_answers.doing()}", file=sys.stderr, flush=True)
         elif number == preempted_by and not is_preempted and _preempt(preempted_by):
             is_preempted = True
             deadline = math.inf if _answers is None else time.monotonic() + _answers.within_s
-        elif number not in _ENDS:  # another one, as torch handles those of a DataLoader's processes
+        elif number not in _ENDS:  # another signal, such as SIGCHLD of DataLoader processes
             continue
         elif is_preempted and preempted_by not in _ENDS and number == signal.SIGTERM and _has_parent(parent):
-            continue  # it came to all processes, and the launcher has told what it means
+            continue  # it was sent to all processes, and the launcher has sent its meaning
         elif number == signal.SIGTERM and grace_s and deadline == math.inf:
             deadline = time.monotonic() + grace_s
         else:
@@ -115,7 +117,7 @@ def _watch(
             break
     try:
         say(signal.Signals(end))
-    finally:  # though nobody may read it
+    finally:  # even where standard error has no reader
         os._exit(128 + end)
 
 
@@ -124,7 +126,7 @@ def _has_parent(parent: int) -> bool:
 
 
 def _preempt(by: int) -> bool:
-    """Whether the process will end by itself, or will once it trains."""
+    """Preempt the process; return whether it will end by itself, now or once it trains."""
     global _is_preempted
     if _answers is None:
         _is_preempted = by not in _ENDS

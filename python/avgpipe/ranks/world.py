@@ -1,6 +1,6 @@
-"""The ranks of one pipeline: who is who, and what they tell each other. Here for a process that has all stages.
+"""The ranks of one pipeline: their roles, reports and collectives. Here for a process that has all stages.
 
-:class:`avgpipe.ranks.met.Met` is for several of them.
+:class:`avgpipe.ranks.met.Met` is for several ranks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def meet(timeout_s: float, members: dist.ProcessGroup | None = None) -> World:
 
     Args:
         timeout_s: limit of every wait.
-        members: the group that has these ranks, by their numbers in it; None: the default group, which is made where
-            the environment says who it has.
+        members: the group that has these ranks, by their numbers in it; None: the default group, which is
+            made where the environment describes it.
     """
     probe.at("start")
     makes = {"RANK", "WORLD_SIZE"} <= os.environ.keys() and not dist.is_initialized()
@@ -44,8 +44,8 @@ class World:
     """The ranks of one pipeline: this one alone.
 
     Attributes:
-        rank, size: of this process, and of all.
-        group: of all ranks, on CPU memory; None if there is one.
+        rank, size: the number of this process, and the number of all.
+        group: of all ranks, on CPU memory; None for a single rank.
         timeout_s: limit of every wait.
         made_group: whether the default process group was made for this pipeline.
     """
@@ -59,22 +59,22 @@ class World:
         self._spares = named("avgpipe.fault.generation:Spares")() if is_replaceable() else None
 
     def connect(self, make: Callable[[], T]) -> T:
-        """Return what ``make`` returns, in which all ranks connect to each other; PeerLost names who does not."""
+        """Return the result of ``make``, which connects all ranks; PeerLost names those that fail to."""
         return make()
 
     def beside(self) -> World:
-        """Return these ranks with a group of their own, for another thread. Every rank calls this."""
+        """Return a world of the same ranks with another group, for another thread. Every rank calls this."""
         return self
 
     def pass_on(self, tensor: torch.Tensor, source: int, target: int) -> None:
-        """Send a tensor on the CPU from rank ``source`` to ``target``, which has one as large; the others return."""
+        """Send a CPU tensor from rank ``source`` into that of ``target``, of the same size; others return."""
 
     def describe(self, roles: Sequence[str]) -> None:
         """Name what each rank does, in rank order, for messages about it."""
         self._roles = tuple(roles)
 
     def role(self, rank: int) -> str:
-        """Return what ``rank`` does, in words, as "stage 1"."""
+        """Return the role of ``rank`` in words, such as "stage 1"."""
         return self._roles[rank] if self._roles else "its stage is not known yet"
 
     def name(self, rank: int) -> str:
@@ -83,7 +83,7 @@ class World:
     # ---- failures ------------------------------------------------------------------------------------------------
 
     def report(self, failure: BaseException) -> None:
-        """Tell all ranks why this one fails. The first report stays: what follows is its consequence."""
+        """Report this rank's failure to all ranks. Only the first is kept: later ones follow from it."""
         if self._spares is not None and not isinstance(failure, PeerLost | PipelineTimeout):
             self._spares.give_up()
 
@@ -92,22 +92,22 @@ class World:
         return None
 
     def is_first(self, what: str) -> bool:
-        """Return whether no other rank has asked this of ``what``."""
+        """Return whether this rank is the first to call this with ``what``."""
         return True
 
     def first(self, name: str, text: str) -> str:
-        """Return what the first rank has put of this name: this ``text``, unless another one came before.
+        """Return the text of this name: ``text``, unless another rank has put one before.
 
         RuntimeError where the store does not answer.
         """
         return self._notes.setdefault(name, text)
 
     def note(self, name: str, text: str) -> None:
-        """Put a text where all ranks find it; RuntimeError where the store does not answer."""
+        """Put a text where all ranks can read it; RuntimeError where the store does not answer."""
         self._notes[name] = text
 
     def noted(self, name: str) -> str | None:
-        """Return a text that was put there; None if there is none yet."""
+        """Return the text of this name; None if there is none yet."""
         return self._notes.get(name)
 
     def last_seen(self, rank: int) -> str:
@@ -117,14 +117,14 @@ class World:
     # ---- collectives on CPU memory -------------------------------------------------------------------------------
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> torch.Tensor:
-        """Return the tensor of rank ``source`` on every rank, on the device of this rank's own."""
+        """Return the tensor of rank ``source`` on every rank, on the device of this rank's own tensor."""
         return tensor
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a value of every rank, in rank order, as JSON carries it."""
+        """Return a value of every rank, in rank order, as JSON returns it."""
         return [json.loads(json.dumps(value))]
 
     def require_same(self, what: str, text: str) -> None:
@@ -132,6 +132,9 @@ class World:
 
 
 def since(what: str, begin_s: float) -> str:
-    """``what``, begun at ``begin_s`` of the monotonic clock; only seconds that matter are shown, so the text rests."""
+    """Return ``what``, begun at ``begin_s`` of the monotonic clock, with its seconds from 1 s on.
+
+    Below 1 s the text is constant, so it is not published again.
+    """
     seconds = time.monotonic() - begin_s
     return what if seconds < 1 else f"{what}, for {seconds:.0f} s"
