@@ -16,7 +16,7 @@ from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.weights import stage_state, told_average
+from avgpipe.runtime.weights import published_average, stage_state
 from avgpipe.runtime.worker import Worker
 
 _STATE: Any = dict | None
@@ -48,7 +48,7 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
         return {"carry": readable(carry)}
     rest = stage_state(worker, number, pipeline)
     if worker.others is not None:
-        rest |= told_average(worker, number)
+        rest |= published_average(worker, number)
     found = {
         "carry": carry,
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},

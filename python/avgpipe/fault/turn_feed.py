@@ -154,7 +154,7 @@ class TurnFeed(Feed):
         """Batches before what the caller does, where it is behind: it goes through its script from the beginning."""
         return self._at if self._has_loader else 0
 
-    def tell_batches(self) -> int:
+    def count_batches(self) -> int:
         """Return ``next_batch`` for the caller, whose first loader begins there then."""
         if not self._has_loader:
             self._at = self.next_batch

@@ -181,7 +181,7 @@ class Audit:
                 "does not have its samples along dimension 0, say so by batch_dim"
             )
             return
-        self._tell_of_writing()
+        self._refuse_writing()
         rounding = self._rounding
         for expected, training, learns, again in ways:
             try:
@@ -205,7 +205,7 @@ class Audit:
                 f'{advice}. check="off" leaves this comparison out'
             )
 
-    def _tell_of_writing(self) -> None:
+    def _refuse_writing(self) -> None:
         parameters = sorted(name for name in self._written if name)
         if parameters and self._copies:
             raise ValueError(
