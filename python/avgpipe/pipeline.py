@@ -611,7 +611,7 @@ class Pipeline:
     @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
-        return self._session.feed.tell_batches()
+        return self._session.feed.count_batches()
 
     def loader_state(self, loader: Any) -> Any:
         """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.

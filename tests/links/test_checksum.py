@@ -105,7 +105,7 @@ def test_a_flipped_bit_is_found_and_named(
 ) -> None:
     on_the_way(monkeypatch.setattr, where)
     with ends(link, verifies=True) as pair:
-        with pytest.raises(PipelineError, match="a bit was flipped on the way") as caught:
+        with pytest.raises(PipelineError, match="a bit was flipped in transit") as caught:
             pair.pass_on(torch.zeros(size))
         text = str(caught.value)
         assert text.startswith("end 1 received")
@@ -120,7 +120,7 @@ def test_a_bit_that_a_test_has_flipped_is_found_too(link: str, size: int) -> Non
     with ends(link, verifies=True) as pair:
         key = pair.key("F")
         pair.links[key.source].send_flipped(key, torch.zeros(size), 62)
-        with pytest.raises(PipelineError, match="a bit was flipped on the way"):
+        with pytest.raises(PipelineError, match="a bit was flipped in transit"):
             pair.receive(key)
 
 
@@ -174,7 +174,7 @@ def test_a_run_ends_on_every_rank_and_the_receiver_names_the_message(link: str) 
 def test_links_that_keep_messages_on_a_device_are_refused() -> None:
     for link in ("auto", "nccl", "cuda-ipc"):
         with pytest.raises(
-            ValueError, match="memory and lines have checksums of their own: use link 'shm' or 'gloo'"
+            ValueError, match="memory and lines have their own checksums: use link 'shm' or 'gloo'"
         ):
             refuse_unverified(link, "cuda")
     for link, device in (("shm", "cuda"), ("gloo", "cuda"), ("auto", "cpu")):

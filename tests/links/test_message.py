@@ -263,7 +263,7 @@ def test_what_cannot_travel_is_named_and_leaves_the_channel_as_it_was(value: Any
 
 
 def test_a_header_that_never_came_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match="names format 3, which never came"):
+    with pytest.raises(RuntimeError, match="names format 3, which never arrived"):
         Decoder(None, CPU).decode(3, 0, view(0, 1))
 
 
@@ -375,14 +375,14 @@ def test_dictionaries_with_defaults_travel(factory: Any) -> None:
 )
 def test_no_header_imports_a_module_or_names_a_function(module: str, name: str) -> None:
     before = set(sys.modules)
-    with pytest.raises(TypeError, match=f"a defaultdict of {module}.{name} cannot travel between stages"):
+    with pytest.raises(TypeError, match=f"a defaultdict of {module}.{name} cannot be sent between stages"):
         Format.from_bytes(with_factory(module, name))
     assert set(sys.modules) == before
 
 
 def test_a_factory_that_cannot_travel_is_refused_where_it_is_sent() -> None:
     with pytest.raises(
-        TypeError, match=r"a defaultdict of .*Tensor cannot travel between stages; use one of bool"
+        TypeError, match=r"a defaultdict of .*Tensor cannot be sent between stages; use one of bool"
     ):
         Encoder(None).encode(defaultdict(torch.Tensor, a=torch.ones(2)))
 

@@ -165,7 +165,7 @@ def test_carried_values_begin_anew(name: str) -> None:
 
 
 def told(text: str) -> list[str]:
-    return [line for line in text.splitlines() if "told once" in line]
+    return [line for line in text.splitlines() if "reported once" in line]
 
 
 @pytest.mark.parametrize("name", PLANS)

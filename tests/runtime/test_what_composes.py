@@ -498,6 +498,6 @@ def test_states_of_8_bits_go_with_their_optimizer(tmp_path: Path) -> None:
             torch.load(file, weights_only=True)
     finally:
         torch.serialization.add_safe_globals(known)
-    refusal = "keeps OptimState8bit of torchao, and AdamW knows no such"
+    refusal = "keeps OptimState8bit of torchao, and AdamW has no such"
     with Setup().pipeline(Plan(**TWO)) as p, pytest.raises(CheckpointError, match=refusal):
         p.load(tmp_path / "c")

@@ -1,7 +1,7 @@
-"""How a checkpoint's files are written and read: in blocks, with a checksum, and past the cache of the system.
+"""Writes and reads a checkpoint's files: in blocks, with a checksum, and bypassing the system's cache.
 
-A checkpoint is seldom read. Its pages in the system's cache would cost more than to write them, and take the place of
-what training reads.
+A checkpoint is seldom read. Its pages in the system's cache would cost more than to write them, and replace
+data that training reads.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 import numpy as np
 
 _BLOCK = 1 << 20  # bytes
-_PART = 4096  # bytes, of which a checksum has the sum
+_PART = 4096  # bytes that are summed for the checksum
 
 
 def _checksum(block: memoryview, before: int) -> int:
@@ -26,8 +26,8 @@ def _checksum(block: memoryview, before: int) -> int:
     Any flipped bit changes it. A CRC-32 of the bytes would take as long as to write them.
 
     Args:
-        block: whole parts of 4 KiB, but for the end of the file, which counts as if zeros followed.
-        before: what this returned for the block before; 0 at the beginning.
+        block: whole parts of 4 KiB, except at the end of the file, which counts as if zeros followed.
+        before: the result for the block before; 0 at the beginning.
     """
     whole = len(block) // _PART * _PART
     end = bytes(block[whole:])
@@ -49,7 +49,7 @@ class BlockFile:
     """Writes to ``file``, which is empty.
 
     Attributes:
-        size: in bytes, of what was written.
+        size: bytes written.
         checksum: of the file, once it is finished.
     """
 
@@ -58,7 +58,7 @@ class BlockFile:
         self._block = memoryview(mmap.mmap(-1, _BLOCK))  # aligned to pages, as direct writes must be
         self._filled = 0
         self.size = self.checksum = 0
-        with suppress(OSError):  # a file system that cannot write past the cache
+        with suppress(OSError):  # a file system that cannot bypass the cache
             self._set_direct(os.O_DIRECT)
 
     def write(self, data: Any) -> int:
@@ -74,10 +74,10 @@ class BlockFile:
         return size
 
     def flush(self) -> None:
-        """Nothing: what is no whole block waits for more."""
+        """Do nothing: a block that is not full waits for more."""
 
     def finish(self) -> None:
-        """Write the rest, and see to it that all reaches the disk."""
+        """Write the rest, and sync all to the disk."""
         with suppress(OSError):
             self._set_direct(0)  # the rest is no whole block
         self._put()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a stage replica: plain containers and tensors."""
+"""The content of a checkpoint for a stage replica: plain containers and tensors."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.context import Carry
 from avgpipe.model.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
-from avgpipe.runtime.weights import stage_state, told_average
+from avgpipe.runtime.weights import published_average, stage_state
 from avgpipe.runtime.worker import Worker
 
 _STATE: Any = dict | None
 _STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
-_LATER = {"evaluated": dict, "skipped": is_count}  # which a replica may lack
+_LATER = {"evaluated": dict, "skipped": is_count}  # optional in a replica
 _REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
 
 
 def content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
     """Return plain containers and tensors only, so that they load with ``weights_only=True``. Names are first names.
 
-    The workers of a replicated stage hold the same, but for what they carry from batch to batch: the first one's file
-    has all, the others' that alone.
+    The workers of a replicated stage hold the same, except for the state carried from batch to batch: the
+    first one's file has all, the others' only the carried state.
     """
     content = changed_by_updates(model, worker, number)
     for i in worker.placement.pipelines_of(number):
         content["replicas"][i] |= changed_by_forwards(model, worker, number, i)
-    if worker.others is not None:  # what another run goes on with has one pipeline's optimizer
+    if worker.others is not None:  # another run resumes with one pipeline's optimizer
         content["replicas"] = dict(enumerate(content["replicas"].values()))
     return content
 
 
 def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int) -> dict[str, Any]:
-    """Return the part of it that a pipeline's forwards change."""
+    """Return the part of the content that a pipeline's forwards change."""
     k, copy, _ = worker.placement.replicas[number]
     trained = worker.trained[number, pipeline]
     carry = {place: dict(carry.values) for place, carry in carries(trained).items()}
@@ -48,7 +48,7 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
         return {"carry": readable(carry)}
     rest = stage_state(worker, number, pipeline)
     if worker.others is not None:
-        rest |= told_average(worker, number)
+        rest |= published_average(worker, number)
     found = {
         "carry": carry,
         "rest": {e.names[0]: rest[e.local] for e in model.entries[k] if e.arena is None},
@@ -58,7 +58,7 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
 
 
 def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, Any]:
-    """Return the part of it that updates change: the reference, and of each pipeline weights and optimizer state.
+    """Return the part of the content that updates change: reference, pipelines' weights and optimizers.
 
     Under some rules the optimizers' states are the reference's.
     """
@@ -91,7 +91,7 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
 
     state = {
         "weights": by_name(arena.weights),
-        "older": {},  # versions that the next batches run on, by how many updates they lie behind
+        "older": {},  # versions that the next batches run on, by their distance in updates
         "optimizer": None,
         "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
     }
@@ -108,7 +108,7 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
 
 
 def carries(trained: TrainedStage) -> dict[str, Carry]:
-    """Carried states by place in the unsplit model: layer number, and number within the layer."""
+    """Return carried states by place in the unsplit model: layer number, and number within the layer."""
     return {
         f"{number}.{n}": carry
         for number, layer in enumerate(trained.stage.layers, trained.stage.first)
@@ -117,7 +117,7 @@ def carries(trained: TrainedStage) -> dict[str, Carry]:
 
 
 def parameter_names(trained: TrainedStage, optimizer: torch.optim.Optimizer, names: list[str]) -> list[str]:
-    """First names of the optimizer's parameters, in the order in which its ``state_dict`` numbers them."""
+    """Return first names of the optimizer's parameters, in the order of numbers in its ``state_dict``."""
     by_id = {id(p): name for p, name in zip(trained.arena.parameters, names)}
     return [by_id[id(p)] for group in optimizer.param_groups for p in group["params"]]
 
@@ -129,9 +129,9 @@ _PLAIN = {type(None), bytes, torch.Tensor, torch.nn.Parameter, *_NUMBERS}
 
 
 def readable(state: Any, name: str = "state") -> Any:
-    """Return a state with Python's own numbers for NumPy's, such as a rate that ``np.cos`` has made.
+    """Return a state with Python's own numbers for NumPy's, such as a rate computed by ``np.cos``.
 
-    CheckpointError, with ``name``, for what ``weights_only=True`` does not read.
+    CheckpointError, with ``name``, for types that ``weights_only=True`` does not read.
     """
     kind = type(state)
     if kind in _PLAIN:
@@ -160,11 +160,11 @@ def readable(state: Any, name: str = "state") -> Any:
 
 
 def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
-    """Raise ValueError for what no save has written.
+    """Raise ValueError for content that no save has written.
 
     Args:
         signature: Shape and dtype by tensor name.
-        pipelines: Whose replicas the file has.
+        pipelines: Those whose replicas the file has.
     """
     expect("content", content, dict)
     if "reference" not in content:

@@ -1,4 +1,4 @@
-"""Who writes into a checkpoint's folder: all ranks of a run or none, and one run only.
+"""Locks a checkpoint's folder for one run, and makes all of its ranks write or none.
 
 Another run's save would delete the files that this one has not named yet.
 """
@@ -22,14 +22,14 @@ _LOCK = ".lock"
 
 
 class NotFinite(CheckpointError):
-    """Weights with infinities or NaN, which no other disk would take either."""
+    """Weights with infinities or NaN, which another disk would not change."""
 
 
 def agreed(world: World, what: str, action: Callable[[], Any]) -> list[Any]:
-    """Return what ``action`` returns on every rank, in rank order, as JSON carries it.
+    """Return what ``action`` returns on every rank, in rank order, sent as JSON.
 
-    Where it fails on some ranks, CheckpointError on all, with their reasons behind ``what``. Collectives inside would
-    hang.
+    If it fails on some ranks, CheckpointError on all, with their reasons after ``what``. Collectives inside
+    would hang.
     """
     failure: Exception | None = None
     result: Any = None
@@ -55,7 +55,7 @@ def _in_one_line(error: Exception) -> str:
 
 
 class _FolderLock:
-    """A folder that this process has locked, until nobody here has this object any more."""
+    """A folder that this process has locked, until the last reference to this object is gone."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self.saving = descriptor, threading.Lock()
@@ -69,23 +69,23 @@ class _FolderLock:
         os.close(self._descriptor)
 
 
-# By device and number of the locked file. The system would let one process lock a folder for each of its Pipelines.
+# By device and number of the locked file. The system would let each Pipeline of one process lock the folder.
 _locked: WeakValueDictionary[tuple[int, int], _FolderLock] = WeakValueDictionary()
 _guard = threading.Lock()
 
 
 class FolderLocks:
-    """Keeps the folders that one Pipeline saves into, until ``release``. A process that ends releases what it holds."""
+    """Holds the folders that one Pipeline saves into, until ``release`` or the end of the process."""
 
     def __init__(self) -> None:
         self._kept: set[_FolderLock] = set()
 
     @contextmanager
     def saving(self, folder: Path) -> Iterator[None]:
-        """Keep everybody else from saving into ``folder`` inside, and other processes until ``release``.
+        """Keep others from saving into ``folder`` inside, and other processes until ``release``.
 
-        Left by an error, it lets go at once. CheckpointError if somebody else saves there. Where the file system has no
-        locks, nobody is kept out.
+        After an error inside, the folder is released at once. CheckpointError if another run saves there. On
+        a file system without locks, nothing is kept out.
         """
         lock = _lock_of(folder)
         if not lock.saving.acquire(blocking=False):
@@ -93,7 +93,7 @@ class FolderLocks:
         try:
             yield
             with _guard:
-                # folders that somebody has deleted would each keep a file open
+                # deleted folders would each keep a file open
                 self._kept = {kept for kept in self._kept if not kept.is_gone} | {lock}
         finally:
             lock.saving.release()
@@ -108,14 +108,15 @@ class FolderLocks:
 def is_saved_into(folder: Path) -> bool:
     """Whether a process of this machine keeps ``folder``, as a run does from its first checkpoint to its end.
 
-    It asks the system, and takes no lock: that could get in the way of a run that begins at this moment.
+    It asks the system, and takes no lock: that could collide with a run that begins at this moment.
     """
     try:
         inode = (folder / _LOCK).stat().st_ino
         locks = Path("/proc/locks").read_text()
     except OSError:
         return False
-    # "1: FLOCK  ADVISORY  WRITE PID MAJOR:MINOR:INODE 0 EOF"; some file systems number devices otherwise than stat.
+    # "1: FLOCK  ADVISORY  WRITE PID MAJOR:MINOR:INODE 0 EOF"; some file systems number devices differently
+    # from stat.
     fields = (line.split() for line in locks.splitlines())
     return any(of[1] == "FLOCK" and of[5].rpartition(":")[2] == str(inode) for of in fields if len(of) > 5)
 
@@ -134,19 +135,19 @@ def _lock_of(folder: Path) -> _FolderLock:
 
 
 def _open(folder: Path, mode: int) -> int:
-    # Closed to other users, who might lock it to keep this one out; the folder itself they may be able to read.
+    # Closed to other users, who might lock it to block this one; they may be able to read the folder itself.
     return os.open(folder / _LOCK, mode | os.O_CREAT, 0o600)
 
 
 def _acquire(descriptor: int, folder: Path) -> None:
-    """CheckpointError, and ``descriptor`` closed, if another process has locked it."""
+    """Lock the file; if another process has locked it, close ``descriptor`` and raise CheckpointError."""
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno != errno.EBADF:
                 raise
-            writing = _open(folder, os.O_RDWR)  # NFS locks only what is open for writing
+            writing = _open(folder, os.O_RDWR)  # NFS locks only files that are open for writing
             os.dup2(writing, descriptor, inheritable=False)
             os.close(writing)
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

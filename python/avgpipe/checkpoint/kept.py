@@ -17,7 +17,7 @@ LAST, BEST, _KEPT = "last", "best", "batch-"
 
 
 def kept_name(batches: int) -> str:
-    """Return the folder of a checkpoint that is to stay when the next one is ``last``."""
+    """Return the folder of a checkpoint that is kept when the next one is ``last``."""
     return f"{_KEPT}{batches:09d}"
 
 
@@ -27,7 +27,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path, look: Callable[[Path], T]) -> T:
-    """Return what ``look`` finds in the newest checkpoint that it does not refuse by a CheckpointError."""
+    """Return what ``look`` returns for the newest checkpoint for which it raises no CheckpointError."""
     failure: CheckpointError | None = None
     for path in checkpoints_in(folder):
         try:
@@ -40,14 +40,14 @@ def newest(folder: Path, look: Callable[[Path], T]) -> T:
 def delete_old(folder: Path, keep: int, following: str, source: str | None = None) -> None:
     """Delete all but ``keep`` of those before ``following``, beside ``last``, ``best`` and ``source``.
 
-    What comes after it is of a course of training that was left.
+    Those after it are from a course of training that was abandoned.
     """
     found = _kept_in(folder)
     stay = [path for path in found if path.name < following][:keep]
     for path in found:
         if path not in stay and path.name != source:
             with suppress(OSError):  # the next save tries again
-                (path / NAME).unlink(missing_ok=True)  # what is left of it is no checkpoint
+                (path / NAME).unlink(missing_ok=True)  # without it the rest is no checkpoint
                 shutil.rmtree(path)
 
 

@@ -1,9 +1,9 @@
-"""Reading a checkpoint under any plan.
+"""Reads a checkpoint under any plan.
 
-Under the plan that wrote it a run goes on bit for bit. Otherwise weights, buffers, optimizer states and learning-
-rate schedules are carried over by parameter name: with the same number of pipelines each has its own again, else
-all begin at the reference with the optimizer state of a saved pipeline, as one does whose own weights are not finite;
-an unfinished round of averaging is dropped.
+Under the plan that wrote it a run resumes bit for bit. Otherwise weights, buffers, optimizer states and
+learning- rate schedules are transferred by parameter name: with the same number of pipelines each has its own
+again, else all begin at the reference with the optimizer state of a saved pipeline, as does one whose own
+weights are not finite; an unfinished round of averaging is dropped.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")
-# Options of the plan that must be the same for a run to go on bit for bit.
+# Options of the plan that must be equal for a run to resume bit for bit.
 _SAME = ("stages", "pipelines", "rule", "staleness", "period", "alpha", "weights", "replication", "spread")
 _STATES = ("optimizer", "lr_scheduler", "loss_scale")
-OF_STAGE = ("params", "param_names")  # of an optimizer's group: what differs from stage to stage
+OF_STAGE = ("params", "param_names")  # in an optimizer's group, the entries that differ from stage to stage
 
 
 class SavedStages:
     """Contents of files of stage replicas, merged by name: all of a checkpoint, or those of one stage.
 
-    ``exactly``: whether they are restored bit for bit, by the stage that they are of; else by name.
+    ``exactly``: whether they are restored bit for bit, by stage; else by name.
     """
 
     def __init__(self, contents: list[dict[str, Any]], exactly: bool) -> None:
         self._all, self.exactly = contents, exactly
-        self._whole = [content for content in contents if "reference" in content]  # of each stage
+        self._whole = [content for content in contents if "reference" in content]  # one of each stage
         self.pipelines = sorted({i for content in contents for i in content["replicas"]})
         weights = {i: self.replica(i, "weights").values() for i in self.pipelines}
         self.finite = [i for i in weights if all(bool(value.isfinite().all()) for value in weights[i])]
@@ -56,7 +56,7 @@ class SavedStages:
         return self._whole[0]["reference"]["state"]  # type: ignore[no-any-return]
 
     def replicas(self, i: int) -> list[dict[str, Any]]:
-        """Return what there is of a pipeline, stage by stage."""
+        """Return a pipeline's saved replicas, stage by stage."""
         return [content["replicas"][i] for content in self._whole if i in content["replicas"]]
 
     def replica(self, i: int, what: str) -> dict[str, Any]:
@@ -64,19 +64,19 @@ class SavedStages:
         return {name: value for replica in self.replicas(i) for name, value in replica[what].items()}
 
     def reference(self) -> dict[str, torch.Tensor]:
-        """Return the weights that all begin at: without a reference there is one pipeline."""
+        """Return the weights that all begin at: without a reference, those of the single pipeline."""
         sources = [c["reference"] or next(iter(c["replicas"].values())) for c in self._whole]
         return {name: value for source in sources for name, value in source["weights"].items()}
 
     def ema(self) -> tuple[dict[str, torch.Tensor], int] | None:
-        """Return the average over updates, and of how many it is; None where none was kept."""
+        """Return the average over updates, and their number; None if none was kept."""
         found = [content["ema"] for content in self._whole if "ema" in content]
         if not found:
             return None
         return {name: value for of in found for name, value in of["weights"].items()}, found[0]["updates"]
 
     def carry(self, i: int) -> dict[str, dict[int, Any]]:
-        """Return what a pipeline carries, by place and micro-batch."""
+        """Return a pipeline's carried state, by place and micro-batch."""
         merged: dict[str, dict[int, Any]] = {}
         for content in self._all:
             for place, values in content["replicas"].get(i, {}).get("carry", {}).items():
@@ -84,17 +84,17 @@ class SavedStages:
         return merged
 
     def first(self, i: int, what: str) -> Any:
-        """Return what the first stage of a pipeline that has such a state says."""
+        """Return the state ``what`` of a pipeline's first stage that has it."""
         return next((replica[what] for replica in self.replicas(i) if replica[what] is not None), None)
 
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """What a process needs of a checkpoint, read and checked.
+    """The part of a checkpoint that a process needs, read and checked.
 
     Attributes:
-        batches: The number that the saved run had begun.
-        saved: Where each of the process's stage replicas is restored from: all exactly, or none.
+        batches: How many the saved run had begun.
+        saved: The source of each of the process's stage replicas: all exact, or none.
     """
 
     directory: Path
@@ -115,8 +115,8 @@ def read_checkpoint(directory: Path, model: Model, worker: Worker, plan: Plan) -
         except Gone:
             if text == before:
                 raise
-            return "replaced"  # by another checkpoint: the next look finds another manifest
-        # What is read by name is mended, and a single pipeline goes on as it is.
+            return "replaced"  # by another checkpoint: the next attempt reads another manifest
+        # Restoring by name repairs it, and a single pipeline resumes unchanged.
         strict = [saved for saved in found.saved.values() if saved.exactly and plan.pipelines > 1]
         return "whole" if all(saved.finite == saved.pipelines for saved in strict) else "not finite"
 
@@ -161,16 +161,16 @@ def _read_all(
 
 
 def _needed(worker: Worker) -> dict[int, list[int]]:
-    """Return whose contents a stage replica is restored from, bit for bit.
+    """Return the stage replicas whose contents restore each stage replica of this process, bit for bit.
 
-    Its own, and the first replica's, which has what all of a stage hold alike.
+    Its own, and the first replica's, which has what all replicas of a stage share.
     """
     places, replicas = worker.placement, worker.placement.replicas
     return {n: sorted({places.replicas_of(*replicas[n][::2])[0], n}) for n in worker.held}
 
 
 def _take_evaluated(contents: list[dict[str, Any]]) -> None:
-    """Make the weights those of evaluation, where the optimizers that were saved had others for training."""
+    """Make the weights those of evaluation, if the saved optimizers had others for training."""
     for replica in (replica for content in contents for replica in content["replicas"].values()):
         if "evaluated" in replica:
             replica["weights"] = replica["evaluated"]
@@ -195,7 +195,7 @@ def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> 
 def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> int:
     """Restore, and return the number of batches that the saved run had begun.
 
-    A failure leaves ``worker`` half restored.
+    A failure leaves ``worker`` partly restored.
     """
     try:
         _restore_all(found.saved, model, worker)
@@ -209,19 +209,19 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
 
 
 def restore(contents: Mapping[int, dict[str, Any]], model: Model, worker: Worker) -> None:
-    """Restore this process's stage replicas bit for bit from contents in memory, which stay as they are.
+    """Restore this process's stage replicas bit for bit from contents in memory, which are not changed.
 
-    ``contents``: by number of the stage replica, as a Snapshot of a pipeline with the same plan has them; of a
-    replicated stage the first replica's too.
+    ``contents``: by number of the stage replica, from a Snapshot of a pipeline with the same plan; with a
+    replicated stage, also the first replica's.
     """
     own = {n: [_unshared(contents[m]) for m in numbers] for n, numbers in _needed(worker).items()}
     _restore_all({n: SavedStages(found, exactly=True) for n, found in own.items()}, model, worker)
-    for (n, i), lane in worker.lanes.items():  # as of the run that goes on; after a load it begins at 0
+    for (n, i), lane in worker.lanes.items():  # the run continues; after a load it begins at 0
         lane.update.skipped = contents[n]["replicas"][i].get("skipped", 0)
 
 
 def _unshared(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a content with a copy of what a pipeline makes its own; all else it copies itself."""
+    """Return a content with copies of the parts that a pipeline uses directly, not of those it copies."""
     replicas = {
         i: replica | {what: copy.deepcopy(replica[what]) for what in _STATES if what in replica}
         for i, replica in content["replicas"].items()
@@ -243,19 +243,19 @@ def _restore_all(saved: Mapping[int, SavedStages], model: Model, worker: Worker)
 
 
 def _what_must_be_same(plan: Mapping[str, Any]) -> list[Any]:
-    """Return the options of a plan without which a run does not go on bit for bit."""
-    # Runs from before there was a choice had batches for each pipeline; a single one has no choice.
+    """Return the options of a plan that must be equal for a run to resume bit for bit."""
+    # Runs without this option had batches for each pipeline; for a single pipeline it has no effect.
     batch = plan.get("batch", "per-pipeline") if plan["pipelines"] > 1 else None
     return [batch, plan.get("correction"), *(plan[name] for name in _SAME)]
 
 
 def _layout_of(worker: Worker, number: int) -> Layout:
-    """Return the layout of a stage replica's weights, which all pipelines have alike."""
+    """Return the layout of a stage replica's weights, which is the same for all pipelines."""
     return worker.trained[number, worker.placement.pipelines_of(number)[0]].arena.layout
 
 
 def _restore_ema(saved: SavedStages, model: Model, worker: Worker, number: int) -> None:
-    """Go on with the saved average; begin a new one where none was kept."""
+    """Continue the saved average; begin a new one if none was saved."""
     if (ema := worker.emas.get(number)) is None:
         return
     ema.restart(worker.weights(number, "reference"))
@@ -281,7 +281,7 @@ def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number:
 
 
 def _put_in_place(saved: SavedStages, layout: Layout) -> None:
-    """Bring the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
+    """Move the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
     replicas = [replica for i in saved.pipelines for replica in saved.replicas(i)]
     theirs = Layout(replicas[0]["weights"].values())
 
@@ -311,7 +311,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
         goes_on = len(placement.pipelines) == len(saved.pipelines) and source in saved.finite
         if source not in saved.finite:
             source = next(iter(saved.finite), source)
-    # First: another optimizer than the saved one may refuse its state. One that all share is that of the same pipeline.
+    # First: an optimizer other than the saved one may refuse its state. A shared one is the same pipeline's.
     shared = trained.elastic is not None and trained.elastic.shares_state and not saved.exactly
     _restore_optimizer(trained, names, saved, next(iter(saved.finite), 0) if shared else source)
     _restore_schedule(trained, saved, source)
@@ -338,7 +338,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
             carry.values = {
                 m: torch.utils._pytree.tree_map(lambda t: t.to(trained.stage.device).clone(), value)
                 for m, value in carried.get(place, {}).items()
-                if placement.replica_for(k, m, pipeline) == number  # the others' would grow old here
+                if placement.replica_for(k, m, pipeline) == number  # the others' would become outdated here
             }
 
 
@@ -373,7 +373,7 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
         for group in stage["state"]["param_groups"]
         for n in group["params"]
     }
-    for mine in current["param_groups"]:  # a group's settings are those that its parameters had
+    for mine in current["param_groups"]:  # a group gets the settings that its parameters had
         theirs: dict[str, Any] = next((by_name[order[n]] for n in mine["params"] if order[n] in by_name), {})
         set_group(mine, {key: value for key, value in theirs.items() if key not in OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
@@ -387,7 +387,7 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
 
 
 def set_group(mine: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Give a group of an optimizer other settings. A rate that is a tensor, as torchao's optimizers want, stays one."""
+    """Set a group's options. A learning rate that is a tensor, as torchao's optimizers require, stays one."""
     for key, value in settings.items():
         now = mine.get(key)
         mine[key] = torch.as_tensor(value).to(now) if isinstance(now, torch.Tensor) else value

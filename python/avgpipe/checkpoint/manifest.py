@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is in which file. A folder is the checkpoint that its manifest names, no more.
+"""The manifest of a checkpoint: the content of each file. A checkpoint is the files that its manifest names.
 
-Files are written under new names first; replacing the manifest, one atomic step, is what makes them the checkpoint. A
-manifest is believed field by field: it may have been damaged, or made by somebody else.
+Files are written under new names first; replacing the manifest, one atomic step, makes them the checkpoint. A
+manifest is validated field by field: it may be damaged, or from an untrusted source.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from avgpipe.runtime.placement import StageReplica
 
 NAME = "manifest.json"
 _FORMAT = 3
-_LATER_OPTIONS = {"placement", "batch", "correction"}  # of a plan, which checkpoints of this format may lack
-_TRIES = 20  # of opening the files of a checkpoint that is replaced again and again meanwhile
+_LATER_OPTIONS = {"placement", "batch", "correction"}  # of a plan, optional in checkpoints of this format
+_TRIES = 20  # to open the files of a checkpoint that is replaced repeatedly meanwhile
 
 
 class Gone(CheckpointError):
-    """A file of a checkpoint is missing. If the manifest is another one by now, it was replaced, else it is lost."""
+    """A file of a checkpoint is missing. If the manifest has changed, it was replaced, else it is lost."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint is.
+    """The description of a checkpoint.
 
     Attributes:
         plan: The options of the plan that wrote it.
-        batches: Begun so far.
+        batches: How many had begun.
         bounds: See :class:`avgpipe.model.model.Model`.
         signature: Shape and dtype by tensor name.
         files: One per replica of each stage, with size in bytes and checksum.
@@ -57,7 +57,7 @@ class Manifest:
     files: list[list[Any]]
 
     def to_json(self) -> str:
-        """Write it down, with a CRC-32 of the rest. ``parse`` takes exactly this text, to the last blank."""
+        """Return the manifest as text, with a CRC-32 of the rest. ``parse`` accepts exactly this text."""
         body = {"format": _FORMAT, **asdict(self)}
         return json.dumps({**body, "crc32": zlib.crc32(json.dumps(body).encode())}) + "\n"
 
@@ -70,7 +70,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, directory: Path) -> Manifest:
-        """Invert :meth:`to_json`; CheckpointError names the field that is wrong."""
+        """Invert :meth:`to_json`; CheckpointError names the wrong field."""
         path = directory / NAME
         try:
             values = json.loads(text)
@@ -99,7 +99,7 @@ class Manifest:
         return [StageReplica(k, r, g) for g in groups for k, n in enumerate(replication) for r in range(n)]
 
     def pipelines_in(self, number: int) -> Sequence[int]:
-        """Return the pipelines that one of the files has."""
+        """Return the pipelines in one of the files."""
         return [self.replicas[number].group] if self.plan["spread"] else range(self.plan["pipelines"])
 
     def check_model(self, signature: Mapping[str, list[Any]], directory: Path) -> None:
@@ -113,7 +113,7 @@ class Manifest:
                 )
 
     def open(self, directory: Path, number: int) -> IO[bytes]:
-        """Open a file; refused if it is missing, short or altered. Open, it stays readable if it is replaced."""
+        """Open a file; refuse one that is missing, short or altered. It stays readable if it is replaced."""
         name, size, checksum = self.files[number]
         path = directory / str(name)
         missing = f"{path} is missing; on several hosts the folder must be on a shared file system"
@@ -140,7 +140,7 @@ def read_text(directory: Path) -> str:
 
 
 def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] | None = None) -> Manifest:
-    """Check that a checkpoint is whole, and of the model with ``signature``; ``CheckpointError`` says what is wrong."""
+    """Check that a checkpoint is complete, and of the model with ``signature``; or raise CheckpointError."""
     directory = Path(directory)
     text = read_text(directory)
     for _ in range(_TRIES):
@@ -163,7 +163,7 @@ def file_name(of: StageReplica, token: int) -> str:
 
 
 def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:
-    """Open, and refuse what is no file: a pipe would keep the reader for ever, a device has no end."""
+    """Open a file, and refuse others: a pipe would block the reader for ever, a device has no end."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except (FileNotFoundError, NotADirectoryError):
@@ -184,9 +184,9 @@ def _corrupt(what: str) -> CheckpointError:
 
 
 def expect(name: str, value: Any, pattern: Any) -> None:
-    """Raise ValueError, which names it, for a value that no save has written.
+    """Raise ValueError with the name of a value that no save has written.
 
-    ``pattern``: an object's patterns by key, a list's in order, a type, or a function that says whether a value fits.
+    ``pattern``: an object's patterns by key, a list's in order, a type, or a function that tests a value.
     """
     kind = type(pattern) if isinstance(pattern, dict | list) else pattern
     if not (isinstance(value, kind) if isinstance(kind, type | UnionType) else kind(value)):
@@ -223,7 +223,7 @@ def _check_fields(found: Manifest) -> None:
     expect("files", found.files, [[str, is_count, is_count]] * count)
     for (name, *_), replica in zip(found.files, found.replicas):
         pattern = file_name(replica, 0).replace("0" * 12 + ".", r"[0-9a-f]{12}\.")
-        if not re.fullmatch(pattern, name):  # so that none leads out of the folder
+        if not re.fullmatch(pattern, name):  # so that none is outside of the folder
             raise ValueError(f"'files' cannot have {name!r} for stage {replica.stage}")
 
 

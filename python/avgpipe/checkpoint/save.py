@@ -1,4 +1,4 @@
-"""Writing a checkpoint: every rank writes the files of its stage replicas, then the first rank the manifest."""
+"""Writes a checkpoint: each rank writes the files of its stage replicas, then the first rank the manifest."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ def save_checkpoint(
     place: Mapping[str, Any],
     also: Sequence[Path] = (),
 ) -> None:
-    """Write a checkpoint; where one rank fails, CheckpointError on every rank, and the folder keeps what it has.
+    """Write a checkpoint; if one rank fails, raise CheckpointError on every rank, and keep the old one.
 
     Args:
         contents: of this rank's stage replicas, by their numbers.
         manifest: without the files.
-        place: what this process is, as faults name it.
+        place: what faults call this process.
         also: other folders, which get the same checkpoint first.
     """
-    # All ranks name their files alike, and never as the files of the checkpoint that is there now.
+    # All ranks choose the same file names, which differ from those of the present checkpoint.
     token = int(world.broadcast(torch.tensor(secrets.randbits(48)), 0))
     names = [file_name(replica, token) for replica in manifest.replicas]
     held = ExitStack()
@@ -59,13 +59,13 @@ def save_checkpoint(
             for folder in also:
                 _link(directory, names, folder)
                 _commit(whole, folder)
-            _commit(whole, directory)  # last: what fails before leaves it as it is
+            _commit(whole, directory)  # last: a failure before this leaves it unchanged
 
     what = nothing_saved(directory)
     with held:
         try:
             table = sorted(row for rows in agreed(world, what, write_own) for row in rows)
-            agreed(world, what, write_manifest)  # nobody goes on, or ends, before the checkpoint is there
+            agreed(world, what, write_manifest)  # no rank continues, or ends, before the checkpoint exists
         except CheckpointError:
             _remove([directory / names[n] for n in contents])
             raise
@@ -75,12 +75,12 @@ def _commit(manifest: Manifest, directory: Path) -> None:
     """Make the files of a manifest the checkpoint of their folder."""
     manifest.write(directory)
     names = {name for name, *_ in manifest.files}
-    shards = directory.glob("stage-*-????????????.pt")  # whatever the placement was
+    shards = directory.glob("stage-*-????????????.pt")  # of any placement
     _remove([*(path for path in shards if path.name not in names), *directory.glob(f".{NAME}.*.tmp")])
 
 
 def _link(directory: Path, names: Sequence[str], folder: Path) -> None:
-    """Give files, which nobody changes, a place in another folder, where the file system can without copying them."""
+    """Link files, which are never changed, in another folder; copy them if the file system has no links."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         try:
@@ -101,7 +101,7 @@ def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tup
             torch.save(content, writing(blocks, **place))
             blocks.finish()
     except (OSError, RuntimeError) as error:
-        # torch.save raises an error of its own behind the one of a file that cannot be written.
+        # torch.save raises its own error in place of that of a file that cannot be written.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
@@ -113,7 +113,7 @@ def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tup
 
 @contextmanager
 def _without_crcs() -> Iterator[None]:
-    """Have torch leave out checksums, which it does not look at when it loads; in this thread."""
+    """Let torch leave out checksums, which it does not check on loading; in this thread."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -123,7 +123,7 @@ def _without_crcs() -> Iterator[None]:
 
 
 def refuse_nonfinite(contents: Mapping[int, dict[str, Any]], placement: Placement) -> None:
-    """A run that has come to infinities or NaN must not replace the checkpoint from which it could go on."""
+    """Refuse infinities and NaN, so that they do not replace the checkpoint from which a run could resume."""
     for number, content in contents.items():
         if "reference" not in content:
             continue
@@ -137,7 +137,7 @@ def refuse_nonfinite(contents: Mapping[int, dict[str, Any]], placement: Placemen
 
 
 def _is_finite(value: torch.Tensor) -> bool:
-    # A sum is as fast as memory, and not finite where a value is not; of large values it may overflow.
+    # A sum is as fast as memory, and not finite if a value is not; of large values it may overflow.
     return bool(value.sum().isfinite()) or bool(value.isfinite().all())
 
 

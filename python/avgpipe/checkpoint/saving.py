@@ -20,7 +20,7 @@ from avgpipe.runtime.session import Session
 
 
 class Saving:
-    """What a session does about checkpoints; made when the first one is saved or loaded. See ``Pipeline``."""
+    """Handles the checkpoints of a session; made when the first one is saved or loaded. See ``Pipeline``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -64,23 +64,23 @@ class Saving:
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
         finally:
-            self._writer.release()  # the next time another pipeline may do it
+            self._writer.release()  # the next time another pipeline may save
         return None
 
     def wait(self) -> None:
-        """Wait until what was begun is a checkpoint."""
+        """Wait until the checkpoint that was begun is written."""
         if not self._writer.is_done:
             self._session.feed.drain()
         with self._session.settling(CheckpointError):
             self._writer.wait()
 
     def settle(self) -> None:
-        """Copy what has been begun and is not yet copied; no batch is in flight."""
+        """Copy the rest of a snapshot that has begun; no batch is in flight."""
         self._writer.settle()
 
     @property
     def is_under_way(self) -> bool:
-        """Whether what was begun last is not copied yet."""
+        """Whether the last snapshot is not copied yet."""
         return self._writer.is_under_way
 
     def close(self, patience_s: float) -> None:
@@ -89,7 +89,7 @@ class Saving:
     # ---- loading -----------------------------------------------------------------------------------------------------
 
     def load(self, folder: Path) -> None:
-        """Go on from a checkpoint."""
+        """Resume from a checkpoint."""
         session = self._session
         spec, worker = session.spec, session.worker
         _refuse_sharded(
@@ -118,7 +118,7 @@ class Saving:
             return sharded_state(session.spec.model, session.worker, session.feed.next_batch)
 
     def load_sharded_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from such a state."""
+        """Resume from such a state."""
         session = self._session
         _refuse_several(session.spec.plan, "load_sharded_state_dict")
         with session.idle():

@@ -1,11 +1,11 @@
-"""A pipeline's state as torch.distributed.checkpoint takes it: names of the unsplit model, and each rank's own tensors.
+"""A pipeline's state for torch.distributed.checkpoint: the unsplit model's names, and a rank's tensors.
 
-    model       by name, weights and buffers: DTensors where a stage is sharded, else plain tensors
-    optimizer   by name of a parameter, what the optimizer remembers of it, likewise
+    model       by name, weights and buffers: DTensors if a stage is sharded, else plain tensors
+    optimizer   by name of a parameter, its optimizer state, likewise
     training    a text: batches, the settings of groups by their parameters' names, learning-rate schedule, loss scale
 
-As torch reads any part of a saved tensor into any part of another, it loads under another number of stages, other
-shards, or none.
+As torch reads any part of a saved tensor into any part of another, it loads with another number of stages,
+other shards, or none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
 _PARTS = ("model", "optimizer", "training")
-_OF_ALL = ("lr_scheduler", "loss_scale")  # settings that the first stage has, which has any
+_OF_ALL = ("lr_scheduler", "loss_scale")  # settings taken from the first stage that has them
 
 
 def sharded_state(model: Model, worker: Worker, batches: int) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def sharded_state(model: Model, worker: Worker, batches: int) -> dict[str, Any]:
     if any(worker.world.gather(any(trained.has_modes for _, trained in _stages(worker)))):
         raise CheckpointError(
             "the optimizer keeps other weights for evaluation than for training, which torch.distributed.checkpoint "
-            "does not tell apart: use save(folder) and load(folder)"
+            "does not distinguish: use save(folder) and load(folder)"
         )
     weights: dict[str, torch.Tensor] = dict(model.unused)
     optimizers: dict[str, dict[str, torch.Tensor]] = {}
@@ -56,10 +56,10 @@ def sharded_state(model: Model, worker: Worker, batches: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -> int:
-    """Take over what :func:`sharded_state` has given and torch has filled; return the number of batches.
+    """Load a :func:`sharded_state` that torch has filled; return the number of batches.
 
     Raises:
-        CheckpointError: for what it has not given.
+        CheckpointError: if it is no such state.
     """
     try:
         weights, optimizers, training = (state[part] for part in _PARTS)
@@ -115,9 +115,9 @@ def _optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, dict[
 
 
 def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return what the optimizer will remember after its first step, as zeros: places to load into.
+    """Return the optimizer's state after its first step, as zeros: places to load into.
 
-    It makes them by a step of zeros, and is left as it was.
+    It makes the state by a step with zero gradients, and restores the optimizer.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -162,7 +162,7 @@ def _restore_optimizer(
     current = optimizer.state_dict()
     order = parameter_names(trained, optimizer, names)
     settings = {name: of for members, of in groups for name in members}
-    for mine in current["param_groups"]:  # a group's settings are those that its parameters had
+    for mine in current["param_groups"]:  # a group gets the settings that its parameters had
         set_group(mine, next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
     # Copies: a tied parameter's state goes to several stages.
     current["state"] = {
@@ -174,7 +174,7 @@ def _restore_optimizer(
 
 
 def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
-    """Return what training needs beside tensors, as JSON has it; of groups the names and settings."""
+    """Return what training needs beside tensors, for JSON; of groups the names and settings."""
     groups, optimizer = [], trained.optimizer
     if optimizer is not None:
         order = parameter_names(trained, optimizer, names)
@@ -189,7 +189,8 @@ def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     }
 
 
-# ---- Python's values as JSON has them: it knows neither tuples nor keys that are numbers -------------------------
+# ---- Python's values for JSON, which has neither tuples nor keys that are numbers
+# ---------------------------------
 
 
 def _encoded(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a process holds at the end of a batch, copied into main memory, so that training can go on meanwhile."""
+"""The state of a process at the end of a batch, copied into main memory while training continues."""
 
 from __future__ import annotations
 
@@ -22,34 +22,35 @@ from avgpipe.runtime.route import StepKind
 from avgpipe.runtime.worker import Worker
 from avgpipe_ext.ring import copy as copy_bytes
 
-_PLACE = "place of a tensor"  # the key that tells one from other containers
+_PLACE = "place of a tensor"  # the key that distinguishes one from other containers
 
 
 def may_run(plan: Plan, batches: int) -> bool:
-    """Whether snapshots after so many batches can be taken while these run: each stage then has a moment between them.
+    """Whether snapshots after ``batches`` can be taken while these run: each stage has a moment between.
 
-    Where batches run on older weights than the newest, none has. In the midst of a round, one pipeline may be a batch
-    behind the others, whose next updates the reference has by then.
+    If batches run on older weights than the newest, none has. In the middle of a round, one pipeline may be a
+    batch behind the others, whose next updates the reference has by then.
     """
     ordered = plan.weights == "flush" and plan.staleness in (0, 1) and plan.period == 1
     return ordered and not plan.spread and not plan.isolate and batches % plan.batches_per_round == 0
 
 
 class Snapshot:
-    """The stage replicas of this process as they were at a batch's end.
+    """The stage replicas of this process as they were at the end of a batch.
 
-    The batches before it may be in flight. What forwards change is copied when a pipeline's first one of a later batch
-    comes, what updates change when the first of any pipeline does, and what none has come to by :meth:`finish`::
+    The batches before it may be in flight. What forwards change is copied when a pipeline's first forward of
+    a later batch is due, what updates change when the first update of any pipeline is, and the rest by
+    :meth:`finish`::
 
         pipeline 0   F4 B4 U4 |copy F5 B5 ...... |copy all updates change  U5          after 5 batches of each
         pipeline 1      F4 B4 U4 |copy F5 B5 ...                              U5
 
-    Its memory is kept, and the next one uses it again: there is one copy, which nobody may read any more then.
+    Its memory is kept and reused by the next one: there is one copy, which must not be read any more then.
 
     Attributes:
-        batches: Begun before it.
-        contents: What a checkpoint holds of each stage replica, by its number; ``restore`` takes it. Empty until all of
-            it is there.
+        batches: How many had begun before it.
+        contents: What a checkpoint holds of each stage replica, by its number; ``restore`` takes it. Empty
+            until it is complete.
     """
 
     def __init__(self) -> None:
@@ -57,18 +58,18 @@ class Snapshot:
         self.contents: dict[int, dict[str, Any]] = {}
         self._memory: list[torch.Tensor] = []
         self._failure: Exception | None = None
-        # Stage replicas, with a pipeline for what its forwards change, or None for what updates do.
+        # Stage replicas, with a pipeline for what its forwards change, or None for what updates change.
         self._left: set[tuple[int, int | None]] = set()
 
     @classmethod
     def of(cls, batches: int, contents: dict[int, dict[str, Any]]) -> Snapshot:
-        """Return one of contents that are there."""
+        """Return a snapshot of contents that exist."""
         made = cls()
         made.batches, made.contents = batches, contents
         return made
 
     def begin(self, model: Model, worker: Worker, batches: int, done: Callable[[], None]) -> None:
-        """Copy what ``worker`` holds after ``batches``, before one that comes later changes it; then call ``done``."""
+        """Copy the state of ``worker`` after ``batches``, before later ones change it; then call ``done``."""
         self._model, self._worker, self._done = model, worker, done
         self.batches, self.contents, self._failure = batches, {}, None
         self._parts: dict[int, dict[str, Any]] = {}
@@ -84,12 +85,12 @@ class Snapshot:
         return bool(self._left)
 
     def finish(self) -> None:
-        """Copy what has not been; no batch is in flight."""
+        """Copy the rest; no batch is in flight."""
         for part in sorted(self._left, key=str):
             self._copy(*part)
 
     def whole(self) -> dict[int, dict[str, Any]]:
-        """Return the contents, once a device has copied all of it, or raise why they are not there; in any thread."""
+        """Return the contents once a device has copied all, or raise the failure; from any thread."""
         for event in self._ready:
             event.synchronize()
         if self._failure is not None:
@@ -114,7 +115,7 @@ class Snapshot:
             else:
                 found = copies.of(changed_by_forwards(model, worker, number, pipeline))
                 self._of_forwards[number, pipeline] = found
-        except (MemoryError, RuntimeError) as error:  # there is no room, which training does not need
+        except (MemoryError, RuntimeError) as error:  # out of memory, which does not stop training
             self._failure = self._failure or error
         if worker.streams is not None:
             self._ready.append(current_stream(worker.device).record_event())
@@ -131,13 +132,13 @@ class Snapshot:
         self._done()
 
     def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Return the contents as a text for :func:`put_together`, and the memory that their tensors are in."""
+        """Return the contents as a text for :func:`put_together`, and the memory of their tensors."""
         numbers = {memory.data_ptr(): n for n, memory in enumerate(self._memory)}
 
         def place_of(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            number = numbers.get(leaf.untyped_storage().data_ptr(), 0)  # any will do for one without elements
+            number = numbers.get(leaf.untyped_storage().data_ptr(), 0)  # any number, for one without elements
             return {_PLACE: [number, leaf.dtype, leaf.storage_offset(), [*leaf.shape], [*leaf.stride()]]}
 
         text = io.BytesIO()
@@ -163,10 +164,10 @@ def put_together(text: bytes, memory: Sequence[torch.Tensor]) -> dict[int, dict[
 
 
 class _Copies:
-    """Copies of containers and their tensors; views of the same memory in one of them are such again.
+    """Copies of containers and their tensors; views of the same memory in one of them stay views of the same.
 
     Attributes:
-        memory: What the tensors are in.
+        memory: The memory of the tensors.
     """
 
     def __init__(self, free: list[torch.Tensor], pinned: bool) -> None:
@@ -178,7 +179,7 @@ class _Copies:
         self._copied: dict[tuple[int, int], torch.Tensor]
 
     def of(self, value: Any) -> Any:
-        self._copied = {}  # what was copied at another time may have other values now
+        self._copied = {}  # tensors copied earlier may have other values now
         return tree_map(self._of_leaf, value)
 
     def _of_leaf(self, leaf: Any) -> Any:
@@ -197,7 +198,7 @@ class _Copies:
         free = self._free[size]
         new = pinned_bytes if self._pinned else partial(torch.empty, dtype=torch.uint8)
         target = free.pop() if free else new(size)
-        if leaf.device.type == "cpu":  # training does not read it, and is to find in the caches what it does
+        if leaf.device.type == "cpu":  # training does not read it, and needs the caches for other data
             copy_bytes(target.data_ptr(), leaf.untyped_storage().data_ptr(), size, past_caches=True)
         else:
             whole = leaf.detach().as_strided((size // leaf.element_size(),), (1,), 0).view(torch.uint8)

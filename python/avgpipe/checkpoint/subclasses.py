@@ -1,7 +1,7 @@
-"""Optimizer states that are tensors of other classes than torch's own, such as torchao's in 8 bits.
+"""Optimizer states with tensors of other classes than torch's own, such as torchao's 8-bit states.
 
-A file has them as plain containers and tensors, as ``__tensor_flatten__`` takes them apart: it loads with
-``weights_only=True`` wherever it is read, and by name into stages that are cut elsewhere.
+A file has them as plain containers and tensors, as ``__tensor_flatten__`` splits them: so it loads with
+``weights_only=True`` anywhere, and by name into stages of another cut.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from avgpipe.elastic.subclasses import is_made_of_others
 from avgpipe.errors import CheckpointError
 from avgpipe.runtime.optimizers import members_of
 
-_CLASS = "class of a tensor"  # the key that tells a tensor in its plain form from other containers
+_CLASS = "class of a tensor"  # the key that distinguishes a tensor in its plain form from other containers
 
 
 def taken_apart(value: Any) -> Any:
-    """Return an optimizer's state in plain containers and tensors; CheckpointError for what has no such form."""
+    """Return an optimizer's state as plain containers and tensors; CheckpointError if it has no such form."""
     if isinstance(value, Mapping):
         return {key: taken_apart(part) for key, part in value.items()}
     if not isinstance(value, torch.Tensor) or type(value) in (torch.Tensor, torch.nn.Parameter):
@@ -38,10 +38,10 @@ def taken_apart(value: Any) -> Any:
 
 
 def put_together(value: Any, optimizer: torch.optim.Optimizer) -> Any:
-    """Return what :func:`taken_apart` was given, for ``optimizer``.
+    """Invert :func:`taken_apart`, for ``optimizer``.
 
     Raises:
-        ValueError: for a class that is not of its package: a file is not believed what to import.
+        ValueError: for a class that is not of its package: a file must not decide what is imported.
     """
     if not isinstance(value, Mapping):
         return value
@@ -52,7 +52,7 @@ def put_together(value: Any, optimizer: torch.optim.Optimizer) -> Any:
     found = getattr(sys.modules.get(module), name, None)
     if found is None or _package(module) not in {_package(kind.__module__) for kind in kinds}:
         raise ValueError(
-            f"the optimizer that was saved keeps {name} of {_package(module)}, and {type(optimizer).__name__} knows no "
+            f"the optimizer that was saved keeps {name} of {_package(module)}, and {type(optimizer).__name__} has no "
             "such tensors"
         )
     parts = {key: put_together(part, optimizer) for key, part in value["parts"].items()}

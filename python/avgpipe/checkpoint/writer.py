@@ -1,4 +1,4 @@
-"""Saving one pipeline: at once, or from a snapshot by a thread while training goes on."""
+"""Saves one pipeline: at once, or from a snapshot by a thread while training continues."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.worker import Worker
 
-_NICE = 10  # a tenth of a processor that others want, too
+_NICE = 10  # gives it a tenth of a processor that others also use
 
 
 class Writer:
@@ -40,14 +40,14 @@ class Writer:
         self._writing: Future[None] | None = None
 
     def save(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
-        """Write what the pipeline holds after ``batches``, none of which is in flight."""
+        """Write the state of the pipeline after ``batches``, none of which is in flight."""
         self.wait()
         model, worker = self._model, self._worker
         checkpoint = self._checkpoint(directory, plan, batches, also)
         checkpoint.write(lambda: {n: content_of(model, worker, n) for n in worker.held}, worker.world)
 
     def begin(self, directory: Path, plan: Plan, batches: int, also: Sequence[Path] = ()) -> None:
-        """Have a thread write it, once it is copied: see :meth:`Snapshot.begin`. :meth:`wait` tells how that went."""
+        """Let a thread write a snapshot: see :meth:`Snapshot.begin`. :meth:`wait` reports the result."""
         self.wait()
         self._directory, world = directory, self._threads_world()
         checkpoint, snapshot = self._checkpoint(directory, plan, batches, also), self._snapshot
@@ -59,12 +59,12 @@ class Writer:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something was begun before; if not, no batch may be in flight at the first time, as ranks meet."""
+        """Whether a snapshot was begun before; at the first, no batch may be in flight, as ranks connect."""
         return self._world is not None
 
     @property
     def is_under_way(self) -> bool:
-        """Whether what was begun last is not copied yet."""
+        """Whether the last snapshot is not copied yet."""
         return self._snapshot.is_under_way
 
     @property
@@ -84,11 +84,11 @@ class Writer:
         return _Checkpoint(directory, also, manifest, place, self._locks, self._worker.placement)
 
     def settle(self) -> None:
-        """Copy what has been begun and is not yet copied; no batch is in flight."""
+        """Copy the rest of a snapshot that has begun; no batch is in flight."""
         self._snapshot.finish()
 
     def finish(self, limit_s: float) -> None:
-        """Wait until the thread has written, or failed, of which :meth:`wait` tells then."""
+        """Wait until the thread has written, or failed; :meth:`wait` reports a failure."""
         if self._writing is not None:
             try:
                 self._writing.exception(limit_s)
@@ -98,14 +98,14 @@ class Writer:
                 ) from None
 
     def wait(self) -> None:
-        """Wait until what was saved last is there; CheckpointError, once, where it could not be written."""
+        """Wait until the last checkpoint is written; raise CheckpointError, once, if that failed."""
         self.finish(self._worker.world.timeout_s)
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
 
     def close(self, patience_s: float) -> None:
-        """Wait, no longer than ``patience_s``, and let others save into the folders."""
+        """Wait, no longer than ``patience_s``, and release the folders for others."""
         try:
             self.finish(patience_s)
             self.wait()
@@ -117,16 +117,16 @@ class Writer:
             self.release()
 
     def release(self) -> None:
-        """Let others save into the folders."""
+        """Release the folders for others."""
         self._locks.release()
 
 
 def _giving_way(write: Callable[..., None]) -> Callable[..., None]:
-    """Return ``write`` for a thread that leaves the processor to others, so that it takes what training leaves."""
+    """Return ``write`` for a thread of low priority, which uses processor time that training leaves."""
 
     def after(*arguments: Any) -> None:
         thread = threading.get_native_id()
-        with suppress(OSError):  # a system where a thread has no priority of its own
+        with suppress(OSError):  # a system without thread priorities
             os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
         write(*arguments)
 
@@ -135,7 +135,7 @@ def _giving_way(write: Callable[..., None]) -> Callable[..., None]:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """What is to be written, but for its contents."""
+    """What is to be written, except for its contents."""
 
     directory: Path
     also: Sequence[Path]

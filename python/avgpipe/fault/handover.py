@@ -14,7 +14,7 @@ from avgpipe.checkpoint.content import readable
 from avgpipe.checkpoint.subclasses import put_together, taken_apart
 from avgpipe.errors import CheckpointError
 from avgpipe.fault.turn_feed import Counts
-from avgpipe.runtime.weights import stage_state, told_average
+from avgpipe.runtime.weights import published_average, stage_state
 from avgpipe.runtime.worker import Worker
 
 
@@ -41,7 +41,7 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
     )
     state: dict[str, Any] = {"counts": astuple(counts), "rest": stage_state(worker, number, pipeline)}
     state["rest"] |= {
-        name: value for name, value in told_average(worker, number).items() if name in state["rest"]
+        name: value for name, value in published_average(worker, number).items() if name in state["rest"]
     }
     if trained.lr_scheduler is not None:
         state["lr_scheduler"] = trained.lr_scheduler.state_dict()

@@ -154,8 +154,8 @@ class TurnFeed(Feed):
         """The position of the caller's script in batches; one that is behind starts at its beginning."""
         return self._at if self._has_loader else 0
 
-    def tell_batches(self) -> int:
-        """Return ``next_batch`` for the caller, whose first loader must begin there."""
+    def count_batches(self) -> int:
+        """Return ``next_batch`` for the caller, whose first loader begins there then."""
         if not self._has_loader:
             self._at = self.next_batch
         return self.next_batch

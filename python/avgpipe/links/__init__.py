@@ -1,10 +1,12 @@
 """Links move messages between the workers of a pipeline.
 
-A link is a file here and a row of ``LINKS``: what it is called, where it works, and which class offers it. What all of
-them have in common is in `link`, what a message is in `message`, and `choose` finds the one that serves two workers.
+A link is a file here and a row of ``LINKS``: its name, the devices it works on, and the class that offers it.
+What all links share is in `link`, what a message is in `message`, and `choose` finds the link between two
+workers.
 
-"auto" takes the first row that both can open. A link may be built on others (``below``), which then stand further down;
-one that is made for a purpose, and not to be taken by "auto" where another one works, stands below that one.
+"auto" takes the first row that both can open. A link may be built on others (``below``), which are then
+further down; a link for a special purpose, which "auto" must not take where another one works, is below that
+one.
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ class LinkRow(NamedTuple):
     """A kind of link.
 
     Attributes:
-        name: How it is asked for.
+        name: The name by which it is chosen.
         transport: Module and class (a `avgpipe.links.link.Transport`) that offers it.
-        device: The type of the workers' devices, where it is for that one alone.
+        device: The type of the workers' devices, if it works on that one alone.
         below: Other links that it is built on, the best first.
     """
 
@@ -28,7 +30,7 @@ class LinkRow(NamedTuple):
     below: tuple[str, ...] = ()
 
 
-# The best first. Any two workers can have the last one.
+# The best first. The last one works between any two workers.
 LINKS = (
     LinkRow("cuda-ipc", "avgpipe.links.cuda:IpcTransport", device="cuda", below=("shm",)),
     LinkRow("nccl", "avgpipe.links.nccl:NcclTransport", device="cuda", below=("shm", "gloo")),
@@ -39,17 +41,17 @@ NAMES = ("auto", *(row.name for row in sorted(LINKS, key=lambda row: row.device 
 
 
 def refuse_unverified(link: str, device: str) -> None:
-    """Refuse, with ValueError, a link that may keep messages in the memory of a ``device``, where none is checked."""
+    """Refuse, with ValueError, a link that may keep messages in ``device`` memory, which is not checked."""
     if any(row.device == device and link in ("auto", row.name) for row in LINKS):
         host = " or ".join(repr(row.name) for row in LINKS if row.device is None)
         raise ValueError(
             f"verify_wire=True checks messages in the host's memory, and link {link!r} may keep them on {device!r}, "
-            f"whose memory and lines have checksums of their own: use link {host}"
+            f"whose memory and lines have their own checksums: use link {host}"
         )
 
 
 def refuse_elsewhere(link: str, device: str) -> None:
-    """Refuse, with ValueError, a link that workers on a ``device`` of another type cannot have."""
+    """Refuse, with ValueError, a link that does not work on a ``device`` of this type."""
     needed = next((row.device for row in LINKS if row.name == link), None)
     if needed not in (None, device):
         others = " or ".join(

@@ -1,7 +1,7 @@
-"""Which link serves which two workers.
+"""Chooses the link between each two workers.
 
-Both ends must find the same. So every worker says what it offers, tries what the others offer, and tells them what it
-could not open; what two workers could both open, they have, and the best of it serves them.
+Both ends must choose the same. So every worker publishes its offers, tries the others' offers, and publishes
+which it could not open; of the links that both ends could open, the best is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from avgpipe_ext.ring import Bell, Memory
 if TYPE_CHECKING:
     from avgpipe.ranks.met import Met
 
-LINK_MESSAGE = "%s to %s: %s"  # logged for each link: what is at its ends, and its name
+LINK_MESSAGE = "%s to %s: %s"  # logged for each link: its ends, and its name
 
 _log = logging.getLogger("avgpipe")
 
@@ -38,7 +38,7 @@ class Links:
         into: For each rank, the channels that end there, from others.
         device: This worker's.
         kind: "auto", or the name of a link.
-        wire_dtype: The dtype in which activations and gradients travel; None keeps theirs.
+        wire_dtype: The dtype in which activations and gradients are sent; None keeps theirs.
         verifies: Whether messages carry checksums.
 
     Attributes:
@@ -46,7 +46,7 @@ class Links:
         processes: The processes of peers on this host, by rank.
 
     Raises:
-        PipelineError: Two workers cannot have the link that was asked for.
+        PipelineError: The requested link is impossible between two workers.
     """
 
     def __init__(
@@ -114,24 +114,24 @@ class Links:
         return {rank: [transports[n] for n in reversed(opened[rank])] for rank in everyone if rank != me}
 
     def bell_place(self) -> list[Any]:
-        """Return where processes that are no workers of this pipeline ring its mailbox: path, bytes, and an offset."""
+        """Return where processes outside of this pipeline ring its mailbox: path, bytes, and an offset."""
         if self._belled is not None:
             return self._belled.bell_place()
         memory = Memory.create(Bell.BYTES)
-        self.mailbox.bell = Bell(memory, 0)  # which nobody has rung yet
+        self.mailbox.bell = Bell(memory, 0)  # before any process rings it
         return [memory.path, memory.bytes, 0]
 
     def nccl_joins(self, ranks: Sequence[int]) -> bool:
-        """Whether NCCL works between all of ``ranks``, which all workers find alike."""
+        """Whether NCCL works between all of ``ranks``; all workers find the same."""
         from avgpipe.links.nccl import nccl_joins
 
         return nccl_joins([self._nccl_devices[rank] for rank in ranks])
 
     def close(self, patience_s: float) -> None:
-        """Close all links: the others hear that this worker leaves before it waits for any of them."""
+        """Close all links: announce to all others that this worker leaves before waiting for any of them."""
         for link in self._by_rank.values():
             link.leave()
-        self.mailbox.messages.clear()  # in memory of others, who wait for it to come back
+        self.mailbox.messages.clear()  # they lie in memory of peers, which wait for its return
         for link in self._by_rank.values():
             link.close(patience_s)
 
@@ -139,7 +139,7 @@ class Links:
 def _transports(
     kind: str, world: Met, into: Sequence[Mapping[Channel, int]], device: torch.device
 ) -> dict[str, Transport]:
-    """Make the transports that serve, or are below, a kind of link; by name, what others are built on first."""
+    """Make the transports for a kind of link, and those below it, by name; those below come first."""
     asked = {row.name for row in LINKS if kind == "auto" or row.name == kind}
     asked |= {name for row in LINKS if row.name in asked for name in row.below}
     made: dict[str, Transport] = {}
@@ -157,7 +157,7 @@ def _connect(transports: Iterable[Transport], agreed: Mapping[int, Sequence[Tran
 
 
 def _offer(transport: Transport) -> dict[str, Any]:
-    """Return what a transport offers, or why it cannot be had here."""
+    """Return what a transport offers, or why it is impossible here."""
     try:
         return {"offer": transport.offer()}
     except (OSError, MemoryError, RuntimeError) as error:
@@ -165,7 +165,7 @@ def _offer(transport: Transport) -> dict[str, Any]:
 
 
 def _why_not(transport: Transport, me: int, rank: int, offers: Sequence[dict[str, Any]]) -> str | None:
-    """Return why this worker cannot link with ``rank``; None if it can, or is it."""
+    """Return why this worker cannot link with ``rank``; None if it can, or is that rank."""
     if rank == me:
         return None
     for offer in (offers[me], offers[rank]):

@@ -1,8 +1,8 @@
-"""How messages lie in memory.
+"""The layout of messages in memory.
 
-A message's *format* (structure, shapes, dtypes) is sent as text once per channel and named by a number from then on, so
-what a message costs beside its tensors is a few integers. The tensors lie one after another, each at a multiple of 64
-bytes.
+A message's *format* (structure, shapes, dtypes) is sent as text once per channel and then named by a number,
+so a message costs only a few integers beside its tensors. The tensors lie one after another, each at a
+multiple of 64 bytes.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from avgpipe.links.message import TensorInfo, described
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 
-_KNOWN = 64  # formats that a channel remembers
+_KNOWN = 64  # formats that a channel keeps
 
 
-_ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction wants
+_ALIGNMENT = 64  # bytes: a cache line, and more than any vector instruction needs
 
 
 _TENSOR = pytree.tree_flatten(0)[1]
@@ -44,7 +44,7 @@ class Format:
     Args:
         structure: The pytree around the leaves.
         leaves: A TensorInfo for a tensor; a plain value itself.
-        wire_dtype: The dtype in which float32 and float64 travel; None keeps theirs.
+        wire_dtype: The dtype in which float32 and float64 are sent; None keeps theirs.
 
     Attributes:
         bytes: Of the tensors, with their padding.
@@ -74,7 +74,7 @@ class Format:
 
     @classmethod
     def from_bytes(cls, data: bytes, wire_dtype: torch.dtype | None = None) -> Format:
-        """Decode what ``to_bytes`` made. TypeError for what this process does not know already."""
+        """Decode what ``to_bytes`` made. TypeError for types that this process has not loaded."""
         structure, leaves = json.loads(data)
         _check_node(json.loads(structure)[1])
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
@@ -82,7 +82,7 @@ class Format:
     def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor, pinned: bool = False) -> None:
         """Copy a message's tensors to ``target``: an address of the host's memory, or a flat tensor of bytes.
 
-        From an accelerator to the host the copy keeps the host until it is done, but for ``pinned`` memory.
+        A copy from an accelerator to the host blocks the host until it is done, except to ``pinned`` memory.
         """
         for tensor, place in zip(tensors, self.slices):
             if not place.bytes:
@@ -95,23 +95,23 @@ class Format:
                 flat.view(place.shape).copy_(tensor, non_blocking=pinned or on_accelerator(flat))
             elif tensor.device == flat.device:
                 pack([tensor.resolve_neg()], out=flat)
-            else:  # rounded where it is
+            else:  # rounded on its own device
                 flat.copy_(pack([tensor.resolve_neg()], dtype=place.cast), non_blocking=pinned)
 
     def write_all(self, text: bytes, tensors: list[torch.Tensor], address: int, pinned: bool = False) -> None:
-        """Write the format's text, if it is new to the other end, and behind it the tensors, as ``write`` does."""
+        """Write the format's text, if the other end lacks it, and after it the tensors, like ``write``."""
         if text:
             ctypes.memmove(address, text, len(text))
         self.write(tensors, address + padded(len(text)), pinned)
 
     def is_memory_of(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether a message is no more than the memory of its only tensor."""
+        """Whether a message is exactly the memory of its only tensor."""
         return len(self.slices) == 1 and self.slices[0].cast is None and _is_in_order(tensors[0])
 
     def read(self, memory: Any, offset: int, device: torch.device) -> Any:
         """Return the message whose tensors begin at ``offset`` of ``memory``, a buffer or a flat tensor of bytes.
 
-        Tensors that travelled as they are, and are on ``device`` already, are views, which keep the memory.
+        Tensors that were sent unchanged, and are on ``device`` already, are views, which keep the memory.
         """
         tensors = [place.read(memory, offset, device) for place in self.slices]
         if self._alone:
@@ -124,7 +124,7 @@ class Format:
 
 
 class _Slice:
-    """The place of one tensor in a message. ``cast``: the dtype in which it travels, if that is not its own."""
+    """The place of one tensor in a message. ``cast``: the dtype in which it is sent, if not its own."""
 
     def __init__(self, info: TensorInfo, wire_dtype: torch.dtype | None, offset: int) -> None:
         self.dtype: torch.dtype = getattr(torch, info.dtype)
@@ -137,7 +137,7 @@ class _Slice:
         self.bytes = self.count * self._on_wire.itemsize
 
     def of(self, memory: Any, offset: int) -> torch.Tensor:
-        """The tensor as it travels, flat, in a message that begins at ``offset`` of ``memory``."""
+        """Return the tensor as it is sent, flat, in a message that begins at ``offset`` of ``memory``."""
         begin = offset + self.offset
         if isinstance(memory, torch.Tensor):
             return memory[begin : begin + self.bytes].view(self._on_wire)
@@ -156,7 +156,7 @@ class _Slice:
 
 
 class Encoder:
-    """The sending end's memory of a channel: which formats the other end knows."""
+    """The sending end of a channel: the formats that the other end knows."""
 
     def __init__(self, wire_dtype: torch.dtype | None) -> None:
         self._wire_dtype = wire_dtype
@@ -176,7 +176,7 @@ class Encoder:
         key = tuple(signature)
         try:
             number, format = self._known[key]
-        except (KeyError, TypeError):  # what cannot be hashed cannot travel either, as its description says
+        except (KeyError, TypeError):  # an unhashable value cannot be sent either; described() raises for it
             format = Format(structure, tuple(map(described, leaves)), self._wire_dtype)
             text = format.to_bytes()
             number = len(self._known)
@@ -188,10 +188,10 @@ class Encoder:
 
 
 class Decoder:
-    """The receiving end's memory of a channel."""
+    """The receiving end of a channel: the formats that it has received."""
 
     def __init__(self, wire_dtype: torch.dtype | None, device: torch.device, stream: Any = None) -> None:
-        """``stream``: of ``device``, on which values are copied there, or unpacked; by default the current one."""
+        """``stream``: of ``device``, for copies to it and unpacking; by default the current one."""
         self._wire_dtype, self._device, self._stream = wire_dtype, device, stream
         self._has_streams = has_streams(device)
         self._formats: list[Format | None] = [None] * _KNOWN
@@ -205,22 +205,22 @@ class Decoder:
         format, begin = self.format(number, text), offset + padded(text_bytes)
         if not self._has_streams:
             return format.read(memory, begin, self._device)
-        # The caller's stream may hold what lanes do, for which a message has no reason to wait.
+        # The caller's stream may hold work of lanes, for which a message need not wait.
         with self._stream or current_stream(self._device):
             return ready_on_event(format.read(memory, begin, self._device), self._device)
 
     def format(self, number: int, text: bytes) -> Format:
-        """Return the format with that number, which is ``text`` if it comes along."""
+        """Return the format with that number, which is ``text`` if that is given."""
         if text:
             self._formats[number] = Format.from_bytes(text, self._wire_dtype)
         known = self._formats[number] if 0 <= number < _KNOWN else None
         if known is None:
-            raise RuntimeError(f"a message names format {number}, which never came")
+            raise RuntimeError(f"a message names format {number}, which never arrived")
         return known
 
 
 def _flatten(value: Any) -> tuple[Any, pytree.TreeSpec, list[Any]]:
-    """A name for the structure that is quicker to hash than the structure, which comes next; and the leaves."""
+    """Return a name for the structure that is faster to hash than it, the structure, and the leaves."""
     if isinstance(value, torch.Tensor):
         return None, _TENSOR, [value]
     if type(value) is list and len(value) < len(_LISTS):
@@ -239,7 +239,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _is_in_order(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its values in order: conjugates and imaginary parts of them may be lazy."""
+    """Whether its memory holds its values in order: conjugation and negation may be lazy."""
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
@@ -248,7 +248,7 @@ def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
     return (ctypes.c_ubyte * size).from_address(address)
 
 
-# What a defaultdict between stages may make; as torch names them.
+# The default factories that a defaultdict in a message may have; as torch names them.
 _FACTORIES = {("builtins", kind.__name__) for kind in (dict, list, set, tuple, int, float, bool, str)}
 
 
@@ -268,9 +268,9 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
 
 
 def _check_node(node: dict[str, Any]) -> None:
-    """Refuse, with TypeError, what ``treespec_loads`` would import or look up by a name that the text gives.
+    """Refuse, with TypeError, names in the text that ``treespec_loads`` would import or look up.
 
-    Classes of enumerations count that are loaded already.
+    Enumerations are accepted if their classes are loaded already.
     """
     context = node["context"]
     if isinstance(context, str):
@@ -282,7 +282,7 @@ def _check_node(node: dict[str, Any]) -> None:
         factory = context["default_factory_module"], context["default_factory_name"]
         if factory not in _FACTORIES:
             raise TypeError(
-                f"a defaultdict of {'.'.join(map(str, factory))} cannot travel between stages; use one of "
+                f"a defaultdict of {'.'.join(map(str, factory))} cannot be sent between stages; use one of "
                 f"{', '.join(sorted(name for _, name in _FACTORIES))}, or a dict"
             )
     for child in node["children_spec"]:

@@ -1,15 +1,16 @@
 """The link between processes of one host that share a CUDA device: tensors stay in its memory.
 
-Control goes through the shared-memory ring. The sender copies into a slot of device memory, which the receiver opens
-once and reads in place:
+Control messages go through the shared-memory ring. The sender copies into a slot of device memory, which the
+receiver opens once and reads in place:
 
     sender's lane     F3 ── record ── F4 ...
     its copy stream         └ wait ─ wait(free) ── copy into the slot ── record(full)      then: publish
     receiver's lane                                                       └ wait(full) ── reads the slot ── record(free)
 
-A slot belongs to a slot of the ring, so it is lent and given back with that one's lease: when the last tensor that
-reads it is gone. The host waits for nothing. Memory and handles are the driver's own: torch's sharing of CUDA tensors
-counts references in a named file of shared memory, which would stay behind a process that is killed.
+A slot belongs to a slot of the ring, so it is lent and returned with that one's lease: when the last tensor
+that reads it is freed. The host waits for nothing. Memory and handles are the driver's own: torch's sharing
+of CUDA tensors counts references in a named file of shared memory, which would remain after a process is
+killed.
 """
 
 from __future__ import annotations
@@ -37,18 +38,18 @@ cuda: Any = torch.cuda
 
 HANDLE_BYTES = 64  # of memory and of an event
 _RECORD_BYTES = 4 * HANDLE_BYTES  # a slot's place, and the handles of its memory and its two events
-_PLACE = struct.Struct("<qq16s")  # size, offset in the shared memory, and whose it is
+_PLACE = struct.Struct("<qq16s")  # size, offset in the shared memory, and the token of its process
 _SMALLEST = 64 << 10
-_BLOCK = 2 << 20  # what the driver allocates and shares as a whole
+_BLOCK = 2 << 20  # the unit in which the driver allocates and shares memory
 _LAZY_PEER_ACCESS = 1
-_RETURN_S = 5.0  # how long closing waits at most for slots to come back
+_RETURN_S = 5.0  # timeout of closing for slots to be returned
 _PROCESS = secrets.token_bytes(16)
 
 
 class Slot(NamedTuple):
     """Device memory, as a flat tensor of bytes, with the events that order its use.
 
-    ``record``: what another process needs to open it.
+    ``record``: the bytes by which another process opens it.
     """
 
     memory: torch.Tensor
@@ -84,15 +85,15 @@ class CudaIpcLink(SharedLink):
         ctypes.memmove(address + _RECORD_BYTES, text, len(text))
         self._copy(slot, format, tensors)
         if key.kind not in OF_MICRO_BATCHES:
-            # Such as an update of the reference, whose memory the lane's next step writes again.
+            # Such as an update of the reference, whose memory the lane's next step overwrites.
             current_stream(self._end.device).wait_event(slot.full)
-        # The other process waits for what ``full`` was recorded for last: publish only now.
+        # The other process waits for the last recording of ``full``: publish only now.
         sender.publish(_RECORD_BYTES + len(text), key.batch, key.micro_batch, number, len(text))
 
-    send_flipped = Link.send_flipped  # the ring has the place of the bytes, not the bytes
+    send_flipped = Link.send_flipped  # the ring has the address of the bytes, not the bytes
 
     def _slot(self, channel: Channel, address: int, size: int) -> Slot:
-        """The device slot of the ring's slot at ``address``, which the receiver does not hold."""
+        """Return the device slot of the ring's slot at ``address``, which the receiver does not hold."""
         slot = self._outgoing_slots.get((channel, address))
         if slot is None or slot.memory.numel() < size:
             if slot is not None:
@@ -106,14 +107,14 @@ class CudaIpcLink(SharedLink):
         with self._copies:
             format.write(tensors, slot.memory)
             slot.full.record(self._copies)
-        used_on(self._copies, tensors)  # the lane goes on and may drop them, or give their slot back
+        used_on(self._copies, tensors)  # the lane continues and may free them, or return their slot
 
     def close(self, patience_s: float) -> None:
-        """Leave, and let other links have the slots that both sides are done with; the others stay as they are."""
+        """Leave, and release the slots that both sides have finished with to other links; keep the others."""
         senders = [sender for sender, _ in self._outgoing.values()]
         super().close(patience_s)
         slots = self._outgoing_slots.values()
-        # In this order: the receiver records ``free``, and then gives its slot of the ring back.
+        # In this order: the receiver records ``free``, and then returns its slot of the ring.
         if self._wait_for(
             lambda: (
                 not any(sender.lent() for sender in senders)
@@ -139,7 +140,7 @@ class _SlotDecoder(Decoder):
 
 
 class _InSlot(ReadyOnEvent):
-    """A message in a slot; its tensors are made for the stream that receives it."""
+    """A message in a slot; its tensors are made for the stream of the receiver."""
 
     __slots__ = ("_format", "_slot", "_slots")
 
@@ -160,17 +161,18 @@ class _InSlot(ReadyOnEvent):
 class DeviceSlots:
     """Slots in the memory of a device, for all links of this process.
 
-    Only the whole of an allocation can be shared, so blocks of the driver's own granularity are carved into slots.
-    Nothing is freed while the process lives: a receiver may have it open, and to free it then is undefined. What a link
-    is done with, and what its messages have outgrown, serves others, and what was opened once stays open for them.
+    Only the whole of an allocation can be shared, so blocks of the driver's own granularity are divided into
+    slots. Nothing is freed while the process lives: a receiver may have it open, and then freeing is
+    undefined. Slots of closed links, and those too small for larger messages, serve others, and stay open for
+    them if opened once.
     """
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._lock = threading.Lock()  # pipelines may have threads of their own
+        self._lock = threading.Lock()  # pipelines may run in different threads
         self._spare: list[Slot] = []
         self._opened: dict[bytes, Slot] = {}  # by record
-        self._blocks: dict[bytes, int] = {}  # addresses of what was opened, by whose it is and its handle
+        self._blocks: dict[bytes, int] = {}  # addresses of opened blocks, by process token and handle
         self._returns = cuda.Stream(driver.device)
         self._offered: Slot | None = None
 
@@ -179,7 +181,7 @@ class DeviceSlots:
         with self._lock:
             fitting = [slot for slot in self._spare if slot.memory.numel() >= size]
             if not fitting:
-                # A power of two: messages that grow outgrow few.
+                # A power of two, so that growing messages seldom need a new one.
                 fitting = self._carve(1 << (max(size, _SMALLEST) - 1).bit_length())
                 self._spare += fitting
             found = min(fitting, key=lambda slot: slot.memory.numel())
@@ -217,12 +219,12 @@ class DeviceSlots:
             return self._opened[record]
 
     def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
-        """Return a slot's memory for use on a stream. The lease ends with the last tensor that lies there."""
+        """Return a slot's memory for use on a stream. The lease ends with the last tensor in it."""
         tensor: torch.Tensor = self._driver.tensor(_Loan(slot, lease, reader, self._returns))
         return tensor
 
     def offer(self) -> dict[str, str]:
-        """What lets another process find out whether it can open this one's slots."""
+        """Return what another process needs to check whether it can open this one's slots."""
         if self._offered is None:
             self._offered = self.make(_SMALLEST)
             self._offered.memory[: len(_PROCESS)] = torch.tensor(list(_PROCESS), dtype=torch.uint8)
@@ -230,17 +232,17 @@ class DeviceSlots:
         return {"slot": self._offered.record.hex(), "device": device_id(self._driver.device)}
 
     def check(self, offer: dict[str, str]) -> None:
-        """Raise ValueError or OSError if the slots of who made ``offer`` are out of reach."""
+        """Raise ValueError or OSError if the slots of the process behind ``offer`` are out of reach."""
         if offer["device"] != device_id(self._driver.device):
-            raise ValueError("its device is another one")
+            raise ValueError("it is on another device")
         slot = self.open(bytes.fromhex(offer["slot"]))
         cuda.current_stream(self._driver.device).wait_event(slot.full)
         if bytes(slot.memory[: len(_PROCESS)].tolist()) != _PLACE.unpack_from(slot.record)[2]:
-            raise ValueError("what its device memory holds is not what it wrote there")
+            raise ValueError("its device memory does not hold what it wrote there")
 
 
 class DeviceMemory:
-    """Device memory, in the way in which libraries describe it to each other."""
+    """Device memory, described by ``__cuda_array_interface__``."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.pointer, self.size = pointer, size
@@ -249,7 +251,7 @@ class DeviceMemory:
 
 
 class _Loan(DeviceMemory):
-    """A slot's memory as long as a tensor reads it. ``returns``: a stream that nothing else keeps."""
+    """A slot's memory as long as a tensor reads it. ``returns``: a stream without other work."""
 
     def __init__(self, slot: Slot, lease: Any, reader: Any, returns: Any) -> None:
         super().__init__(slot.memory.data_ptr(), slot.memory.numel())
@@ -265,10 +267,10 @@ class _Loan(DeviceMemory):
             self._readers.append(reader)
 
     def __del__(self) -> None:
-        # All that reads it is issued by now. First the event, then the lease: the sender looks at it in this order.
+        # All reads are issued by now. First the event, then the lease: the sender checks them in this order.
         if not sys.is_finalizing():
             last = self._readers[0]
-            if len(self._readers) > 1:  # none of them is to wait for the others
+            if len(self._readers) > 1:  # so that none of them waits for the others
                 last = self._returns
                 for reader in self._readers:
                     last.wait_stream(reader)
@@ -281,9 +283,10 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """What is needed of the CUDA driver, for one device. OSError where it fails.
+    """The functions of the CUDA driver that are needed, for one device. OSError if one fails.
 
-    Any thread may call: the driver wants a context for each, and what torch selects in a thread need not have one yet.
+    Any thread may call: the driver needs a context in each, and torch's selection of a device may not have
+    made it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -311,7 +314,7 @@ class Driver:
         try:
             self._call(*request)
         except OSError:
-            cuda.empty_cache()  # torch keeps what its tensors have freed
+            cuda.empty_cache()  # torch keeps the memory of freed tensors
             self._call(*request)
         self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
         return pointer.value, bytes(handle)
@@ -332,8 +335,8 @@ class Driver:
         return cuda.Event.from_ipc_handle(self.device, handle)
 
     def tensor(self, memory: DeviceMemory) -> torch.Tensor:
-        # The tensor keeps ``memory``, and with it a lease. The allocator knows nothing of it, so that record_stream has
-        # no effect; the event ``free`` does its work.
+        # The tensor keeps ``memory``, and with it a lease. The allocator does not own this memory, so
+        # record_stream has no effect; the event ``free`` replaces it.
         return torch.as_tensor(memory, device=self.device)
 
     def _call(self, function: str, doing: str, *arguments: Any) -> None:
@@ -350,7 +353,7 @@ class Driver:
 
 
 def device_id(device: torch.device) -> str:
-    """Return what names a CUDA device of this host in all of its processes."""
+    """Return the identity of a CUDA device of this host, the same in all of its processes."""
     return str(torch.cuda.get_device_properties(device).uuid)
 
 

@@ -3,14 +3,14 @@
 Every message has an *envelope*: a record, then the format's text and the tensors if they are few bytes. If not, those
 are a *payload*, under tags of its channel. gloo moves no data before a receive is posted, and a receive
 names a size. So receives are posted ahead: of envelopes, and of each channel's payloads, as large as the largest of
-the last ones. Both ends find the same sizes. A payload that outgrows its receive goes by another tag:
+the recent ones. Both ends compute the same sizes. A payload larger than its receive is sent with another tag:
 
     steady     sender  payload, envelope ────────────>  receiver  has posted for both
     outgrown   sender  envelope, 1 byte, payload ────>  receiver  the byte ends the receive that is too small; then it
                                                                   posts one that fits
 
-gloo reports completion only to who waits for it: one thread for each peer waits for what arrives, and one for what was
-sent.
+gloo reports completion only to a thread that waits for it: one thread for each peer waits for receives, and
+one for sends.
 """
 
 from __future__ import annotations
@@ -42,42 +42,43 @@ from avgpipe.ranks.met import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
 _MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted
-_RECENT = 8  # payloads of a channel by which the next receive is measured
-_ON_THE_LINE = 2  # payloads given to gloo: while one is written, the next one waits in line
-_UNREAPED = 16  # envelopes that the scheduler's thread has sent, until the other one sees to their completion
+_RECENT = 8  # payloads of a channel that determine the size of the next receive
+_ON_THE_LINE = 2  # payloads given to gloo: while one is written, the next one is queued
+_UNREAPED = 16  # envelopes that the scheduler's thread has sent before the sending thread completes them
 # Time limits are the scheduler's; a receive may be posted long before it is needed.
 _FOREVER = timedelta(days=10_000)
-_PATIENCE_S = 10.0  # how long closing waits at most for what was sent last, and for the other end to leave
-_CLOSE_S = 2.0  # and how long for the threads afterwards
+_PATIENCE_S = 10.0  # timeout of closing for the last messages to be sent, and for the other end to leave
+_CLOSE_S = 2.0  # and then for the threads to end
 _ENVELOPE_TAG, _FIRST_TAG, _UNUSED_TAG = 0, 1, 2**31 - 1
-# The channel's number, batch, micro-batch, the format's number, bytes of its text, all bytes behind the record, and the
-# time of sending.
+# The channel's number, batch, micro-batch, the format's number, bytes of its text, all bytes after the
+# record, and the time of sending.
 _RECORD = struct.Struct("<qqqqqqd")
 _SUMS = struct.Struct(
     "<II"
-)  # at its end, where messages are verified: checksums of what is behind it, and of itself
+)  # at its end, if messages are verified: checksums of the bytes after it, and of itself
 _RECORD_BYTES = _RECORD.size + _SUMS.size
 _ENVELOPE_BYTES = _RECORD_BYTES + (64 << 10)
-_FAREWELL = -1  # in place of a channel's number: nothing more comes
-_FIRST, _IDLE, _LAST = -1.0, 2.0**62, float("inf")  # places in the line
+_FAREWELL = -1  # in place of a channel's number: the last message
+_FIRST, _IDLE, _LAST = -1.0, 2.0**62, float("inf")  # priorities in the queue
 
 
 class Room:
-    """Sizes of the receives that are posted for a channel's next payloads. Both ends see the same payloads."""
+    """Sizes of the receives posted for a channel's next payloads; both ends compute the same ones."""
 
     def __init__(self) -> None:
         self._recent: deque[int] = deque(maxlen=_RECENT)
         self._posted: deque[int] = deque()
 
     def next(self, payload_bytes: int) -> tuple[int, list[int]]:
-        """Return the size of the receive for the next payload, which has ``payload_bytes``, 0 if none is posted.
+        """Return the size of the receive for the next payload, of ``payload_bytes``; 0 if none is posted.
 
-        And the sizes of those to post when it has come.
+        And the sizes of the receives to post when it has arrived.
         """
         room = self._posted.popleft() if self._posted else 0
         self._recent.append(payload_bytes)
         size = max(self._recent)
-        # While one payload arrives, the next one may begin; large ones wait little for their receive, and it is large.
+        # While one payload arrives, the next one may begin; of large ones, one receive is enough, and it is
+        # large.
         ahead = 2 if size <= _MEDIUM_BYTES else 1
         more = [size] * (ahead - len(self._posted))
         self._posted += more
@@ -90,7 +91,7 @@ class GroupLink(Link):
     Args:
         group: The pipeline's own group.
         rank: The other end.
-        lost: Makes the error for a broken connection; it is told what was being done.
+        lost: Makes the error for a broken connection from a description of the operation.
         end: This one.
     """
 
@@ -108,9 +109,9 @@ class GroupLink(Link):
         self._count = itertools.count()  # keeps the order of a channel, whose batches rise
         # Messages: counted by the scheduler's thread, by the sending one, and again by the scheduler's.
         self._queued = self._sent = self._released = 0
-        # By number, messages that gloo has, each with its works. Only the scheduler's thread lets go of them: a lazy
-        # copy must not end in one thread while the tensor that it is of ends, or is written to, in another. torch
-        # counts down first and locks then, when the other thread may have freed the lock.
+        # By number, messages that gloo has, each with its works. Only the scheduler's thread frees them: a
+        # lazy copy must not end in one thread while the tensor that it copies ends, or is written to, in
+        # another. torch counts down first and locks then, when the other thread may have freed the lock.
         self._line: dict[int, tuple[_Packed, list[Any]]] = {}
         self._unreaped: list[Any] = []  # works of envelopes that the scheduler's thread has sent
         self._incoming = [_Incoming(n, channel, end) for n, channel in enumerate(end.incoming)]
@@ -124,7 +125,7 @@ class GroupLink(Link):
             thread.start()
 
     def close(self, patience_s: float) -> None:
-        # A thread that is inside gloo when the interpreter ends would abort the process.
+        # If a thread is inside gloo when the interpreter ends, it aborts the process.
         self.leave()
         deadline = time.monotonic() + min(patience_s, _PATIENCE_S)
         for thread in self._threads:
@@ -132,21 +133,21 @@ class GroupLink(Link):
         self._is_closing = True
         if not any(thread.is_alive() for thread in self._threads):
             return
-        # Some wait for what will not come soon. gloo cannot cancel a receive, but one that runs into its time limit
-        # ends all others of the group, which is this pipeline's own.
+        # Some wait for messages that will not arrive soon. gloo cannot cancel a receive, but one that reaches
+        # its timeout ends all others of the group, which is this pipeline's own.
         with suppress(RuntimeError):
             self.post_receive(torch.empty(1), _UNUSED_TAG).wait(timedelta(milliseconds=1))
         deadline = time.monotonic() + _CLOSE_S
-        # One may stay for ever: gloo tells nobody of a send that it was at when the line broke.
+        # One may never end: gloo does not report a send that was in progress when the connection broke.
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def post_send(self, buffer: torch.Tensor, tag: int) -> Any:
-        """Begin to send; what gloo can write at once it writes in the thread that asks."""
+        """Begin to send; gloo writes in the calling thread what it can write at once."""
         return self._group.send([buffer], self._rank, tag)
 
     def post_receive(self, buffer: torch.Tensor, tag: int) -> Any:
-        """Begin to receive. A receive of more than comes is right."""
+        """Begin to receive. The receive may be larger than the message."""
         return self._group.recv([buffer], self._rank, tag)
 
     def _broken(self, doing: str, error: Exception) -> None:
@@ -160,9 +161,9 @@ class GroupLink(Link):
     def send(self, key: Key, value: Any) -> None:
         """Send an envelope at once if the line is idle; else, and with a payload, leave it to the sending thread.
 
-        Of what waits for the line, the oldest batch goes first. So pipelines that share a line which is too slow for
-        all fall into step: while one waits for its last gradients, the other fills the line. First come, first served
-        makes all of them late at the same time.
+        Of the queued messages, the oldest batch goes first. So pipelines that share a line too slow for
+        all alternate: while one waits for its last gradients, the other uses the line. With first come, first
+        served, all of them would be late at the same time.
         """
         self._release()
         message = self._outgoing[key[:4]].packed(key, value)  # a Channel is such a tuple
@@ -180,7 +181,7 @@ class GroupLink(Link):
             self._unreaped = []
 
     def send_flipped(self, key: Key, value: Any, bit: int) -> None:
-        if any(map(on_accelerator, tensors_of(value))):  # which writes to the message later
+        if any(map(on_accelerator, tensors_of(value))):  # the device writes to the message later
             super().send_flipped(key, value, bit)
             return
         channel = self._outgoing[key[:4]]
@@ -193,7 +194,7 @@ class GroupLink(Link):
             if message.payload is None:
                 flip_bit([message.envelope[_RECORD_BYTES:]], bit)
                 return message
-            payload = message.payload.clone()  # which may be the memory of the tensor itself
+            payload = message.payload.clone()  # it may be the memory of the tensor itself
             flip_bit([payload], bit)
             return message._replace(payload=payload)
 
@@ -208,7 +209,7 @@ class GroupLink(Link):
 
     def leave(self) -> None:
         self._release()
-        # The other end's threads end by themselves when they hear of it, as ours do when it says so.
+        # The other end's threads end when they receive the farewell, as ours do when the other end sends one.
         if self._outgoing and not self._has_left:
             self._has_left = True
             self._enqueue(_LAST, self._unreaped)
@@ -236,7 +237,7 @@ class GroupLink(Link):
                 is_last = item.place == _LAST
                 self._post(posted, item)
                 posted += 1
-                del item  # before it is waited for: then its last holder is the line
+                del item  # before waiting: then the line is its last holder
                 if is_last:
                     break
             while self._sent < posted:
@@ -253,7 +254,7 @@ class GroupLink(Link):
 
     def _wait_for_oldest(self) -> None:
         _wait(self._line[self._sent][1])
-        self._sent += 1  # from here on it may be let go of
+        self._sent += 1  # from here on it may be freed
 
     def _post(self, number: int, message: _Packed) -> None:
         """Give gloo a message."""
@@ -264,7 +265,7 @@ class GroupLink(Link):
             works.append(self.post_send(message.envelope, _ENVELOPE_TAG))
             return
         room, _ = channel.room.next(payload.numel())
-        if payload.numel() <= room:  # the payload first: when the envelope has come, all is there
+        if payload.numel() <= room:  # the payload first: when the envelope has arrived, all has
             works.append(self.post_send(payload, channel.tag))
             works.append(self.post_send(message.envelope, _ENVELOPE_TAG))
             return
@@ -282,7 +283,8 @@ class GroupLink(Link):
             select(self._end.device)
             while True:
                 if len(free) >= _ENVELOPES_AHEAD // 2:
-                    # Several at once: gloo tells the other end of each, which costs least while it is awake.
+                    # Several at once: gloo notifies the other end of each, which costs least while it is
+                    # awake.
                     posted += [(envelope, self.post_receive(envelope, _ENVELOPE_TAG)) for envelope in free]
                     free.clear()
                 envelope, work = posted.popleft()
@@ -294,7 +296,7 @@ class GroupLink(Link):
             self._broken("receiving", error)
 
     def _take(self, envelope: torch.Tensor) -> bool:
-        """Deliver a message; False if it is the other end's last."""
+        """Deliver a message; return False if it is the other end's last."""
         record = ctypes.string_at(envelope.data_ptr(), _RECORD_BYTES)
         number, batch, micro_batch, format, text_bytes, total, sent_s = _RECORD.unpack_from(record)
         body_sum, record_sum = _SUMS.unpack_from(record, _RECORD.size)
@@ -328,7 +330,7 @@ class GroupLink(Link):
         if buffer is None or size > room:
             buffer = torch.empty(size, dtype=torch.uint8)
             self.post_receive(buffer, channel.tag + 1).wait(_FOREVER)
-        # Not before: while it writes a payload, gloo keeps a processor busy with what the other end sends.
+        # Not earlier: while it writes a payload, gloo keeps a processor busy with what the other end sends.
         for bytes in more:
             following = torch.empty(bytes, dtype=torch.uint8)
             channel.posted.append((following, self.post_receive(following, channel.tag)))
@@ -347,10 +349,10 @@ class _Packed(NamedTuple):
     """A message as it is sent.
 
     Attributes:
-        place: In the line.
-        words: What it is, for people.
+        place: Its priority in the queue.
+        words: Its name in messages.
         made: The event at which an accelerator has copied it to the host; None if it is there.
-        is_sealed: It has its checksums already.
+        is_sealed: Whether it has its checksums already.
     """
 
     place: float
@@ -376,15 +378,15 @@ class _Outgoing:
         number, format, text, tensors = self._encoder.encode(value)
         total = padded(len(text)) + format.bytes
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
-        # On the lane's stream, whose next step may write to them; the host goes on.
+        # On the lane's stream, whose next step may write to them; the host continues.
         devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
         comes = bool(devices)
-        # Not what is read again for its checksum, by another thread.
+        # Not if another thread reads it again for its checksum.
         lazily = (
             not (fits or text or comes or self._is_verified) and self._trains and format.is_memory_of(tensors)
         )
         if lazily:
-            total = format.end  # without padding: both ends must find the same size of what travels
+            total = format.end  # without padding: both ends must compute the same size of the transfer
         record = self._number, key.batch, key.micro_batch, number, len(text), total
         memory = pinned_bytes if comes else _bytes
         envelope = _envelope(memory(_RECORD_BYTES + (total if fits else 0)), *record)
@@ -423,13 +425,13 @@ def _envelope(envelope: torch.Tensor, *record: float) -> torch.Tensor:
 def _copied_lazily(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of an activation or gradient as they are now.
 
-    torch copies them when somebody writes to the tensor before they are sent, which is seldom. Not for what is reached
-    by its address, as flat buffers are, and so not for a part of larger memory.
+    torch copies them if something writes to the tensor before they are sent, which is rare. Not for tensors
+    that are accessed by address, like flat buffers, and so not for a part of larger memory.
     """
     flat = tensor.reshape(-1).view(torch.uint8)
     if flat.untyped_storage().nbytes() == flat.numel():
-        with suppress(AttributeError, RuntimeError):  # memory that is not torch's own
-            return flat._lazy_clone()  # private: torch has it for this
+        with suppress(AttributeError, RuntimeError):  # memory that torch did not allocate
+            return flat._lazy_clone()  # private; torch provides it for this purpose
     return flat.clone()
 
 

@@ -1,8 +1,8 @@
-"""What every link promises, how it is offered, the mailbox that it fills, and the link within a process.
+"""The interface of links and transports, the mailbox that links fill, and the link within a process.
 
-In the mailbox arrived messages wait for the lane that needs them; the scheduler sleeps on it until one does. The
-scheduler's thread alone reads and takes. It looks into the links that have no thread of their own (``sources``)
-whenever the bell has rung; threads, and other processes, ring it.
+Arrived messages wait in the mailbox for the lane that needs them; the scheduler sleeps on it until one does.
+The scheduler's thread alone reads and takes. It polls the links that have no thread of their own
+(``sources``) when the bell has rung; threads, and other processes, ring it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Link(ABC):
     """This worker's connection to another one.
 
     Attributes:
-        name: What it is, for people.
-        latency_s: The shortest time that a message took, by its kind, where that is measured.
+        name: Its name in messages.
+        latency_s: The shortest time that a message took, by its kind, if that is measured.
     """
 
     name: str
@@ -44,21 +44,21 @@ class Link(ABC):
 
     @abstractmethod
     def send(self, key: Key, value: Any) -> None:
-        """Send a message, and never wait for the other end.
+        """Send a message, without ever waiting for the other end.
 
-        The caller may change ``value`` afterwards, but for what a micro-batch's steps make (``OF_MICRO_BATCHES``): it
-        may be read later where it lies.
+        The caller may change ``value`` afterwards, except results of a micro-batch's steps
+        (``OF_MICRO_BATCHES``): these may be read later in place.
         """
 
     def send_flipped(self, key: Key, value: Any, bit: int) -> None:
-        """Send a message with tensors of which a bit flips on its way, as a test may ask for."""
+        """Send a message in which one bit is flipped in transit, for a test."""
         self.send(key, with_flipped_bit(value, bit))
 
     def leave(self) -> None:
-        """Tell the other end that nothing more comes, and nothing more is taken; does not wait."""
+        """Announce to the other end that no more is sent or taken; do not wait."""
 
     def close(self, patience_s: float) -> None:
-        """Leave, and wait at most ``patience_s`` seconds until the other end has received what was sent last."""
+        """Leave, and wait at most ``patience_s`` seconds until the other end has the last messages."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class Endpoint:
     """This worker's end of a link.
 
     Attributes:
-        mailbox: Where what arrives goes.
-        device: Where it is needed.
-        incoming: The channels from the other end. Both ends name them in the same order.
+        mailbox: Receives what arrives.
+        device: The device that needs it.
+        incoming: The channels from the other end. Both ends list them in the same order.
         outgoing: The channels to the other end, likewise.
-        wire_dtype: The dtype in which activations and gradients travel (``on_wire``); None keeps theirs. Both ends have
-            the same.
-        verifier: Messages carry checksums, and this one tells whose are damaged; None: they carry none. Both ends have
-            one, or none has.
+        wire_dtype: The dtype in which activations and gradients are sent (``on_wire``); None keeps theirs.
+            The same at both ends.
+        verifier: If given, messages carry checksums, and it makes the error for damaged ones; None: they
+            carry none. Both ends have one, or none has.
     """
 
     mailbox: Mailbox
@@ -85,28 +85,28 @@ class Endpoint:
 
     @cached_property
     def stream(self) -> Any:
-        """The stream on which what arrives is brought to the device; None on the CPU."""
+        """The stream on which arrived messages are copied to the device; None on the CPU."""
         return own_stream(self.device) if has_streams(self.device) else None
 
     def receiving(self) -> AbstractContextManager[Any]:
-        """Run here what brings messages to the device."""
+        """Return the context in which messages are copied to the device."""
         return nullcontext() if self.stream is None else self.stream
 
     def encoder(self, channel: Channel) -> Encoder:
-        """Return the sending end's memory of a channel."""
+        """Return the sending end of a channel."""
         from avgpipe.links.codec import Encoder
 
         return Encoder(on_wire(channel.kind, self.wire_dtype))
 
     def decoder(self, channel: Channel) -> Decoder:
-        """Return the receiving end's memory of a channel."""
+        """Return the receiving end of a channel."""
         from avgpipe.links.codec import Decoder
 
         return Decoder(on_wire(channel.kind, self.wire_dtype), self.device, self.stream)
 
 
 class Transport(ABC):
-    """A kind of link as this worker can offer it. Every worker makes the same ones.
+    """A kind of link as this worker can offer it. Every worker makes the same transports.
 
     Args:
         world: The ranks of the pipeline.
@@ -115,9 +115,9 @@ class Transport(ABC):
         below: The transports that this one is built on, by name.
 
     Attributes:
-        remedy: What to do where a pair of workers cannot have this link.
-        bell: What peers ring when a message has come, if they do.
-        processes: The processes of peers on this host, by rank, where this transport has found them.
+        remedy: What to do if a pair of workers cannot have this link.
+        bell: The bell that peers ring when a message has arrived, if they do.
+        processes: The processes of peers on this host, by rank, if this transport has found them.
     """
 
     remedy = "use 'auto'"
@@ -134,19 +134,19 @@ class Transport(ABC):
         self.processes: dict[int, int] = {}
 
     def offer(self) -> Any:
-        """Return what other workers need to link with this one, as JSON has it.
+        """Return what other workers need to link with this one, for JSON.
 
-        OSError, MemoryError or RuntimeError where it cannot be had here.
+        OSError, MemoryError or RuntimeError if it is impossible here.
         """
 
     def open(self, rank: int, offers: Sequence[Any]) -> None:
-        """Try what ``rank`` offers; ``offers`` are those of all ranks.
+        """Try the offer of ``rank``; ``offers`` are those of all ranks.
 
-        OSError, ValueError or RuntimeError says why the link cannot be.
+        OSError, ValueError or RuntimeError gives the reason why the link is impossible.
         """
 
     def bell_place(self) -> list[Any]:
-        """Return where the bell is: the path and bytes of its memory, and an offset; empty where there is none."""
+        """Return the place of the bell: path and bytes of its memory, and an offset; empty without one."""
         return []
 
     def connect(self, ranks: Sequence[int]) -> None:
@@ -154,16 +154,16 @@ class Transport(ABC):
 
     @abstractmethod
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> Link:
-        """Return the link with ``rank``; ``others``: what both could open beside it, the best first."""
+        """Return the link with ``rank``; ``others``: other transports that both could open, best first."""
 
 
 class Mailbox:
-    """Messages that have arrived, and the failures of those that never will.
+    """Messages that have arrived, and the failures of those that will not arrive.
 
     Args:
-        bell: The one that this worker's peers ring; by default one of this process.
-        neighbours: Workers that compute on this host at the same time, this one included. A wait spins at first where
-            there is a processor for each.
+        bell: The bell that this worker's peers ring; by default one of this process.
+        neighbours: Workers that compute on this host at the same time, including this one. A wait spins at
+            first if there is a processor for each.
         ranks: The rank that holds each stage replica; by default replica k is at rank k.
     """
 
@@ -189,7 +189,7 @@ class Mailbox:
         self.bell.ring()
 
     def fail(self, failure: BaseException, source: int | None = None) -> None:
-        """Make every later wait for what has not arrived raise ``failure`` (the first one stays).
+        """Make every later wait for missing messages raise ``failure`` (the first one stays).
 
         With ``source``, only waits for messages of that rank: it may have left because it was done.
         """
@@ -203,7 +203,7 @@ class Mailbox:
         return key in self.messages
 
     def receive(self, keys: Iterable[Key]) -> None:
-        """Have the current stream wait for messages that are there, so that whoever takes them waits no more."""
+        """Make the current stream wait for messages that have arrived, so that their takers need not wait."""
         for key in keys:
             message = self.messages[key]
             if isinstance(message, ReadyOnEvent):
@@ -214,10 +214,10 @@ class Mailbox:
         return message.received() if isinstance(message, ReadyOnEvent) else message
 
     def collect(self) -> None:
-        """Look into the sources if the bell has rung since the last time."""
+        """Poll the sources if the bell has rung since the last time."""
         count = self.bell.count()
         if count != self._seen:
-            self._seen = count  # before looking: what arrives meanwhile rings once more
+            self._seen = count  # before polling: what arrives meanwhile rings once more
             for source in self.sources:
                 source()
 
@@ -240,9 +240,9 @@ class Mailbox:
         timeout_s: float,
         awaited: Callable[[], Iterable[Key]] = tuple,
     ) -> bool:
-        """Wait for ``arrived()`` to come true, asked whenever the bell rings; False after ``timeout_s``.
+        """Wait until ``arrived()``, checked whenever the bell rings; return False after ``timeout_s``.
 
-        ``awaited()``: messages without which it never will.
+        ``awaited()``: messages without which it never is.
         """
         deadline = time.monotonic() + timeout_s
         spin_s = self._spin_s
@@ -250,7 +250,7 @@ class Mailbox:
             self.collect()
             if arrived():
                 return True
-            self.raise_failure(awaited)  # after the look: a peer that has sent everything may end
+            self.raise_failure(awaited)  # after the check: a peer that has sent everything may end
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
@@ -260,7 +260,7 @@ class Mailbox:
 class LocalLink(Link):
     """Both ends in this process: tensors are detached and shared, not copied.
 
-    On an accelerator they come with the event at which they are ready.
+    On an accelerator they have the event at which they are ready.
     """
 
     name = "local"

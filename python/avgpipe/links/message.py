@@ -1,4 +1,4 @@
-"""What travels between stages: pytrees of tensors and plain values, and their names."""
+"""Messages between stages: pytrees of tensors and plain values, and their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Message(str, Enum):
     EVALUATION = "E", "the activation (of an evaluation)"
     RESULT = "R", "the result (of an evaluation)"
     REPLICA_PART = "A", "what another replica found"
-    SUMS_READY = "Z", "the sum of the gradients"  # within a process: the sums come through no link
+    SUMS_READY = "Z", "the sum of the gradients"  # within a process: the sums use no link
     LOSS = "L", "the loss"
     REFERENCE_UPDATE = "V", "the update"
     COPY = "K", "a copy of the neighbour's state"
@@ -40,21 +40,21 @@ class Message(str, Enum):
 OF_MICRO_BATCHES = frozenset(
     (Message.ACTIVATION, Message.GRADIENT, Message.SKIP_ACTIVATION, Message.SKIP_GRADIENT)
 )
-# Small, mostly on the CPU, and for the caller to keep: through the host's memory, whatever the link.
+# Small, mostly on the CPU, and kept by the caller: through the host's memory, with any link.
 BY_HOST = Message.RESULT
 
 
 def on_wire(kind: Message, wire_dtype: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype in which a kind of message travels; None: its own.
+    """Return the dtype in which a kind of message is sent; None: its own.
 
-    Gradients of tied weights, which no loss scale protects any more, would be lost in float16.
+    Gradients of tied weights, to which no loss scale applies any more, would underflow in float16.
     """
     narrow = kind in OF_MICRO_BATCHES or (kind is Message.TIED_GRADIENTS and wire_dtype is torch.bfloat16)
     return wire_dtype if narrow else None
 
 
 class Key(NamedTuple):
-    """Names a message: its kind, whose it is, and the stage replicas that it goes between."""
+    """Names a message: its kind, its pipeline, and the stage replicas that it goes between."""
 
     kind: Message
     pipeline: int
@@ -93,12 +93,12 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def wanting_gradients(value: Any) -> list[torch.Tensor]:
-    """Return the tensors whose gradients go back to where ``value`` came from."""
+    """Return the tensors whose gradients go back to the source of ``value``."""
     return [t for t in tensors_of(value) if t.requires_grad]
 
 
 def detached(value: Any) -> Any:
-    """Return the value with tensors that share memory but are leaves; TypeError for what cannot be a message."""
+    """Return the value with tensors that share memory but are leaves; TypeError if it cannot be a message."""
 
     def leaf(x: Any) -> Any:
         return x.detach().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else described(x)
@@ -107,7 +107,7 @@ def detached(value: Any) -> Any:
 
 
 def flip_bit(tensors: Sequence[torch.Tensor], bit: int) -> None:
-    """Flip a bit of tensors in memory, whose bits are counted through all of them, and then from the first again."""
+    """Flip a bit of tensors in memory; ``bit`` counts through all of them, and then from the first again."""
     place, bit = divmod(bit % (8 * sum(t.nbytes for t in tensors)), 8)
     for tensor in tensors:
         if place < tensor.nbytes:
@@ -117,7 +117,7 @@ def flip_bit(tensors: Sequence[torch.Tensor], bit: int) -> None:
 
 
 def with_flipped_bit(value: Any, bit: int) -> Any:
-    """Return the value with a copy of its first tensor that has something in it, of which a bit has flipped."""
+    """Return the value with a copy of its first nonempty tensor, with one bit flipped."""
     first = next(t for t in tensors_of(value) if t.nbytes)
     copy = first.detach().clone(memory_format=torch.contiguous_format)
     flip_bit([copy], bit)
@@ -126,7 +126,7 @@ def with_flipped_bit(value: Any, bit: int) -> Any:
 
 
 class TensorInfo(NamedTuple):
-    """What a format says of a tensor."""
+    """The description of a tensor in a format."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -134,12 +134,12 @@ class TensorInfo(NamedTuple):
 
 
 def described(leaf: Any) -> Any:
-    """What a format says of a leaf."""
+    """Return the description of a leaf in a format."""
     if isinstance(leaf, torch.Tensor):
         return TensorInfo(tuple(leaf.shape), str(leaf.dtype)[6:], leaf.requires_grad)
     if leaf is None or isinstance(leaf, bool | int | float | str | torch.Size):
         return leaf
     raise TypeError(
         f"a stage returned a {type(leaf).__name__}; between stages only tensors, None, bool, int, float, str and "
-        "containers of them can travel (register other containers with torch.utils._pytree)"
+        "containers of them can be sent (register other containers with torch.utils._pytree)"
     )

@@ -1,12 +1,14 @@
-"""The link between processes that have a GPU each: tensors travel by NCCL, what they are by another link.
+"""The link between processes with a GPU each: tensors are sent by NCCL, their formats by another link.
 
-A communicator joins two workers in one direction, so that neither direction waits for the other; there is one where
-something large goes that way. What else goes there goes with it, and the rest through the host's memory. Receives must
-be posted in the order of the sends: messages are numbered per direction, and the scheduler's thread, which issues all
-NCCL calls, posts the receive for each as soon as its number and format arrive. Not earlier: the next one may be of any
-channel and size, and one that nobody meets would keep its communicator for ever. NCCL works on streams of its own:
-neither lane nor host waits, and the receiver's lane waits on the device when it takes the message. Not run on several
-GPUs yet.
+A communicator joins two workers in one direction, so that neither direction waits for the other; there is one
+if large messages go that way. All other messages of that direction use it too, and the rest goes through host
+memory. Receives must be posted in the order of the sends: messages are numbered per direction, and the
+scheduler's thread, which issues all NCCL calls, posts the receive for each as soon as its number and format
+arrive. Not
+earlier: the next one may be of any channel and size, and a receive without a matching send would keep its
+    communicator
+busy for ever. NCCL works on its own streams: neither lane nor host waits, and the receiver's lane waits on
+the device when it takes the message. Not run on several GPUs yet.
 """
 
 from __future__ import annotations
@@ -32,16 +34,17 @@ from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Key, Messa
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}
-_END_S = 5.0  # how long ending a communicator may take
+_END_S = 5.0  # timeout for ending a communicator
 _POLL_S = 1e-3
 
 Edge = tuple[int, int]  # ranks: from, to
 
 
 def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
-    """Return where communicators are needed, in an order in which all ranks can connect: each its own, one by one.
+    """Return the edges that need communicators, in an order in which every rank can connect its own in turn.
 
-    Both ends of one wait for each other, so the order must be one for all. It is in turns, in which no rank has two, or
+    Both ends of one wait for each other, so the order must be global. It is in rounds with at most one per
+    rank; otherwise the last of a long chain would wait for all before it.
     the last of a long chain would wait for all before it.
 
     Args:
@@ -53,7 +56,7 @@ def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
         for channel, source in channels.items()
         if channel.kind in _LARGE
     }
-    turns: list[set[int]] = []  # who is busy
+    turns: list[set[int]] = []  # the ranks that are busy
     placed = []
     for edge in sorted(edges):
         turn = next((n for n, busy in enumerate(turns) if busy.isdisjoint(edge)), len(turns))
@@ -67,9 +70,9 @@ def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
 def communicator(store: Any, rank: int, timeout_s: float) -> Any:
     """Return rank 0's or 1's end of a communicator of two.
 
-    Not by ``new_group``, in which all ranks have to take part, in one order, even those that have no such device. With
-    its local synchronization it names a group by how many its caller has made before, which the two ends need not have
-    in common.
+    Not by ``new_group``, in which all ranks must take part, in one order, even those without such a device.
+    With its local synchronization it names a group by the number of earlier ones of its caller, which may
+    differ at the two ends.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
@@ -79,13 +82,13 @@ def communicator(store: Any, rank: int, timeout_s: float) -> Any:
 def connect(
     edges: Iterable[Edge], me: int, make: Callable[[Edge, int], Any], device: torch.device
 ) -> dict[Edge, Any]:
-    """Make this rank's communicators, and try them now: the first message in mid-run would keep the host.
+    """Make this rank's communicators, and try them now: the first message in mid-run would block the host.
 
     Args:
-        edges: All in which ``me`` may have a part, in the order of all ranks.
+        edges: All in which ``me`` may have a part, in the global order.
         make: Makes an end of one: 0 where it begins, 1 where it ends.
     """
-    select(device)  # for whichever thread connects
+    select(device)  # for the thread that connects, whichever it is
     groups = {}
     for edge in edges:
         end = edge.index(me)
@@ -101,8 +104,9 @@ def end_communicators(
     """End communicators, all at once, as the other side may end them in another order.
 
     Args:
-        ends: Of each the group, what ends it in peace, and its works. Where one of these is not done, nobody will meet
-            it any more, and the group ends by force; the peaceful way would wait for it.
+        ends: For each the group, the function that ends it in peace, and its works. If one of these is not
+            done, no peer will match it any more, and the group is aborted; the peaceful way would wait for
+            it.
         patience_s: For the works.
     """
     deadline = time.monotonic() + patience_s
@@ -113,7 +117,7 @@ def end_communicators(
         ending.append(in_thread(end if done else group.abort))
     deadline = time.monotonic() + _END_S
     for future in ending:
-        with suppress(Unanswered, RuntimeError):  # whoever has failed has said so before
+        with suppress(Unanswered, RuntimeError):  # a failure has been reported before
             future.result(max(0.0, deadline - time.monotonic()))
 
 
@@ -122,8 +126,8 @@ class NcclLink(Link):
 
     Args:
         control: Makes the link that carries formats, given its end.
-        out: The communicator to the peer; None: all goes by the control link.
-        into: The one from there, likewise.
+        out: The communicator to the peer; None: the control link sends everything.
+        into: The communicator from the peer, likewise.
     """
 
     name = "nccl"
@@ -154,10 +158,10 @@ class NcclLink(Link):
             self._sending.popleft()
 
     def _buffer(self, key: Key, format: Format, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Return a message's bytes, of which NCCL's stream waits for the lane's; kept until it has read them."""
+        """Return a message's bytes, kept until NCCL's stream, which waits for the lane's, has read them."""
         if key.kind in OF_MICRO_BATCHES and format.is_memory_of(tensors):
-            return tensors[0].view(-1).view(torch.uint8)  # nobody writes to activations and gradients
-        # Others may be written again at once: on the lane's stream, so after this copy.
+            return tensors[0].view(-1).view(torch.uint8)  # activations and gradients are not written to
+        # Others may be overwritten at once: on the lane's stream, so after this copy.
         buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
         format.write(tensors, buffer)
         return buffer[: format.end]
@@ -178,7 +182,7 @@ class NcclLink(Link):
             self._end.mailbox.put(key, self._post(format))
 
     def _post(self, format: Format) -> _Posted:
-        # NCCL waits for what the current stream holds: on one of its own, for no lane and no caller.
+        # NCCL waits for the current stream's work: a stream of its own has no work of lanes or the caller.
         with self._end.receiving():
             buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
             work = self._in.recv([buffer[: format.end]], 0, 0) if format.end else None
@@ -231,7 +235,7 @@ class _FromHost(ReadyOnEvent):
 
 
 class _Intake(Mailbox):
-    """The mailbox of the control link: what arrives waits for the scheduler's thread."""
+    """The mailbox of the control link: it keeps what arrives for the scheduler's thread."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self.bell, self.sources, self.fail = mailbox.bell, mailbox.sources, mailbox.fail  # type: ignore[method-assign]
@@ -246,7 +250,7 @@ class _Intake(Mailbox):
 
 
 def nccl_device(device: torch.device) -> str | None:
-    """Return which device a worker would use NCCL with; None without either."""
+    """Return the device that a worker would use NCCL with; None without CUDA or NCCL."""
     return device_id(device) if device.type == "cuda" and dist.is_nccl_available() else None
 
 
@@ -256,7 +260,7 @@ def nccl_joins(devices: Sequence[str | None]) -> bool:
 
 
 class NcclTransport(Transport):
-    """Communicators between any two workers that have a GPU of their own."""
+    """Communicators between any two workers with their own GPUs."""
 
     def offer(self) -> Any:
         return nccl_device(self.device)

@@ -2,7 +2,7 @@
 
 Each worker has an *inbox*, memory that its peers map: a bell that they ring and a ring of records for each
 channel that ends here. Tensors lie in slots, which the sender makes and the receiver maps. A slot is free again
-when the last tensor that reads it is gone.
+when the last tensor that reads it is freed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from avgpipe.links.message import Channel, Key, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3
-_TOKEN_BYTES = 64  # at the beginning of an inbox: shows whoever opens it that it is the right memory
-# Behind it, a byte that is not zero once nothing is taken any more, on a cache line of its own.
+_TOKEN_BYTES = 64  # at the beginning of an inbox: proves to its opener that it is the right memory
+# After it, on its own cache line, a byte that is not zero once nothing is taken any more.
 _LEFT_BYTES = 64
 _HEAD_BYTES = _TOKEN_BYTES + _LEFT_BYTES
 _CHECKSUM_BITS = 32
@@ -37,7 +37,7 @@ _Words = tuple[int, int, int, int]  # batch, micro-batch, the format's number, b
 
 
 class Inbox:
-    """This worker's, for ``channels``, or the one of another worker that ``offer`` describes."""
+    """The inbox of this worker, for ``channels``, or of another worker, opened from its ``offer``."""
 
     def __init__(self, memory: Memory, channels: Iterable[Channel]) -> None:
         self.memory, self.bell, self._bytes = memory, Bell(memory, _HEAD_BYTES), memoryview(memory)
@@ -48,21 +48,21 @@ class Inbox:
         return cls(Memory.create(_ring(len(channels))), channels)
 
     def offer(self) -> dict[str, Any]:
-        """What another process of this host needs to open it."""
+        """Return what another process of this host needs to open it."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         self._bytes[:_TOKEN_BYTES] = token
         return {"host": host(), "pid": os.getpid(), "path": self.memory.path, "token": token.hex()}
 
     @classmethod
     def open(cls, offer: dict[str, Any], channels: Collection[Channel]) -> Inbox:
-        """OSError, or ValueError, if that memory is not within reach."""
+        """Open another worker's inbox; OSError, or ValueError, if that memory is not within reach."""
         found = cls(Memory.open(offer["path"], _ring(len(channels))), channels)
         if found._bytes[:_TOKEN_BYTES].hex() != offer["token"]:
             raise ValueError(f"{offer['path']} is not the memory that was offered")
         return found
 
     def leave(self) -> None:
-        """Note that this worker takes nothing more from it: nobody need wait for that."""
+        """Mark that this worker takes nothing more from it, so that senders need not wait for that."""
         self._bytes[_TOKEN_BYTES] = 1
 
     @property
@@ -70,21 +70,21 @@ class Inbox:
         return bool(self._bytes[_TOKEN_BYTES])
 
     def sender(self, channel: Channel) -> Sender:
-        """The writing end of a channel."""
+        """Return the writing end of a channel."""
         return Sender(self.memory, self._rings[channel], self.bell)
 
     def receiver(self, channel: Channel, sender_pid: int) -> Receiver:
-        """The reading end of a channel."""
+        """Return the reading end of a channel."""
         return Receiver(self.memory, self._rings[channel], sender_pid)
 
 
 def _ring(number: int) -> int:
-    """Where a ring begins: behind token, mark and bell."""
+    """Return the offset of a ring: after token, mark and bell."""
     return _HEAD_BYTES + padded(Bell.BYTES) + number * Sender.RING_BYTES
 
 
 def host() -> str:
-    """Equal in processes that can open each other's memory: one kernel and one space of process numbers."""
+    """Return text that is equal in processes that can share memory: one kernel and one PID namespace."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino} {os.getuid()}"
 
@@ -108,10 +108,10 @@ class SharedLink(Link):
         }
         self._incoming = [(c, inbox.receiver(c, peer), end.decoder(c)) for c in end.incoming]
         self._on_host = not has_streams(end.device)
-        # What an accelerator still copies to the host: a thread waits for that, and then sends.
+        # Messages that an accelerator still copies to the host: a thread waits for that, and then sends them.
         self._later: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
-        self._late = 0  # messages there
-        self._lock = threading.Lock()  # of senders, and of that number
+        self._late = 0  # messages in that queue
+        self._lock = threading.Lock()  # for senders, and for that number
         self._thread: threading.Thread | None = None
         end.mailbox.sources.append(self._collect)
 
@@ -124,7 +124,7 @@ class SharedLink(Link):
         if not self._on_host:
             with self._lock:
                 is_late = self._late > 0 or any(map(on_accelerator, tensors))
-                self._late += is_late  # what is sent later goes behind it
+                self._late += is_late  # later messages go behind it
             if is_late:
                 self._send_copied(sender, format, text, tensors, channel, words)
                 return
@@ -150,7 +150,7 @@ class SharedLink(Link):
         words: _Words,
     ) -> None:
         """Let a thread send once a device has copied the message to the host."""
-        # On the lane's stream, whose next step may write to them; the host goes on.
+        # On the lane's stream, whose next step may write to them; the host continues.
         memory = pinned_bytes(padded(len(text)) + format.bytes)
         format.write_all(text, tensors, memory.data_ptr(), pinned=True)
         device = next((t.device for t in tensors if on_accelerator(t)), self._end.device)
@@ -195,13 +195,14 @@ class SharedLink(Link):
                             raise self._end.verifier.damaged(key)
                     self._end.mailbox.put(key, decoder.decode(number, text_bytes, lease))
             except (FileNotFoundError, ProcessLookupError):
-                pass  # memory that was not opened yet ends with the process that made it, whose death will be told
+                pass  # memory not opened yet ended with its process, whose death is reported elsewhere
 
     def leave(self) -> None:
         self._inbox.leave()  # a peer that closes later, or too, need not wait for it
 
     def close(self, patience_s: float) -> None:
-        # A message that is not taken yet ends with its sender, so a peer that takes some still may take the last.
+        # A message that is not taken yet ends with its sender, so a peer that still takes some may take the
+        # last.
         self.leave()
         self._end.mailbox.sources.remove(self._collect)
         if self._thread is not None:
@@ -214,7 +215,7 @@ class SharedLink(Link):
         self._outgoing.clear()
 
     def _wait_for(self, condition: Callable[[], bool], patience_s: float) -> bool:
-        """Wait until ``condition`` is true, while the other process lives; False if that was in vain."""
+        """Wait until ``condition`` is true, while the other process lives; return False if it never was."""
         deadline = time.monotonic() + patience_s
         while not condition():
             if time.monotonic() > deadline or not _is_alive(self._peer):
@@ -224,13 +225,13 @@ class SharedLink(Link):
 
 
 def _sealed(words: _Words, channel: tuple[Any, ...], data: Any) -> _Words:
-    """Return a record's words with a checksum of them, of the channel and of the message's bytes, in the last one."""
+    """Return a record's words with a checksum of them, channel and message bytes in the last one."""
     place = zlib.crc32(repr((*channel, *words)).encode())
     return *words[:3], words[3] << _CHECKSUM_BITS | checksum(data, place)
 
 
 class _Later(NamedTuple):
-    """A message that is on its way to the host's memory. ``made``: the event at which it is there; None if it is."""
+    """A message that is being copied to the host. ``made``: the event at which it is there; None if it is."""
 
     made: Any
     sender: Sender
@@ -276,13 +277,13 @@ def _is_alive(process: int) -> bool:
     except OSError:
         return False
     try:
-        return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is buried
+        return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is reaped
     finally:
         os.close(file)
 
 
 class _FlippingSender:
-    """Flips a bit of each message in shared memory, just before it is announced, as a test may ask for."""
+    """Flips a bit of each message in shared memory, just before it is published, for a test."""
 
     def __init__(self, sender: Sender, bit: int) -> None:
         self._sender, self._bit = sender, bit

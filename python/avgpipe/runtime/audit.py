@@ -180,7 +180,7 @@ class StageAudit:
                 "does not have its samples along dimension 0, say so by Source(batch_dim)"
             )
             return
-        self._tell_of_writing()
+        self._refuse_writing()
         rounding = self._rounding
         for expected, training, learns, again in ways:
             try:
@@ -204,7 +204,7 @@ class StageAudit:
                 f'{advice}. Audit("off") leaves this comparison out'
             )
 
-    def _tell_of_writing(self) -> None:
+    def _refuse_writing(self) -> None:
         parameters = sorted(name for name in self._written if name)
         if parameters and self._copies:
             raise ValueError(

@@ -24,7 +24,7 @@ from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.runtime.branches import Branches
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import Metrics, decode_outcome, encode_outcome
+from avgpipe.runtime.outcome import Metrics, from_message, to_message
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -198,13 +198,13 @@ class BatchState:
         else:
             self.outcome = part
 
-    def told(self) -> list[Any]:
+    def message(self) -> list[Any]:
         """Return the outcome and the metrics as a message to other stages."""
-        return encode_outcome(self.outcome, self.metrics)
+        return to_message(self.outcome, self.metrics)
 
     def learn(self, message: Sequence[Any]) -> None:
-        """Set the outcome and the metrics from a message that :meth:`told` made on another stage."""
-        self.outcome, self.metrics = decode_outcome(message)
+        """Set the outcome and the metrics from a message that :meth:`message` made on another stage."""
+        self.outcome, self.metrics = from_message(message)
 
 
 class Step(NamedTuple):
@@ -312,7 +312,7 @@ class Compute:
             from avgpipe.runtime.loss_check import LossCheck
 
             self._check = LossCheck(
-                options.loss_fn, options.batch_dims, options.may_be_no_mean, options.callers
+                options.loss_fn, options.batch_dims, options.loss_kind_is_unknown, options.callers
             )
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches share one
         self._branches = Branches()
@@ -538,7 +538,7 @@ class Compute:
             if is_last and not route.placement.is_replicated:
                 # the batch's loss travels with its last gradient, so every stage gets it without another
                 # message
-                message += state.told()
+                message += state.message()
             self._port.send(Message.GRADIENT, route.at(route.stage - 1, m), step.batch, m, message)
         for skip, tensors in zip(self._arrivals, saved.arrived):
             to = route.at(skip.stage, m)

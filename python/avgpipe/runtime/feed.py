@@ -118,7 +118,7 @@ class Feed(Protocol):
     def drain(self, prefetch: bool = False) -> None:
         """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
 
-    def tell_batches(self) -> int:
+    def count_batches(self) -> int:
         """Return ``next_batch``, for the caller."""
 
     def resume(self) -> None:
@@ -169,7 +169,7 @@ class BatchFeed(Feed):
     def next_turn(self) -> int:
         return self.next_batch
 
-    def tell_batches(self) -> int:
+    def count_batches(self) -> int:
         return self.next_batch
 
     def resume(self) -> None:
@@ -330,7 +330,7 @@ class BatchFeed(Feed):
                 scheduler.run_until(scheduler.stalled)
             if prefetch:
                 fetch()  # before returning to the caller, whether there was time or not: see Prefetch
-            told = {i: mailbox.take(key) for i, key in messages.items()}
+            received = {i: mailbox.take(key) for i, key in messages.items()}
             states = {i: [lane.finish(batch) for lane in own] for i, own in lanes.items()}
             worker.wait_for_device()
         self._in_flight.popleft()
@@ -338,7 +338,7 @@ class BatchFeed(Feed):
             worker.pace.note()
         ends = []
         for i, weight in weights.items():
-            end = _end_of(states[i], weight) if states[i] else BatchEnd.received(told[i], weight)
+            end = _end_of(states[i], weight) if states[i] else BatchEnd.received(received[i], weight)
             ends.append(end)
             worker.notice.loss(end.loss, batch, i)
         whole = BatchEnd.whole(ends, self._sums_loss)
@@ -441,10 +441,10 @@ class Prefetch:
         return True
 
     def _fetch(self) -> None:
-        tell = getattr(self._loader, "state_dict", None)
+        state_dict = getattr(self._loader, "state_dict", None)
         try:
             # The state to restart from: the batch that is fetched now may never be trained on.
-            self._state = tell() if callable(tell) else None
+            self._state = state_dict() if callable(state_dict) else None
             was = _autocasts()
             pairs = [pair(batch) for batch in islice(self._source, self._count)]
             if _autocasts() and not was:
@@ -464,8 +464,8 @@ class Prefetch:
 
     def state(self, loader: Any) -> Any:
         """Return the state of ``loader`` after the batches that were taken from it here."""
-        tell = getattr(loader, "state_dict", None)
-        if not callable(tell):
+        state_dict = getattr(loader, "state_dict", None)
+        if not callable(state_dict):
             raise TypeError(
                 f"a {type(loader).__name__} has no state_dict: use a loader that has one, such as torchdata's "
                 "StatefulDataLoader, or skip pipeline.batches batches of the same order"
@@ -475,7 +475,7 @@ class Prefetch:
                 f"train was given a {type(self._loader).__name__} and not this {type(loader).__name__}, whose position "
                 "is unknown: pass the loader itself to train"
             )
-        return self._state if self._ahead else tell()
+        return self._state if self._ahead else state_dict()
 
     @property
     def has_more(self) -> bool:

@@ -159,8 +159,8 @@ class Lane:
 
     def _perform(self, state: BatchState, step: Step) -> None:
         kind = step.kind
-        for tell in self.watchers:
-            tell(self, step)
+        for watch in self.watchers:
+            watch(self, step)
         if step.micro_batch < 0:
             with self._gradients_of(state):
                 others = [s.version for s in self._in_flight.values() if not s.updated and s is not state]
@@ -186,7 +186,7 @@ class Lane:
         if state.outcome is not None and not state.outcome_is_sent:
             state.outcome_is_sent = True
             for to in self.route.loss_receivers:
-                self.port.send(Message.LOSS, to, step.batch, -1, state.told())
+                self.port.send(Message.LOSS, to, step.batch, -1, state.message())
         if step.kind is StepKind.UPDATE and state.outcome is not None:
             for to in self.route.result_receivers:
                 end = end_message(state.outcome, state.metrics, state.norm, state.lr)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from avgpipe.model.model import Entry, Model
-from avgpipe.runtime.weights import told_average
+from avgpipe.runtime.weights import published_average
 from avgpipe.runtime.worker import Worker
 
 _DIFFERENCES = "missing", "unexpected"
@@ -70,7 +70,7 @@ def _share_averages(worker: Worker) -> None:
     if worker.others is not None:
         for (replica, _), trained in worker.trained.items():
             own = trained.buffers()
-            for name, value in told_average(worker, replica).items():
+            for name, value in published_average(worker, replica).items():
                 own[name].copy_(value)
 
 

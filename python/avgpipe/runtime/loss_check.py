@@ -227,14 +227,14 @@ class LossCheck:
             return None
         tolerance = _TOLERANCES.get(whole.value.dtype, _TOLERANCE_16)
         looked = _Looked(whole, [call(x, y) for x, y in each], tolerance)
-        return self._tell_of_counts(looked) if whole.divisor is not None else self._tell_of_means(looked)
+        return self._check_counts(looked) if whole.divisor is not None else self._check_means(looked)
 
     def _warn(self, *message: Any) -> bool:
         self.done = True
         _log.warning(*message)
         return True
 
-    def _tell_of_counts(self, looked: _Looked) -> bool:
+    def _check_counts(self, looked: _Looked) -> bool:
         counts = [float(of.divisor) for of in looked.each if of.divisor is not None]
         whole = float(looked.whole.divisor or 0.0)
         # A count may be clamped to at least 1, when nothing counts.
@@ -249,7 +249,7 @@ class LossCheck:
             *(len(looked.each), whole, sum(counts)),
         )
 
-    def _tell_of_means(self, looked: _Looked) -> bool:
+    def _check_means(self, looked: _Looked) -> bool:
         whole, each = float(looked.whole.value), [float(of.value) for of in looked.each]
         if _near(whole, sum(each) / len(each), each, looked.tolerance):
             return False

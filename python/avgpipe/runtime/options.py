@@ -113,14 +113,14 @@ class TrainingOptions:
         return self.skip_nonfinite or self.loss_scale is not None
 
     @property
-    def may_be_no_mean(self) -> bool:
+    def loss_kind_is_unknown(self) -> bool:
         """Whether the loss function may return something else than the mean or sum that is assumed."""
         return self.loss_weight is None and not is_mean_by_kind(self.loss_fn)
 
     @property
     def scales_late(self) -> bool:
         """Whether factors of the gradients may be known only after the backwards."""
-        return self.loss_scale is not None or self.may_be_no_mean
+        return self.loss_scale is not None or self.loss_kind_is_unknown
 
     @property
     def sums_loss(self) -> bool:

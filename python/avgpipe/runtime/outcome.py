@@ -39,15 +39,15 @@ class Metrics(NamedTuple):
         return Metrics(self.names, self.values + other.values, self.parts + other.parts)
 
 
-def encode_outcome(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
+def to_message(outcome: torch.Tensor | None, metrics: Metrics | None) -> list[Any]:
     """Return a message: the 1 or 3 numbers of the outcome, then the metrics and their names."""
     # As separate numbers, which a narrow wire dtype does not round.
     numbers = outcome.unbind() if outcome is not None and outcome.dim() else [outcome]
     return [*numbers] if metrics is None else [*numbers, *metrics.values.unbind(), *metrics.names]
 
 
-def decode_outcome(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
-    """Invert :func:`encode_outcome`."""
+def from_message(message: Sequence[Any]) -> tuple[Any, Metrics | None]:
+    """Invert :func:`to_message`."""
     if len(message) == 1:  # the usual case
         return message[0], None
     names = tuple(name for name in message if isinstance(name, str))
@@ -95,7 +95,7 @@ class BatchEnd(NamedTuple):
     def received(cls, message: Sequence[Any], weight: float) -> BatchEnd:
         """Read a message that :func:`end_message` made in another process."""
         norm, lr, *rest = message
-        return cls.of(*decode_outcome(rest), norm, lr, weight)
+        return cls.of(*from_message(rest), norm, lr, weight)
 
     @classmethod
     def whole(cls, shares: Sequence[BatchEnd], is_sum: bool) -> BatchEnd:
@@ -141,4 +141,4 @@ def end_message(
 ) -> list[Any]:
     """Return the message to a process that has no part in the batch."""
     rate = None if lr is None else wide(lr, outcome.device)
-    return [norm, rate, *encode_outcome(outcome, metrics)]
+    return [norm, rate, *to_message(outcome, metrics)]

@@ -33,15 +33,11 @@ _KINDS = frozenset(kind.value for kind in ACTIONS) - {EventKind.UPDATE.value}
 
 
 class Pace:
-    """Reads the scheduler's record as batches end, in its thread; a watchdog's thread publishes the readings.
-
-    Attributes:
-        told: the newest reading, as text; "" before the first.
-    """
+    """Reads the scheduler's record as batches end, in its thread; a watchdog thread publishes a reading."""
 
     def __init__(self, scheduler: Scheduler, world: World, placement: Placement) -> None:
         self._scheduler = scheduler
-        self.told = ""
+        self.told = ""  # the newest reading, as text
         self._number, self._begin, self._end = 0, time.perf_counter(), 0.0
         ranks = range(world.size)
         stages = [{placement.stage_of(replica) for replica in placement.held_by(rank)} for rank in ranks]

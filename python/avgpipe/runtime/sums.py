@@ -78,8 +78,8 @@ class Sums:
         ordered = [part for _, part in sorted(parts.items())]  # all replicas sum in the same order
         losses = [part["loss"] for part in ordered if part["loss"] is not None]
         if losses:
-            told = [Metrics(*part["metrics"]) for part in ordered if "metrics" in part]
-            state.metrics = reduce(Metrics.plus, told) if told else None
+            metrics = [Metrics(*part["metrics"]) for part in ordered if "metrics" in part]
+            state.metrics = reduce(Metrics.plus, metrics) if metrics else None
             state.set_outcome(torch.stack(losses).sum(0))
         for n, p in enumerate(self._trained.arena.parameters):
             if not any(part["has_grad"][n] for part in ordered):

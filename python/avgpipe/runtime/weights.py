@@ -99,7 +99,7 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
     placement = worker.placement
     if worker.others is not None:
         replica = placement.replicas_of(k)[0]
-        return told_average(worker, replica) if replica in worker.held else {}
+        return published_average(worker, replica) if replica in worker.held else {}
     if len(placement.pipelines) == 1:
         return {}
     if placement.is_dedicated:
@@ -114,8 +114,8 @@ def average_buffers(worker: Worker, k: int) -> dict[str, torch.Tensor]:
     return {name: average([buffers[name] for buffers in states]) for name in floating}
 
 
-def told_average(worker: Worker, replica: int) -> dict[str, torch.Tensor]:
+def published_average(worker: Worker, replica: int) -> dict[str, torch.Tensor]:
     """Return the averages of the stage's buffers that isolated pipelines published last, by local name."""
     assert worker.others is not None
     states = worker.others.buffers(replica)
-    return {name: average([told[name] for told in states]).to(worker.device) for name in states[0]}
+    return {name: average([buffers[name] for buffers in states]).to(worker.device) for name in states[0]}
