@@ -88,7 +88,7 @@ def test_lines_come_now_and_then_until_the_run_ends(going, capsys):
         if next(steps, end) is end:
             end(going)
 
-    watch._tell(looked(going), 1.0, sleep)
+    watch._print_lines(looked(going), 1.0, sleep)
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition(":")[0] for line in lines] == ["running", "running", "running", "ended"]
 

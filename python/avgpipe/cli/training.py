@@ -42,9 +42,7 @@ from avgpipe.workloads.training import NTASGD
 _ENDLESS = 1 << 62  # batches
 # Passed to the pipeline unchanged.
 _PASSED_ON = ("skip_nonfinite", "seed", "timeout_s", "link", "verify_wire", "verify_every")
-_LEAST_GAIN = (
-    0.05  # least gain, as a share of a batch's time, for moving layers: less is within the noise between runs
-)
+_LEAST_GAIN = 0.05  # share of a batch's time for which layers move: less is noise between runs
 _PROFILE_S = 10.0
 
 
