@@ -205,7 +205,7 @@ def test_json_of_a_refusal_is_one_object(write_script: WriteScript, tmp_path: Pa
 def test_a_script_is_no_profile(write_script: WriteScript) -> None:
     path = write_script(MAKE)
     line = refused("partition", str(path), "--workers", "2")
-    assert line == f"'{path}' names no function of a script: write it as in {path}:make"
+    assert line == f"'{path}' names no function of a script: write {path}:make"
 
 
 def test_stages_are_at_most_layers(write_script: WriteScript) -> None:

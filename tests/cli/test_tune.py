@@ -93,7 +93,7 @@ def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
         (("--workers", "0"), "--workers 0: must be more than 0"),
         (("--workers", "2", "--memory-limit", "7 cubits"), "--memory-limit 7 cubits"),
         (("--workers", "2", "--memory-limit", "0"), "--memory-limit 0: must be more than 0"),
-        (("--workers", "2", "--memory-limit", "100"), "nothing fits; the plan that needs least needs"),
+        (("--workers", "2", "--memory-limit", "100"), "nothing fits; the smallest plan needs"),
         (("--workers", "2", "--pipelines", "1,x"), "--pipelines 1,x"),
         (("--workers", "2", "--micro-batches", "8"), "a batch of 4 samples"),
         (("--workers", "2", "--trials", "-1"), "--trials -1: must be at least 0"),

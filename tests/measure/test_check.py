@@ -163,7 +163,7 @@ def test_options_and_schedules_go_to_both_sides() -> None:
         link="auto",
     )
     assert found.is_equal
-    assert found.reasons == ["activations and gradients travel in 16 bits (wire_dtype)"]
+    assert found.reasons == ["activations and gradients are sent in 16 bits (wire_dtype)"]
     assert set(found.to_json()) == {
         *("equal", "plan", "strict", "losses", "compared", "tolerance", "reasons", "notes")
     }

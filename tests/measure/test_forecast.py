@@ -261,5 +261,5 @@ def test_a_cluster_is_large_enough() -> None:
     ],
 )
 def test_plans_that_are_not_forecast(options: dict[str, object], named: str) -> None:
-    with pytest.raises(ValueError, match=f"with as many replicas of each stage; this plan has {named}$"):
+    with pytest.raises(ValueError, match=f"and equally many replicas of each stage; this plan has {named}$"):
         forecast(uniform(2), even(2, 2, micro_batches=2, **options), 2, flat(4))

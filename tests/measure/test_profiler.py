@@ -259,7 +259,7 @@ class Returns(nn.Module):
         (Refuses(), r"layer 1 \(1 Refuses\) cannot be timed: no such row \(input: \[1, 16\] float32\)"),
         (nn.Linear(7, 16), r"layer 1 \(1 Linear\) cannot be timed: .*shapes cannot be multiplied"),
         (Returns(lambda x: 3), r"layer 1 \(1 Returns\) cannot be timed: it returned no tensor but int"),
-        (Returns(lambda x: x.argmax(1, True).float() @ torch.ones(1, 16)), "no gradient comes back"),
+        (Returns(lambda x: x.argmax(1, True).float() @ torch.ones(1, 16)), "no gradient flows back"),
     ],
 )
 def test_a_layer_that_cannot_be_timed_is_named(layer, words):
@@ -276,7 +276,7 @@ def test_a_first_layer_without_gradients_is_none_to_refuse():
 def test_a_loss_that_is_no_scalar_is_refused():
     with pytest.raises(StageError, match=r"layer 2 .*loss_fn returned shape \(1, 4\)"):
         measured(dense(), torch.zeros(2, 8), loss_fn=lambda output, target: output)
-    with pytest.raises(StageError, match="no gradient comes back from its output or the loss"):
+    with pytest.raises(StageError, match="no gradient flows back from its output or the loss"):
         measured(dense(), torch.zeros(2, 8), loss_fn=lambda output, target: torch.zeros(()))
 
 

@@ -289,16 +289,14 @@ def test_devices_may_have_different_memory(seed: int, shares: list[float | None]
     if that_fit(every(p, cluster, shapes, **WAYS), cluster):
         assert all(fits(f, cluster) for f in search(p, cluster, shapes).ranked)
         return
-    with pytest.raises(
-        ValueError, match=r"^memory_limit_bytes=\d+: nothing fits; the plan that needs least needs "
-    ):
+    with pytest.raises(ValueError, match=r"^memory_limit_bytes=\d+: nothing fits; the smallest plan needs "):
         search(p, cluster, shapes)
 
 
 def least_of_error(p: Profile, cluster: Cluster, shapes: Space, limit: float) -> float:
     with pytest.raises(ValueError, match=f"^memory_limit_bytes={limit:.0f}: nothing fits; ") as caught:
         search(p, cluster, shapes)
-    said = re.search(r"needs least needs (\d+) bytes on one worker, (\d+) more ", str(caught.value))
+    said = re.search(r"smallest plan needs (\d+) bytes on one worker, (\d+) more ", str(caught.value))
     assert said is not None
     assert float(said[2]) == float(said[1]) - limit
     return float(said[1])

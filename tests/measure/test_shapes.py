@@ -153,6 +153,6 @@ def test_counts_to_try_are_whole_numbers(name: str, values: tuple[object, ...]) 
 
 def test_no_more_micro_batches_than_samples() -> None:
     with pytest.raises(
-        ValueError, match=r"^micro_batches=\[9, 16\]: a batch of 8 samples has not so many parts"
+        ValueError, match=r"^micro_batches=\[9, 16\]: a batch of 8 samples has too few samples"
     ):
         check_sizes(8, (1,), (4, 8, 9, 16))

@@ -29,7 +29,7 @@ def test_the_plan_is_for_the_workers_that_are_named() -> None:
 
 
 def test_a_cluster_says_how_many_workers_there_are() -> None:
-    with pytest.raises(ValueError, match="leave out the one or the other"):
+    with pytest.raises(ValueError, match="leave out one of the two"):
         tuned(cluster=Cluster.like(heavy(), 2), workers=2)
 
 

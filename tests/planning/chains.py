@@ -130,7 +130,7 @@ def behind(replicas: tuple[int, ...], k: int) -> int:
 def least_said(message: str, limit: float, least: float) -> float:
     """What the message says would do: ``least`` rounded up to whole bytes, where the limit is rounded down."""
     said = re.search(
-        r"^memory_limit_bytes=(\d+): nothing fits; the plan that needs least needs (\d+) bytes on one worker, "
+        r"^memory_limit_bytes=(\d+): nothing fits; the smallest plan needs (\d+) bytes on one worker, "
         r"(\d+) more ",
         message,
     )

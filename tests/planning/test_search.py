@@ -217,6 +217,6 @@ def test_many_layers_and_stages() -> None:
     assert max(b - a for a, b in table.blocks(cut)) <= 8
     assert table.busiest_s(cut) <= 8
     with pytest.raises(
-        ValueError, match="nothing fits; the plan that needs least needs 8 bytes on one worker, 1 more"
+        ValueError, match="nothing fits; the smallest plan needs 8 bytes on one worker, 1 more"
     ):
         CutSearch(table, [5.0 + table.process_bytes] * 20).best()

@@ -82,9 +82,9 @@ def test_updates_count():
 
 
 def test_too_few_batches_are_refused():
-    with pytest.raises(ValueError, match="batches=5: 2 pipelines show their steady state in at least 6"):
+    with pytest.raises(ValueError, match="batches=5: 2 pipelines need at least 6"):
         steady_batch_s(build_schedule("1f1b", 2, 2), LINE, pipelines=2, batches=5)
-    with pytest.raises(ValueError, match="batches=10: 1 pipelines show their steady state in at least 11"):
+    with pytest.raises(ValueError, match="batches=10: 1 pipelines need at least 11"):
         steady_batch_s(build_schedule("pipedream", 4, 1), LINE, batches=10)
     with pytest.raises(ValueError, match="batches=0: must be an int of at least 1"):
         steady_batch_s(build_schedule("1f1b", 2, 2), LINE, batches=0)

@@ -28,9 +28,7 @@ def test_what_is_written_is_read_as_the_same_schedule(name, stages, micro_batche
 
 
 def test_what_the_form_cannot_say_is_refused():
-    with pytest.raises(
-        ValueError, match=r"'pipedream-2bw' goes on over batches without a flush.* with to_csv"
-    ):
+    with pytest.raises(ValueError, match=r"'pipedream-2bw' has no flush between batches.* with to_csv"):
         build_schedule("pipedream-2bw", 2, 2).to_torch_csv()
     with pytest.raises(
         ValueError, match=r"'1f1b' has stage 1 on workers 1, 2, .* build it without replication"
@@ -80,7 +78,10 @@ ACTION = "write F, B, I or W between a stage and a micro-batch, as 2F3"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,,1X0\n", rf"row 2 \(rank 1\), cell 3: '1X0' is not an action of torch's: {ACTION}"),
+        (
+            "0F0,0B0\n1F0,,1X0\n",
+            rf"row 2 \(rank 1\), cell 3: '1X0' is not an action of torch's form: {ACTION}",
+        ),
         ("0F0,0B\n", r"row 1 \(rank 0\), cell 2: '0B' is not an action"),
         ("0F0 0B0\n", r"row 1 \(rank 0\), cell 1: '0F0 0B0' is not an action"),
         ("0F0,0B0x\n", "cell 2: '0B0x' is not an action"),
@@ -92,7 +93,7 @@ ACTION = "write F, B, I or W between a stage and a micro-batch, as 2F3"
         ("0F0+1,0B0\n", r"cell 1: '0F0\+1' is not of torch's form"),
         (
             "0F0,(0F1;0X0)OVERLAP_F_B\n",
-            rf"row 1 \(rank 0\), cell 2: '0X0' is not an action of torch's: {ACTION}",
+            rf"row 1 \(rank 0\), cell 2: '0X0' is not an action of torch's form: {ACTION}",
         ),
         ("0F0,()OVERLAP_F_B\n", "cell 2: '' is not an action"),
         ("0F0,(0F1;(0F2;0B0)OVERLAP_F_B)OVERLAP_F_B\n", "cell 2: .* is not an action"),

@@ -43,7 +43,7 @@ def test_a_row_of_open_stages_is_of_the_stage_of_its_number():
     assert [plain.worker_of(k) for k in range(3)] == [0, 1, 2]
     assert plain.worker_peak_in_flight == plain.peak_in_flight
     assert plain == Schedule("columns", 4, plain.columns)
-    with pytest.raises(ValueError, match=r"stage=3: no worker has it, the stages are 0\.\.2"):
+    with pytest.raises(ValueError, match=r"stage=3: no worker has this stage, the stages are 0\.\.2"):
         plain.worker_of(3)
 
 

@@ -28,9 +28,7 @@ def test_a_script_is_named_by_its_path_or_as_a_module():
 
 @pytest.mark.parametrize("text", ["train.py", "train.py:", ":make", "train.py:3", "a:b:c-d"])
 def test_what_names_no_function_is_refused(text):
-    with pytest.raises(
-        ScriptError, match=f"^'{re.escape(text)}' names no function of a script: write it as in"
-    ):
+    with pytest.raises(ScriptError, match=f"^'{re.escape(text)}' names no function of a script: write "):
         find_workload(text)
 
 
@@ -153,7 +151,7 @@ WRONG = {
     ),
     "an exit": (
         "raise SystemExit(2)",
-        f", line {LINE}, in <module>, 'raise SystemExit(2)': SystemExit: 2; what the script does by itself",
+        f", line {LINE}, in <module>, 'raise SystemExit(2)': SystemExit: 2; put what the script runs itself",
     ),
 }
 

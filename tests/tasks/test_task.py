@@ -76,9 +76,9 @@ def test_a_metric_that_is_not_there_is_refused():
     ("changed", "error", "message"),
     [
         ({"model": "resnet"}, TypeError, "model='resnet': must be a torch.nn.Module, or a list of them"),
-        ({"loader": iter([])}, TypeError, "loader can be gone through only once: give a DataLoader, a list"),
-        ({"loader": 3}, TypeError, "loader=3: must be batches to go through, such as a DataLoader"),
-        ({"held_out": len}, TypeError, "held_out=<built-in function len>: must be batches"),
+        ({"loader": iter([])}, TypeError, "loader can be iterated only once: give a DataLoader, a list"),
+        ({"loader": 3}, TypeError, "loader=3: must be an iterable of batches, such as a DataLoader"),
+        ({"held_out": len}, TypeError, "held_out=<built-in function len>: must be an iterable of batches"),
         ({"loss_fn": None}, TypeError, "loss_fn=None: must be a function"),
         ({"optimizer": 0.1}, TypeError, "optimizer=0.1: must be a function"),
         ({"metric_fn": "accuracy"}, TypeError, "metric_fn='accuracy': must be a function"),

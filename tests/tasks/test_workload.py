@@ -41,7 +41,7 @@ def test_names():
         (
             "alexnet",
             {},
-            "alexnet needs images, and there are none in the package; give a folder with CIFAR-10's",
+            "alexnet needs images, which the package does not contain; give a folder with CIFAR-10's",
         ),
     ],
 )

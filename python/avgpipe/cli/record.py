@@ -249,9 +249,8 @@ class SharedRecord:
         if not written.folder.is_open:
             with arguments():
                 written.open(Plan.from_json(plan))
-                with self._locks.saving(
-                    Path(self._config.out)
-                ):  # until the end: avgpipe watch looks for this lock
+                # Held until the end of the run: avgpipe watch looks for this lock.
+                with self._locks.saving(Path(self._config.out)):
                     self._link.unlink(missing_ok=True)
                     self._link.symlink_to(self._meeting)
 

@@ -194,9 +194,8 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     if "pipelines" not in row:
         chosen.setdefault("pipelines", DEFAULT_PIPELINES)
     if "micro_batches" not in row:
-        wanted = (
-            1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)
-        )  # they only keep stages busy
+        # They only keep stages busy.
+        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)
         replication = chosen.get("replication", systems.row(system, stages).get("replication"))
         chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
     plan = Plan.for_system(system, **chosen)

@@ -73,9 +73,7 @@ def train_on_workers(config: TrainConfig) -> bool:
         raise _interrupted(config, interrupted) from None
     except RanksFailed as failed:
         name = f"rank {failed.rank} ({Placement.of(plan, plan.workers).describe(failed.rank)})"
-        if (
-            failed.exit_codes[failed.rank] == WRONG_ARGUMENTS
-        ):  # before anything was written; it printed the reason
+        if failed.exit_codes[failed.rank] == WRONG_ARGUMENTS:  # it wrote nothing, and printed the reason
             raise CommandFailed(f"{name} rejected its arguments (see above)", WRONG_ARGUMENTS) from None
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
@@ -121,9 +119,7 @@ def _interrupted(config: TrainConfig, interrupted: Interrupted) -> CommandFailed
 
 def _train_here(config: TrainConfig) -> bool:
     """Train as the only rank, or as one of torchrun's; return whether it was preempted."""
-    from avgpipe.cli.training import (
-        run_rank,
-    )  # imports torch, which takes seconds; signals are handled from before
+    from avgpipe.cli.training import run_rank  # imports torch, after signals are handled
 
     def on_signal(number: signal.Signals) -> None:
         sys.stderr.write("\x1b[?25h" if sys.stderr.isatty() else "")  # the progress bar has hidden the cursor

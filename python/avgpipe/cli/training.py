@@ -40,9 +40,7 @@ from avgpipe.tasks import AveragingOptimizer
 from avgpipe.timeline.timeline import Timeline
 
 _ENDLESS = 1 << 62  # batches
-_LEAST_GAIN = (
-    0.05  # least gain, as a share of a batch's time, for moving layers: less is within the noise between runs
-)
+_LEAST_GAIN = 0.05  # share of a batch's time for which layers move: less is noise between runs
 _PROFILE_S = 10.0
 
 

@@ -1,4 +1,4 @@
-"""What trainers of other libraries need that go through training batch by batch."""
+"""Support for trainers of other libraries that train batch by batch."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from avgpipe.plan import Plan
 
 
 def check_plan(plan: Plan) -> None:
-    """Raise for what is no plan whose pipelines end each batch together, before the next one begins."""
+    """Raise unless ``plan`` is a plan whose pipelines end each batch together, before the next one begins."""
     if not isinstance(plan, Plan):
         raise TypeError(f"plan must be an avgpipe.Plan, not {plan!r}")
     if not plan.build_schedule().flush:
         raise ValueError(
-            f"the schedule {plan.schedule!r} gains by never running dry, and a trainer ends every update before the "
-            "next: use one that flushes, such as '1f1b', or Pipeline.train"
+            f"the schedule {plan.schedule!r} never flushes, and a trainer ends every update before the next: use one "
+            "that flushes, such as '1f1b', or Pipeline.train"
         )
     if plan.batches_per_round > 1:
         raise ValueError(
-            f"batch={plan.batch!r} has {plan.pipelines} pipelines take turns, and a trainer ends every batch before "
+            f"batch={plan.batch!r} has {plan.pipelines} pipelines train in turn, and a trainer ends every batch before "
             "the next: use Plan(batch='global'), or Pipeline.train"
         )
 
 
 class StageOptimizers(torch.optim.Optimizer):
-    """What a trainer holds as its optimizer: the optimizers of a rank's stages, which the pipeline has stepped already.
+    """Placeholder for a trainer's optimizer: the optimizers of a rank's stages, which the pipeline already steps.
 
-    ``param_groups`` are theirs, so rates can be read. ``step`` and ``zero_grad`` do nothing. ``state_dict`` is empty:
-    the pipeline's own checkpoints have the state.
+    ``param_groups`` are theirs, so learning rates can be read. ``step`` and ``zero_grad`` do nothing.
+    ``state_dict`` is empty: the pipeline's own checkpoints have the state.
     """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self.members = list(optimizers)
         self.defaults = {}
         self.state = defaultdict(dict)
-        super().__setstate__({})  # the base class's __init__ would build groups of its own
+        super().__setstate__({})  # the base class's __init__ would build its own groups
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]  # read-only: the members' own

@@ -2,8 +2,8 @@
 
     schedule = ScheduleAdvanceForward(stage, n_microbatches, loss_fn=loss_fn)   # was: Schedule1F1B(stage, ...)
 
-It executes on torch's own runtime for lists of actions, whose names are private: this file is the only one that uses
-them. Torch 2.11 to 2.13 have them.
+It executes on torch's own runtime for lists of actions, which has private names: only this file uses them.
+Torch 2.11 to 2.13 have them.
 """
 
 from __future__ import annotations
@@ -35,27 +35,28 @@ except (ImportError, AttributeError) as error:
 class ScheduleAdvanceForward(_PipelineScheduleRuntime):
     """Advance forward (Chen et al. 2023) on one stage per rank, with the interface of ``Schedule1F1B``.
 
-    ``step`` and ``eval`` take what those of torch's single-stage schedules take, and fill ``losses`` in the order of
-    the micro-batches. Stage k runs min(M, K - k + a_k) forwards before its first backward, so that many micro-batches
-    are in flight on it at most. Any number of micro-batches is right, fewer than stages too.
+    ``step`` and ``eval`` take the arguments of torch's single-stage schedules, and fill ``losses`` in the
+    order of the micro-batches. Stage k runs min(M, K - k + a_k) forwards before its first backward, and has
+    at most that many micro-batches in flight. Any number of micro-batches works, also fewer than stages.
 
-    Where the stages talk over gloo, every receive is posted before its sender can be ready, since gloo moves nothing
-    earlier. Other backends, such as NCCL, run what is posted in turn, and get torch's own order, which cannot deadlock
-    there. Unlike torch's schedules, ``eval`` leaves gradients alone that are there already.
+    If the stages communicate over gloo, every receive is posted before its sender can be ready, since gloo
+    transfers nothing earlier. Other backends, such as NCCL, run posted operations in order, and get torch's
+    own order, which cannot deadlock there. Unlike torch's schedules, ``eval`` keeps existing gradients.
 
     Args:
-        stage: what ``PipelineStage`` or ``build_stage`` makes; stage k must be on rank k of its group.
+        stage: Result of ``PipelineStage`` or ``build_stage``; stage k must be on rank k of its group.
         n_microbatches: M, the equal parts of a batch; the batch size must be a multiple.
-        loss_fn: (output, target) of a micro-batch -> its loss; None for ``eval`` alone.
-        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: as in torch's schedules.
-        scale_grads: divide the gradients by M, as a loss that is a mean wants; False for a sum.
-        advance: the a_k, as :func:`avgpipe.build_schedule` takes it; None means K-1-k, 0 everywhere is 1F1B.
+        loss_fn: Maps (output, target) of a micro-batch to its loss; None for ``eval`` only.
+        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: As in torch's schedules.
+        scale_grads: Divide the gradients by M, as needed for a mean loss; False for a sum.
+        advance: The a_k, as :func:`avgpipe.build_schedule` takes it; None means K-1-k, 0 everywhere is 1F1B.
 
     Raises:
-        TypeError: several stages, or none of torch's.
-        ValueError: an advance or a number of micro-batches that :func:`avgpipe.build_schedule` refuses, or a stage
-            that is not alone on the rank of its own number. In ``step`` and ``eval`` of several stages: a batch that is
-            no multiple of M, or whose micro-batches have other shapes than before, so that buffers do not fit them.
+        TypeError: Several stages, or a stage that is not torch's.
+        ValueError: An advance or a number of micro-batches that :func:`avgpipe.build_schedule` refuses, or a
+            stage that is not alone on the rank of its number. In ``step`` and ``eval`` of several stages: a
+            batch that is not a multiple of M, or micro-batches with other shapes than before, which do not
+            fit the buffers.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
         order = compute_order(stage.num_stages, n_microbatches, advance)
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         super().__init__([stage], n_microbatches, loss_fn, *specs, scale_grads=scale_grads)  # type: ignore[no-untyped-call]
-        # whether the last step trained, and on micro-batches of which shapes
+        # whether the last step trained, and the shapes of its micro-batches
         self._shapes: tuple[bool, list[Any]] | None = None
         self.pipeline_order = {rank: list(actions) for rank, actions in order.items()}
         _add_transfers(self, self.pipeline_order)  # and the scaling by 1/M
@@ -98,7 +99,7 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
             self.pipeline_order_with_comms = whole
 
     def _check_shapes(self, inputs: list[Any], targets: list[Any]) -> None:
-        """Refuse what does not fill the next stage's buffers: torch 2.13 computes with whatever the rest holds."""
+        """Refuse inputs that do not fill the next stage's buffers: torch 2.13 would use the stale rest."""
         if self._num_stages == 1 or not inputs:
             return
         parts = [[tuple(x.shape) for x in part if isinstance(x, torch.Tensor)] for part in inputs]
@@ -121,19 +122,20 @@ class ScheduleAdvanceForward(_PipelineScheduleRuntime):
 def compute_order(
     stages: int, micro_batches: int, advance: int | Sequence[int] | str | None
 ) -> dict[int, list[_Action]]:
-    """For each stage the forwards and backwards of :func:`avgpipe.build_schedule`, as torch writes them."""
+    """Return for each stage the actions of :func:`avgpipe.build_schedule`, as torch writes them."""
     kinds = {"F": _F, "B": _B}
     columns = enumerate(build_schedule("advance-forward", stages, micro_batches, advance).columns)
     return {k: [_Action(k, kinds[a.kind], a.micro_batch) for a in c if a.kind in kinds] for k, c in columns}
 
 
 def receives_early(actions: Sequence[_Action]) -> list[_Action]:
-    """The actions of one rank, each receive moved to where posting it holds nothing up and is still early enough.
+    """Return the actions of one rank, with each receive moved to where posting it does not block and is in time.
 
-    gloo sends a tensor once it has the notice that its receive is posted, and the notice passes the same line as what
-    this rank sends: posted behind a tensor, it is late by that tensor's time. So activations come first of all, while
-    the stage waits for the first of them anyway; the gradient of micro-batch m comes right behind its activation, which
-    the next stage needs before it can answer. Both kinds stay in the order of their sends, by which gloo matches them.
+    gloo sends a tensor once it has the notice that its receive is posted, and the notice uses the same
+    connection as this rank's sends: posted behind a tensor, it is late by that tensor's time. So activations
+    come first of all, while the stage waits for the first of them anyway; the receive for the gradient of
+    micro-batch m follows right after the send of its activation, which the next stage needs first. Both kinds
+    stay in the order of their sends, by which gloo matches them.
     """
     gradients = {a.microbatch_index: a for a in actions if a.computation_type is _RECV_B}
     moved = [a for a in actions if a.computation_type is _RECV_F]
@@ -147,7 +149,7 @@ def receives_early(actions: Sequence[_Action]) -> list[_Action]:
 
 
 def forwards_alone(actions: Sequence[_Action]) -> list[_Action]:
-    """The actions without backwards, what they send and receive, and the scaling of gradients."""
+    """Return the actions without backwards, without their sends and receives, and without the gradient scaling."""
     return [a for a in actions if a.computation_type not in (_B, _SEND_B, _RECV_B, _SCALE)]
 
 

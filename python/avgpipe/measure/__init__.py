@@ -1,1 +1,1 @@
-"""What a model costs on this machine, and which plan is best: profiles, forecasts, trials, the search over plans."""
+"""Costs of a model on this machine, and the best plan: profiles, forecasts, trials, the search over plans."""

@@ -9,17 +9,17 @@ from avgpipe.measure.running import measured_costs
 from avgpipe.planning import AdvanceChoice, choose_advance
 from avgpipe.runtime.session import Session
 
-_MEASURED_BATCHES = 4  # per pipeline; the first of them does not count
+_MEASURED_BATCHES = 4  # per pipeline, the first of which is left out
 
 
 class AutoAdvance:
-    """Chooses the advance once, after the first batches: all ranks choose alike.
+    """Chooses the advance once, after the first batches; all ranks make the same choice.
 
     Args:
-        memory_limit_bytes: of a worker; None: no limit.
+        memory_limit_bytes: Memory of a worker; None: no limit.
 
     Attributes:
-        choice: what was chosen; None until then.
+        choice: The choice; None before it.
     """
 
     def __init__(self, memory_limit_bytes: int | None) -> None:
@@ -27,7 +27,7 @@ class AutoAdvance:
         self.choice: AdvanceChoice | None = None
 
     def look(self, session: Session) -> None:
-        """Choose, if it is time to."""
+        """Make the choice, once enough batches are measured."""
         plan = session.spec.running
         if self.choice is not None or session.feed.begun < _MEASURED_BATCHES * plan.batches_per_round:
             return

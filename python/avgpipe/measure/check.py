@@ -49,8 +49,8 @@ from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.optimizers import maker_of, schedule_of
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 
-_EXACT = 1e-8  # of the largest number in what is compared, in float64, after all batches
-_ROUNDED = 1e-3  # where it cannot be had in float64
+_EXACT = 1e-8  # tolerance relative to the largest compared number, in float64, after all batches
+_ROUNDED = 1e-3  # the same if float64 is not possible
 
 
 @dataclass
@@ -58,10 +58,10 @@ class Training:
     """The results of a training run.
 
     Attributes:
-        losses: of the batches.
-        metrics: of the batches, by name.
-        states: weights and buffers after the first batch, and after the last one.
-        draws: whether the model drew random numbers from torch's generators; False for a pipeline.
+        losses: Losses of the batches.
+        metrics: Metrics of the batches, by name.
+        states: Weights and buffers after the first batch, and after the last one.
+        draws: Whether the model drew random numbers from torch's generators; False for a pipeline.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -84,14 +84,14 @@ class Checked:
     """The result of :func:`check`.
 
     Attributes:
-        plan: the given plan.
-        strict: the plan without the parts that change the result; it must equal one device.
-        plain: losses of one device, in the model's own dtype.
-        planned: losses of the plan, likewise.
-        lines: the comparisons of the strict plan with one device.
-        tolerance: the largest ``apart`` that rounding explains.
-        reasons: why the plan itself may differ from one device.
-        notes: what was changed in both runs to make them comparable.
+        plan: The given plan.
+        strict: The plan without the parts that change the result; it must equal one device.
+        plain: Losses of one device, in the model's own dtype.
+        planned: Losses of the plan, likewise.
+        lines: The comparisons of the strict plan with one device.
+        tolerance: The largest ``apart`` that rounding explains.
+        reasons: Why the plan itself may differ from one device.
+        notes: Changes to both runs that make them comparable.
     """
 
     plan: Plan
@@ -105,7 +105,7 @@ class Checked:
 
     @property
     def is_equal(self) -> bool:
-        """Whether stages, micro-batches and pipelines train as one device does, but for the ``reasons``."""
+        """Return whether stages, micro-batches and pipelines train as one device does, except for the ``reasons``."""
         return all(line.apart <= self.tolerance for line in self.lines)
 
     def to_json(self) -> dict[str, Any]:
@@ -162,21 +162,21 @@ def check(
     every rank must call it. It trains copies; the model, the batches and the random generators stay as they are.
 
     Args:
-        model: as of ``Pipeline``.
-        plan: as of ``Pipeline``.
-        loss_fn: as of ``Pipeline``.
-        optimizer: as of ``Pipeline``.
-        loader: batches as ``Pipeline.train`` takes them; all ranks must be given the same.
-        batches: how many of them to train on, at most.
-        lr_scheduler: as of ``Pipeline``.
-        clip_grad_norm: as of ``Pipeline``.
-        options: more of ``Pipeline``.
+        model: See ``Pipeline``.
+        plan: See ``Pipeline``.
+        loss_fn: See ``Pipeline``.
+        optimizer: See ``Pipeline``.
+        loader: Batches as ``Pipeline.train`` takes them, the same on all ranks.
+        batches: The most batches to train on.
+        lr_scheduler: See ``Pipeline``.
+        clip_grad_norm: See ``Pipeline``.
+        options: Further options of ``Pipeline``.
 
     Returns:
         The comparisons; ``print`` shows them as a table, and ``is_equal`` is the verdict.
 
     Raises:
-        ValueError: for a loader without batches, and whatever a Pipeline refuses.
+        ValueError: For a loader without batches, and any error of ``Pipeline``.
     """
     check_count("batches", batches)
     if options.get("accumulate", 1) != 1:
@@ -198,17 +198,17 @@ def check(
     if plain.draws:
         notes = [
             *notes,
-            "layers draw random numbers: one stage with the same micro-batches stands for one device",
+            "layers draw random numbers: one stage with the same micro-batches replaces one device",
         ]
     lines = _compared(expected, found)
     return Checked(plan, strict, plain.losses, planned.losses, lines, tolerance, reasons, notes)
 
 
-# ---- what differs by design ------------------------------------------------------------------------------------------
+# ---- differences by design -------------------------------------------------------------------------------------------
 
 
 def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
-    """Return what of a plan changes nothing, and why the rest may."""
+    """Return the plan without the parts that change the result, and the reasons why they do."""
     reasons, changes = list[str](), dict[str, Any]()
     if plan.pipelines > 1 and (plan.batch, plan.staleness, plan.rule) != ("global", 0, "mean-gradient"):
         reasons.append(
@@ -248,7 +248,7 @@ def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
             "warmup_rounds": 0,
         }
     if both.precision.wire_dtype is not None:
-        reasons.append("activations and gradients travel in 16 bits (wire_dtype)")
+        reasons.append("activations and gradients are sent in 16 bits (wire_dtype)")
     if both.clip is not None and plan.shares > 1 and (plan.spread or plan.isolate):
         reasons.append("clip_grad_norm limits the gradient of each pipeline's share of a batch")
         changes |= {
@@ -267,7 +267,7 @@ def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
 
 @dataclass(frozen=True)
 class _Both:
-    """Trains copies of a model in both ways. ``options``: more of a Pipeline."""
+    """Trains copies of a model in both ways. ``options``: further options of a Pipeline."""
 
     model: Any
     loss_fn: Any
@@ -279,20 +279,22 @@ class _Both:
 
     @property
     def normalises(self) -> bool:
-        """Whether a layer trains by the statistics of all its samples."""
+        """Return whether a layer normalises by the statistics of all its samples."""
         return any(isinstance(m, _BatchNorm) and m.training for m in _modules_of(self.model))
 
     def without_dropout(self) -> tuple[_Both, list[str]]:
-        """Return the same with layers that draw nothing, and a note of it."""
+        """Return the same with layers that draw no random numbers, and a note about it."""
         model = _copy(self.model)
         drops = [m for m in _modules_of(model) if isinstance(m, _DropoutNd) and m.p > 0]
         for module in drops:
             module.p = 0.0
-        note = "dropout is off on both sides, as micro-batches draw other numbers than whole batches"
+        note = (
+            "dropout is off on both sides, as micro-batches draw different random numbers than whole batches"
+        )
         return replace(self, model=model), [note] * bool(drops)
 
     def exactly(self) -> _Both:
-        """Return the same without what makes numbers less exact."""
+        """Return the same without options that make numbers less exact."""
         return self._with(lambda e: isinstance(e, Precision))
 
     def _with(self, leaves_out: Callable[[Extension], bool], *more: Extension) -> _Both:
@@ -339,18 +341,18 @@ class _Both:
         return training
 
     def expected(self, plan: Plan, draws: bool) -> Training:
-        """Train as a plan must that changes nothing. ``draws``: layers do, for micro-batches, as one stage has them."""
+        """Train as a plan without such parts must. ``draws``: layers draw per micro-batch, as one stage does."""
         return self._alone().by(Plan(micro_batches=plan.micro_batches)) if draws else self.plainly()
 
     def _alone(self) -> _Both:
-        """Return the same for pipelines of this process alone, whatever ranks there are."""
+        """Return the same for pipelines of this process alone, without other ranks."""
         if not dist.is_initialized():
             return self
         own = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._with(lambda e: isinstance(e, Ranks), Ranks(group=own))
 
     def plainly(self) -> Training:
-        """Train as one does without a pipeline."""
+        """Train without a pipeline."""
         given = _copy(self.model)
         model, call = whole_of(given, layers_of(given, self.options.get("example_inputs")))
         device, training = device_of(model), Training()
@@ -428,7 +430,7 @@ def _numbered(values: Sequence[float]) -> dict[str, torch.Tensor]:
 
 def _line(what: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Line:
     if lost := sorted(expected.keys() ^ found.keys()):
-        return Line(what, math.inf, f"{lost[0]} is of one side only")
+        return Line(what, math.inf, f"{lost[0]} is on one side only")
     largest = max((size_of(t) for t in expected.values() if t.numel()), default=0.0)
     apart = {name: distance(t, found[name].to(t.device)) for name, t in expected.items() if t.numel()}
     where = max(apart, key=lambda name: apart[name], default="")

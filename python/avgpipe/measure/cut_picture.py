@@ -1,4 +1,4 @@
-"""A picture of a model's cut: a bar for each layer, and between stages what travels."""
+"""A picture of a model's cut: a bar for each layer, and between stages the bytes sent."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _LEAST_IN, _MOST_IN, _LAYER_IN = 8.0, 20.0, 0.2  # width of the figure, and of a layer with its name
-_LETTER_IN = 0.055  # of a name
-_HEADING_IN, _SHORT_IN = 1.15, 0.55  # widths of what stands above a stage
-_BOX_IN = 0.6  # width of what travels, in its box
+_LETTER_IN = 0.055  # of a letter of a name
+_HEADING_IN, _SHORT_IN = 1.15, 0.55  # widths of the heading above a stage
+_BOX_IN = 0.6  # width of the box with the bytes sent
 _ROW = 0.075  # height of a line of words above the bars, as a share of the axes
 
 
@@ -25,7 +25,7 @@ def plot_cut(cut: Cut, path: str | os.PathLike[str] | None = None) -> Figure:
     """Draw the layers by their estimated cost, in the hue of their stage; see ``Pipeline.plot``."""
     layers = len(cut.names)
     width = min(_MOST_IN, max(_LEAST_IN, 1.2 + _LAYER_IN * layers))
-    every = -(-layers * _LAYER_IN // (width - 1.2))  # so many layers have one name
+    every = -(-layers * _LAYER_IN // (width - 1.2))  # one of this many layers has a name
     named = _named(cut, int(every))
     longest = max(len(cut.names[n]) for n in named)
     with picture(path, width, 3.4 + min(2.2, _LETTER_IN * longest)) as figure:
@@ -54,7 +54,7 @@ def plot_cut(cut: Cut, path: str | os.PathLike[str] | None = None) -> Figure:
 
 
 def _heading(stage: int, share: float, parameters: int, width_in: float) -> str:
-    """Say of a stage what there is room for."""
+    """Describe a stage as far as there is room."""
     if width_in < _SHORT_IN:
         return f"{stage}\n{share:.0f} %"
     if width_in < _HEADING_IN:
@@ -63,7 +63,7 @@ def _heading(stage: int, share: float, parameters: int, width_in: float) -> str:
 
 
 def _named(cut: Cut, every: int) -> list[int]:
-    """Choose layers to be named: the first of each stage, and others that are far enough from these."""
+    """Choose the layers to name: the first of each stage, and others far enough from these."""
     named = list(cut.bounds[:-1])
     for n in range(len(cut.names)):
         if all(abs(n - other) >= every for other in named):
@@ -77,14 +77,14 @@ def _above(axes: Axes, color: str) -> dict[str, Any]:
 
 
 def _draw_traffic(axes: Axes, cut: Cut, box: float) -> int:
-    """Draw an arrow from stage to stage with its bytes, in as few lines as have room; return how many.
+    """Draw arrows between stages with their bytes, in as few lines as have room; return the number of lines.
 
     ``box``: width of a number of bytes, in layers.
     """
     last = len(cut.bounds) - 2
     ends = sorted({*cut.traffic, *((k, k + 1) for k in range(last))}, key=lambda e: (e[1] - e[0], e[0]))
     rows: list[list[tuple[int, int]]] = []
-    free_from: list[float] = []  # of each line
+    free_from: list[float] = []  # first free place of each line
     for source, to in ends:
         tail, head = cut.bounds[source + 1] - 0.5, cut.bounds[to] - 0.5
         left, right = min(tail, (tail + head - box) / 2), max(head, (tail + head + box) / 2)

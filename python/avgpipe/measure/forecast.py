@@ -18,19 +18,19 @@ from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.rules import RULES
 from avgpipe.schedule import build_schedule
 
-# Of the runtime's sum of gradients over replicas: the last one begins after the backward.
+# Bucket of the runtime's sum of gradients over replicas: the sum of the last one begins after the backward.
 _BUCKET_BYTES = 8 * 2**20
-_JITTERED = 48  # batches of each pipeline, so that the mean is known to about a hundredth
+_JITTERED = 48  # batches of each pipeline, which give the mean to about 1 %
 _AT_ONCE = LinkProfile(0.0, inf)
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a plan is predicted to do.
+    """The prediction for a plan.
 
     Attributes:
-        batch_s: From one batch's end to the next one's in the steady state.
-        memory_bytes: Of each worker, those of a stage one after the other.
+        batch_s: Seconds from one batch's end to the next one's in the steady state.
+        memory_bytes: Memory of each worker, with the replicas of a stage one after the other.
     """
 
     plan: Plan
@@ -39,10 +39,10 @@ class Forecast:
 
 
 class OnCluster(Training):
-    """A plan, but for its partition, on the first workers of a cluster: an objective of the search over cuts.
+    """A plan without partition on the first workers of a cluster: an objective of the search over cuts.
 
-    Its seconds are of what one pipeline has of a batch.
-    Replicas of a stage are neighbours, as the runtime numbers them, and each runs its share of the micro-batches.
+    Its seconds are of one pipeline's part of a batch. Replicas of a stage are neighbours, as the runtime
+    numbers them, and each runs its share of the micro-batches.
     """
 
     def __init__(self, profile: Profile, plan: Plan, batch_size: int, cluster: Cluster) -> None:
@@ -50,8 +50,8 @@ class OnCluster(Training):
             raise ValueError(f"the plan needs {plan.workers} workers, the cluster has {cluster.workers}")
         if plan.spread or len(set(plan.replication or [1])) > 1:
             raise ValueError(
-                "a forecast is of pipelines that share all workers, with as many replicas of each stage; this plan has "
-                f"replication {list(plan.replication or ()) or None}, spread {plan.spread}"
+                "forecasts need pipelines that share all workers, and equally many replicas of each stage; this plan "
+                f"has replication {list(plan.replication or ()) or None}, spread {plan.spread}"
             )
         self.plan, self._cluster = plan, cluster
         self._width = (plan.replication or [1])[0]
@@ -69,12 +69,12 @@ class OnCluster(Training):
 
     @property
     def _gain(self) -> float:
-        """Throughput of two pipelines on a device over that of one."""
+        """Return the throughput of two pipelines on a device over that of one."""
         return self._chain.profile.lane_gain(self._chain.micro_batch_size) if self.plan.pipelines > 1 else 1.0
 
     @property
     def limits(self) -> list[float] | None:
-        """Bytes of each worker of a replica of the model, the least of all replicas; None: nothing is limited."""
+        """Return the bytes of each worker of a replica of the model, the least of all replicas; None: no limit."""
         devices = self._cluster.devices
         memory = [
             min(devices[n].memory_bytes or inf for n in self._workers[stages[0]]) for stages in self.placement
@@ -87,7 +87,7 @@ class OnCluster(Training):
         return Forecast(plan, plan.shares * self._jittered_s(cut), sizes)
 
     def _jittered_s(self, cut: Cut) -> float:
-        """Like ``seconds``, with jitter; waiting for each other then costs more."""
+        """Return ``seconds`` with jitter, which makes waits longer."""
         jitter = self._chain.profile.jitter
         if not jitter:
             return self.seconds(cut)
@@ -101,7 +101,7 @@ class OnCluster(Training):
         return [sum(sizes[k] for k in stages) + self.process_bytes for stages in self.placement]
 
     def _blocks(self, cut: Cut) -> list[tuple[int, int, int]]:
-        """Each stage with its first layer and the one after its last."""
+        """Return each stage's index, first layer and the one after its last."""
         bounds = [0, *cut, self.layers]
         return list(zip(range(self.plan.stages), bounds, bounds[1:]))
 
@@ -120,21 +120,21 @@ class OnCluster(Training):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of one pipeline's part of a batch on one replica of each stage."""
+        """Return the micro-batches of one pipeline's part of a batch on one replica of each stage."""
         return self._schedule.micro_batches
 
     def costs_in_memory(self, cut: Cut) -> tuple[Costs | None, float | None]:
-        """Return the costs, with the memory of a micro-batch in flight and of a pipeline without any, and its limit.
+        """Return the costs, with the memory of a micro-batch in flight and of an idle pipeline, and the limit.
 
-        Memory is in shares of the worker's, so the limit is 1; without limits it is in bytes, and the limit None. The
-        costs are None where the memory is not sure to be enough for 1F1B.
+        Memory is in shares of the worker's, so the limit is 1; without limits it is in bytes, and the limit
+        None. The costs are None if the memory may not be enough for 1F1B.
         """
         limits, count = self.limits, self.plan.pipelines
         least = [min(self.micro_batches, self.plan.stages - k) for k in range(self.plan.stages)]
         held, kept = [], []
         for k, first, last in self._blocks(cut):
             scale = 1.0 if limits is None else limits[k]
-            # From so many on each more holds as much, with recomputation too.
+            # From this number on, each further micro-batch holds equally many bytes, with recomputation too.
             few = 1 + count
             size, more = (self.bytes_with(k, first, last, n * few) for n in (1, 2))
             held.append((more - size) / few / scale)
@@ -154,11 +154,11 @@ class OnCluster(Training):
         return 2 * self.micro_batches * (into + out)
 
     def _link(self, here: range, there: range) -> LinkProfile:
-        """From a stage to the next, all replicas at once; nothing between two stages of one worker."""
+        """Return the link from a stage to the next, all replicas at once; free between two stages of one worker."""
         return _AT_ONCE if here == there else self._cluster.link(here, there)
 
     def _sum_s(self, k: int, first: int, last: int) -> float:
-        """Seconds of the sum of gradients over replicas beyond the backward beside which it runs."""
+        """Return the seconds of the sum of gradients over replicas that do not overlap with the backward."""
         if self._width == 1:
             return 0.0
         link = self._ring(self._workers[k])
@@ -168,9 +168,10 @@ class OnCluster(Training):
         return float(max(whole_s - self._chain.backward_s(first, last) / self._speeds[k], at_end * whole_s))
 
     def _tied_s(self, cut: Cut) -> list[float]:
-        """Seconds of each stage for gradients of parameters that it shares with others: known of workers at hand.
+        """Return each stage's seconds for gradients of shared parameters, known for measured workers only.
 
-        They wait for each other little: the first stage, whose backward is the last, has the others' part by then.
+        Stages hardly wait for each other: when the first stage ends its backward, the last one, it has the
+        other parts.
         """
         seconds = [0.0] * self.plan.stages
         measured = self._chain.profile.reduction
@@ -184,7 +185,7 @@ class OnCluster(Training):
         return seconds
 
     def _ring(self, workers: range) -> LinkProfile:
-        """Link of a sum: as it was measured between the workers at hand, else by their links."""
+        """Return the link of a sum, as measured between the present workers, else by their links."""
         measured = self._chain.profile.reduction
         if measured is not None and self._cluster.is_here:
             return measured

@@ -1,4 +1,4 @@
-"""Bytes of a micro-batch, layer by layer: what is held and sent, and what a layer needs for a moment besides."""
+"""Bytes of a micro-batch, layer by layer: bytes held and sent, and the temporary bytes of a layer."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class LayerBytes(NamedTuple):
 
 
 class _Keepers(SavedBytes):
-    """Counts what autograd saves for the layer that made it, once. ``layer``: the one that runs now.
+    """Counts the bytes that autograd saves, once, for the layer that made them. ``layer``: the running layer.
 
-    An output that only later layers save is held for the layer that returned it first, and handed on by it.
+    An output that only later layers save counts for the layer that returned it first, as handed on by it.
     """
 
     def __init__(self, known: Iterable[int], layers: int) -> None:
         super().__init__(known)
         self.held, self.handed = [0] * layers, [0] * layers
         self.layer = 0
-        self._makers: dict[int, int] = {}  # of the outputs so far, by address
+        self._makers: dict[int, int] = {}  # makers of the outputs so far, by address
 
     def returned(self, output: Any) -> None:
         for tensor in tensors_of(output):
@@ -54,9 +54,10 @@ class _Keepers(SavedBytes):
 def measure_bytes(
     sweep: Sweep, example: Example, skips: Sequence[Skips]
 ) -> tuple[LayerBytes, dict[tuple[int, int], int]]:
-    """Measure by one forward in which layers are not cut apart, and one sweep; a sweep must have gone before.
+    """Measure with one forward in which layers are not detached, and one sweep; needs a sweep before it.
 
-    Returns the bytes of the layers, and of each skip by its ends. skips: of the model with a stage for each layer.
+    Returns the bytes of the layers, and of each skip by its ends. skips: skips of the model with a stage for
+    each layer.
     """
     stage = sweep.stage
     layers = len(stage.layers)
@@ -64,7 +65,7 @@ def measure_bytes(
     keepers = _Keepers((t.untyped_storage().data_ptr() for t in weights), layers)
     outputs, routed = [0] * layers, dict[tuple[int, int], int]()
     value = example.inputs
-    alive = []  # an address must not come again
+    alive = []  # keeps addresses from being reused
     with sweep.in_batch(example):
         for n in range(layers):
             keepers.layer = n
@@ -72,7 +73,7 @@ def measure_bytes(
                 value = sweep.call(n, value, example)
             keepers.returned(value)
             alive.append(value)
-            if n < layers - 1:  # the model's own output goes nowhere
+            if n < layers - 1:  # the model's output is not sent
                 outputs[n] = _output_bytes(stage.layers[n], stage.layers[n + 1], value, skips[n + 1])
                 for route in skips[n].departures:
                     routed[n, route.stage] = sum(_bytes(value[place]) for place in route.places)
@@ -82,7 +83,7 @@ def measure_bytes(
 
 
 def _output_bytes(layer: Any, following: Any, output: Any, skips: Skips) -> int:
-    """Bytes that go to the next layer, without those that skip it. skips: that arrive there."""
+    """Return the bytes sent to the next layer, without those that skip it. skips: skips that arrive there."""
     if not (isinstance(layer, PartLayer) and isinstance(following, PartLayer)):
         return _bytes(output)
     uses, takes = following.values.uses, following.values.takes
@@ -98,9 +99,9 @@ _reference: Any = StorageWeakRef  # torch leaves it untyped
 
 
 class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, follows the memory of every tensor that an operator returns, as long as it lives.
+    """Tracks the memory of every tensor that an operator returns inside, as long as it lives.
 
-    What an operator uses within itself is not seen.
+    Temporary memory within an operator is not tracked.
     """
 
     def __init__(self, known: list[torch.Tensor]) -> None:
@@ -110,7 +111,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._peak = 0
 
     def mark(self) -> tuple[int, int]:
-        """Return the bytes that are there now, and the most since the mark before."""
+        """Return the bytes allocated now, and the most since the mark before."""
         now = self._now()
         peak, self._peak = max(self._peak, now), now
         return now, peak
@@ -135,7 +136,7 @@ class _Memory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _working_bytes(sweep: Sweep, example: Example, output_bytes: list[int]) -> list[int]:
     """Return the workspace of each layer: the greater of its forward's and its backward's.
 
-    Gradients of outputs have ``output_bytes`` as the outputs do, and are there while a backward runs.
+    Gradients of outputs have ``output_bytes`` like the outputs, and exist while a backward runs.
     """
     parameters = list(sweep.stage.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]

@@ -30,7 +30,7 @@ from avgpipe.ranks.process import cpu_model, keep_freed_memory
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 
-_SWEEPS_SHARE, _UPDATES_SHARE, _LANES_SHARE = 0.6, 0.3, 0.1  # of the time
+_SWEEPS_SHARE, _UPDATES_SHARE, _LANES_SHARE = 0.6, 0.3, 0.1  # shares of the time
 
 
 def profile(
@@ -51,49 +51,50 @@ def profile(
     worker_loads: tuple[str, dict[str, Any]] | None = None,
     layers_only: bool = False,
 ) -> Profile:
-    """Measure a model that a ``Pipeline`` takes, layer by layer; it stays as it is, and so do random generators.
+    """Measure a model that a ``Pipeline`` takes, layer by layer; the model and random generators stay unchanged.
 
-    Every layer runs as a stage would run it, on inputs that are cut from the layers before, micro-batches of all sizes
-    in turn; a time is the mean of 3 to 25 sweeps over all layers, without the tenths that are shortest and longest. The
-    optimizer's steps, and those with elastic averaging (rule avgpipe, staleness 1, two pipelines), are measured with
-    cold caches, as at the end of a batch. What the runtime adds, a worker's memory and the link are measured in one or
-    two short processes.
+    Every layer runs as a stage would run it, on inputs that are detached from the layers before,
+    micro-batches of all sizes in turn; a time is the mean of 3 to 25 sweeps over all layers, without the
+    shortest and the longest tenth. The optimizer's steps, and those with elastic averaging (rule avgpipe,
+    staleness 1, two pipelines), are measured with cold caches, as at the end of a batch. The runtime's costs,
+    a worker's memory and the link are measured in one or two short processes.
 
     On the CPU a worker runs one action at a time, so ``second_lane`` is 1 by construction; on CUDA it is measured with
     two streams, and ``process_bytes`` is 0, as torch counts a device's memory.
 
     Args:
-        model: What a ``Pipeline`` takes.
-        example_inputs: A batch, tensors with the samples as dimension 0; micro-batches are cut from it, or repeat it
-            where it is too small.
-        loss_fn: Of output and target, a scalar, counted with the last layer; None: a mean of the output.
+        model: See ``Pipeline``.
+        example_inputs: A batch, tensors with the samples as dimension 0; micro-batches are cut from it, or
+            repeat it if it is too small.
+        loss_fn: Maps output and target to a scalar; counted with the last layer. None: a mean of the output.
         target: The targets of ``example_inputs``.
         device: Where to measure.
-        micro_batch_sizes: Samples of the micro-batches that are timed.
-        optimizer: Of parameters, as of the ``Pipeline``; None: no optimizer's time and state.
-        link: Between two workers; None: that of two processes of this host, on CUDA none.
-        clip_grad_norm: As of the ``Pipeline``; what finding and applying the norm takes is counted with the optimizer's
-            steps.
-        autocast: Dtype for ``torch.autocast``, as of the ``Pipeline``.
-        threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless told
+        micro_batch_sizes: Sizes of the micro-batches to time, in samples.
+        optimizer: Makes an optimizer from parameters, see ``Pipeline``; None: no optimizer's time and state.
+        link: Link between two workers; None: that of two processes of this host, on CUDA none.
+        clip_grad_norm: See ``Pipeline``; computing and applying the norm counts as part of the optimizer's
+            step.
+        autocast: Dtype for ``torch.autocast``, see ``Pipeline``.
+        threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless set
             otherwise.
-        budget_s: About how many seconds measuring may take, beside the processes; more where three sweeps take longer.
+        budget_s: Approximate seconds for measuring, besides the processes; more if three sweeps take longer.
         name: The model's name in the profile; None: its class.
-        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken for
-            that of a worker without its share of the model, and what it returns is kept, such as the data and the
-            whole model.
-        layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link. Workers may
-            profile so at the same time: what they find then includes that they slow each other down.
+        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is
+            taken as that of a worker without a stage; its result is kept, such as the data and the whole
+            model.
+        layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link.
+            Several workers may profile like this at the same time; their times then include the mutual
+            slowdown.
 
     Raises:
         ValueError, TypeError: An argument is wrong.
-        StageError: A layer, which it names, cannot be timed.
+        StageError: A layer, which the error names, cannot be timed.
         PipelineError: A process failed.
     """
     where, layers = own_device(device), layers_of(model, example_inputs)
     on_host = not has_streams(where)
     if on_host:
-        keep_freed_memory()  # as the pipelines do
+        keep_freed_memory()  # as pipelines do
     if not micro_batch_sizes or any(type(b) is not int or b < 1 for b in micro_batch_sizes):
         raise ValueError(
             f"micro_batch_sizes must be whole numbers of at least 1, got {list(micro_batch_sizes)}"
@@ -139,12 +140,12 @@ def _row(name: str, layer: nn.Module, measured: dict[str, Any]) -> LayerProfile:
 
 
 def with_workers(found: Profile, workers: WorkerCosts, link: LinkProfile | None) -> Profile:
-    """A profile of layers with what is around them; ``link``: in place of the one that was measured."""
+    """Add the costs of workers to a profile of layers; ``link``: replaces the measured one."""
     return replace(
         found,
         action_s=workers.action_s,
         step_s=found.step_s + workers.batch_s,
-        # Of a device torch counts what tensors take, on a host it is the process.
+        # On a device torch counts the bytes of tensors; on a host memory is that of the process.
         process_bytes=workers.process_bytes if found.device.startswith("cpu") else 0.0,
         link=link or workers.link,
         reduction=workers.reduction,
@@ -161,7 +162,7 @@ def _swept(
     begin = time.perf_counter()
     sweep = new_sweep()
     device, layers = sweep.stage.device, len(sweep.stage.layers)
-    for batch in batches:  # the first of a kind is slow; it makes the gradients to which others add
+    for batch in batches:  # the first of each size is slow; it makes the gradients that others add to
         sweep.times(batch)
         sweep.times(batch, split=True)
     sizes = [measure_bytes(sweep, batch, routes) for batch in batches]
@@ -171,7 +172,7 @@ def _swept(
     def once(number: int) -> None:
         for batch in batches:
             whole[batch.number].append(sweep.times(batch))
-            if number % 2 == 0:  # the parts are a ratio, which is found sooner
+            if number % 2 == 0:  # the parts are a ratio, which needs fewer samples
                 split[batch.number].append(sweep.times(batch, split=True))
 
     repeat(once, _SWEEPS_SHARE * budget_s - (time.perf_counter() - begin))
@@ -189,7 +190,7 @@ def _swept(
 
 
 def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, Any]:
-    """Seconds of each layer; of a backward the input's part is in proportion to what two parts in turn take."""
+    """Return the seconds of each layer; a backward's input part is in proportion to the split measurement."""
     forward_s, backward_s, _ = (typical(times) for times in zip(*whole))
     _, inputs_s, rests_s = (typical(times) for times in zip(*split))
     parts = [
@@ -200,15 +201,16 @@ def _typical_times(whole: Sequence[Times], split: Sequence[Times]) -> dict[str, 
 
 
 def _jitter(sweeps: Sequence[Sequence[Times]]) -> float:
-    """Relative spread of all layers' times from one sweep to the next, so that a slow drift does not count."""
+    """Return the relative spread of all layers' times between consecutive sweeps, so that slow drift is left out."""
     sums = np.array([[(sum(t.forward_s), sum(t.backward_s)) for t in times] for times in sweeps])
     steps = np.abs(np.diff(sums, axis=1)) / sums.mean(axis=1, keepdims=True)
-    # Some are outliers. Of normal samples the median is 0.6745 times the square root of 2 standard deviations.
+    # Robust to outliers: for normal samples the median is 0.6745 times the square root of 2 standard
+    # deviations.
     return min(MOST_JITTER, float(np.median(steps)) / (0.6745 * math.sqrt(2)))
 
 
 def _stage(layers: Sequence[nn.Module], device: torch.device) -> Stage:
-    """A copy of all layers, in training."""
+    """Return a copy of all layers, in training mode."""
     stage = Stage(layers, 0, 0, 0, device)
     stage.train()
     for p in stage.parameters():
@@ -217,7 +219,7 @@ def _stage(layers: Sequence[nn.Module], device: torch.device) -> Stage:
 
 
 def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
-    """Find parameters that several layers share, by those layers."""
+    """Return the parameters that several layers share, by those layers."""
     holders: dict[nn.Parameter, list[int]] = defaultdict(list)
     for n, layer in enumerate(layers):
         for p in filter(lambda p: p.requires_grad, layer.parameters()):
@@ -230,7 +232,7 @@ def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def layer_names(layers: Sequence[nn.Module]) -> list[str]:
-    """Name each layer: of a traced model by the module with which it begins, else by index and class."""
+    """Name each layer: of a traced model by its first module, else by index and class."""
     calls = [getattr(layer, "calls", None) for layer in layers]
     named = [call if isinstance(call, str) else "" for call in calls]
     return [call or f"{n} {type(layer).__name__}" for n, (call, layer) in enumerate(zip(named, layers))]

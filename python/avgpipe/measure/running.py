@@ -1,4 +1,4 @@
-"""What a running pipeline did, and what its actions cost, gathered from all ranks."""
+"""Timeline and costs of a running pipeline, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def gather_timeline(worker: Worker) -> Timeline:
 
 
 def gather_busy(worker: Worker, first_batch: int) -> list[float]:
-    """Return the computing share of each worker's time, 0..1, since ``first_batch`` began or its record does.
+    """Return the computing share of each worker's time, 0..1, since ``first_batch`` or the start of its record.
 
-    Each share is of the worker's own record of these batches, so only a number per worker travels. Every rank calls
-    this.
+    Each share is computed from the worker's own record of these batches, so only a number per worker is sent.
+    Every rank calls this.
     """
     events: dict[int, list[Event]] = defaultdict(list)
     for event in worker.scheduler.events():
@@ -43,11 +43,13 @@ def gather_busy(worker: Worker, first_batch: int) -> list[float]:
 def measured_costs(worker: Worker) -> Costs:
     """Return median times of the actions so far, and the memory of a micro-batch, of every stage.
 
-    For stages without replicas. The memory of a micro-batch is 0 where nobody asked for it. Every rank calls this.
+    For stages without replicas. The memory of a micro-batch is 0 unless it was requested. Every rank calls
+    this.
     """
     gathered = worker.world.gather([_costs_of(worker, k) for k in worker.held])
     rows = sorted((row for rows in gathered for row in rows), key=lambda row: row["stage"])
-    # The ends' clocks differ by what forwards gain and gradients lose: the mean of both is the time of either.
+    # The clocks of the two ends differ: forwards appear shorter by what gradients appear longer, so take the
+    # mean.
     transfers = [
         max(0.0, (after["activation_s"] + before["gradient_s"]) / 2) for before, after in pairwise(rows)
     ]
@@ -62,7 +64,7 @@ def measured_costs(worker: Worker) -> Costs:
 
 
 def _costs_of(worker: Worker, k: int) -> dict[str, float]:
-    """Return what stage ``k`` costs: seconds of its actions and of messages from its neighbours, and bytes."""
+    """Return the costs of stage ``k``: seconds of its actions and of messages from its neighbours, and bytes."""
     reference, trained = worker.references[k], worker.trained[k, 0]
     shared = sum(t.nbytes for t in reference.parameters) if reference is not None else 0
     shared += sum(t.nbytes for t in worker.emas[k].flats) if k in worker.emas else 0
@@ -80,7 +82,7 @@ def _costs_of(worker: Worker, k: int) -> dict[str, float]:
 def _action_seconds(events: Iterable[Event]) -> dict[str, float]:
     """Return medians for F, B and U, with the sends that follow, which occupy the worker too.
 
-    A backward in two parts takes both. The first batches do not count.
+    A backward in two parts takes both. The first batches are left out.
     """
     samples: dict[str, list[float]] = defaultdict(list)
     first: dict[int, int] = {}
@@ -92,6 +94,6 @@ def _action_seconds(events: Iterable[Event]) -> dict[str, float]:
 
 
 def _latency_s(worker: Worker, source: int, message: Message) -> float:
-    """Return how long a message from a neighbour takes; 0 in shared memory, where arrival is immediate."""
+    """Return the seconds of a message from a neighbour; 0 in shared memory, where arrival is immediate."""
     link = worker.links.get(source)
     return float(getattr(link, "latency_s", {}).get(message, 0.0))

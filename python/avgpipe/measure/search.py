@@ -20,17 +20,17 @@ from avgpipe.planning.profile import Profile
 from avgpipe.schedule import RECOMPUTE
 
 PIPELINES = (1, 2, 3)
-_FEW_WORKERS = 16  # up to which every number of stages is tried, also where it leaves workers idle
-_IDLE = 0.02  # the share of the workers that more may leave idle
+_FEW_WORKERS = 16  # up to this number every number of stages is tried, also if it leaves workers idle
+_IDLE = 0.02  # with more workers, the share of them that may stay idle
 _OF_A_REPLICA = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class PlanShape(NamedTuple):
-    """The sizes of a plan, which are checked only where it is made.
+    """The sizes of a plan, which are only checked when the plan is made.
 
     Attributes:
         width: Replicas of each stage.
-        micro_batches: Of a batch, which pipelines and replicas share.
+        micro_batches: Micro-batches of a batch, which pipelines and replicas share.
     """
 
     stages: int
@@ -39,7 +39,7 @@ class PlanShape(NamedTuple):
     micro_batches: int
 
     def plan(self, recompute: str = "never", advance: int | None = None) -> Plan:
-        """Without partition; ``advance`` None: the schedule's own, as of one stage always."""
+        """Make the plan without partition; ``advance`` None: the schedule's own, always so for one stage."""
         return Plan(
             stages=self.stages,
             pipelines=self.pipelines,
@@ -53,7 +53,7 @@ class PlanShape(NamedTuple):
 
 
 def check_sizes(batch_size: int, pipelines: Sequence[int], micro_batches: Sequence[int] | None) -> None:
-    """ValueError for sizes that no plan has."""
+    """Raise ValueError for sizes that no plan can have."""
     if type(batch_size) is not int or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}: must be a whole number of at least 1")
     for name, values in (("pipelines", pipelines), ("micro_batches", micro_batches)):
@@ -61,17 +61,17 @@ def check_sizes(batch_size: int, pipelines: Sequence[int], micro_batches: Sequen
             raise ValueError(f"{name}={values!r}: must be whole numbers of at least 1")
     over = [m for m in micro_batches or () if m > batch_size]
     if over:
-        raise ValueError(f"micro_batches={over}: a batch of {batch_size} samples has not so many parts")
+        raise ValueError(f"micro_batches={over}: a batch of {batch_size} samples has too few samples")
 
 
 @dataclass(frozen=True)
 class Space:
-    """The plans that are tried for a profile on a cluster.
+    """The plans to try for a profile on a cluster.
 
     Attributes:
         batch_size: Samples of a batch, which the pipelines share.
-        pipelines: Numbers to try.
-        micro_batches: Numbers to try; None: a sensible few.
+        pipelines: Numbers of pipelines to try.
+        micro_batches: Numbers of micro-batches to try; None: a sensible few.
 
     Raises:
         ValueError: See :func:`check_sizes`.
@@ -94,7 +94,7 @@ class Space:
         return OnCluster(self.profile, plan, self.batch_size, self.cluster)
 
     def shapes(self) -> Iterator[PlanShape]:
-        """Return the sizes to try; several pipelines on one device only where that alone may gain."""
+        """Return the sizes to try; several pipelines on one device only if that can be faster."""
         alone = self.pipelines if max(self.profile.second_lane, default=1.0) > 1 else (1,)
         for width in dict.fromkeys((1, self.width(1))):
             yield from self._of(1, width, alone)
@@ -106,7 +106,7 @@ class Space:
                 yield from self._of(stages, width, self.pipelines)
 
     def width(self, stages: int) -> int:
-        """Replicas per stage: as many as the workers allow while all get the same number of micro-batches."""
+        """Return the most replicas per stage that the workers allow with equal numbers of micro-batches."""
         most = self.cluster.workers // stages
         if self.micro_batches is None:
             return min(most, self.batch_size)
@@ -116,9 +116,9 @@ class Space:
         return (PlanShape(stages, width, n, m) for n in pipelines for m in self.parts(width, n))
 
     def parts(self, width: int, pipelines: int = 1) -> list[int]:
-        """Micro-batches of a batch that ``width`` replicas in each of the pipelines share alike.
+        """Return the numbers of micro-batches that ``width`` replicas in each of the pipelines can share equally.
 
-        Where there are no replicas, those that are asked for need not be alike for all pipelines.
+        Without replicas, given numbers need not be equal for all pipelines.
         """
         each = width * pipelines
         if self.micro_batches is not None:
@@ -127,26 +127,26 @@ class Space:
 
 
 def profiled_sizes(samples: int) -> tuple[int, ...]:
-    """Micro-batches that tell of all up to a whole batch: a few powers of two below, and the batch."""
+    """Return the micro-batch sizes to profile: a few powers of two below a whole batch, and the batch."""
     sizes = [samples]
     while len(sizes) < 5 and sizes[-1] > 1:
         sizes.append(-(-sizes[-1] // 2))
     return tuple(sorted(set(sizes)))
 
 
-_ROUGH, _REFINED = 60, 5  # plans that are simulated with a first cut, and with the best
-_CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less memory
+_ROUGH, _REFINED = 60, 5  # numbers of plans simulated with a first cut, and with the best cut
+_CLOSE = 1.01  # of two plans with closer times, choose the one with less memory
 _seconds = attrgetter("batch_s")
-_LONG = 2_000  # micro-batches over all stages: above, only the schedules with a name are tried
-_WINDOW = 0.96  # of a bound: over the few batches that a simulation times, a worker may have done less than its share
+_LONG = 2_000  # micro-batches times stages: above, no advances are tried
+_WINDOW = 0.96  # of a bound: in the few simulated batches a worker may do less than its share
 
 
 class Found(NamedTuple):
-    """The best plans by their times, those with one stage included.
+    """The best plans by their times, with those of one stage.
 
     Attributes:
-        considered: Shapes that there were.
-        excluded: How many of those looked at fitted into no memory.
+        considered: Number of shapes considered.
+        excluded: Number of those evaluated that did not fit into the memory.
     """
 
     ranked: tuple[Forecast, ...]
@@ -155,7 +155,7 @@ class Found(NamedTuple):
 
 
 def search(space: Space) -> Found:
-    """ValueError where nothing fits into the memory: by how much, and what would."""
+    """Search the space; ValueError if nothing fits into the memory: by how much, and what would fit."""
     return _PlanSearch(space).run()
 
 
@@ -173,22 +173,22 @@ class _PlanSearch:
         if not rough:
             raise self._nothing_fits(shapes)
         chosen = [self._refined(f) for f in [f for f in rough if f.plan.stages > 1][:_REFINED]]
-        for workers in {1, self._space.width(1)}:  # those of one stage have nothing to refine
+        for workers in {1, self._space.width(1)}:  # plans of one stage have nothing to refine
             chosen += [f for f in rough if (f.plan.stages, f.plan.workers) == (1, workers)][:1]
         return Found(tuple(sorted(chosen, key=_seconds)), len(shapes), self._excluded)
 
     def _least_s(self, shape: PlanShape) -> float:
-        """Bound a batch's time with any cut of this shape: a worker's share of the work, and the largest layer's."""
+        """Return a lower bound of a batch's time with any cut, from the work per worker and the largest layer."""
         samples = self._space.batch_size / shape.micro_batches
         whole_s, added_s, largest = self._work(samples)
-        each = shape.micro_batches // (shape.width * shape.pipelines)  # of a pipeline, at least
+        each = shape.micro_batches // (shape.width * shape.pipelines)  # micro-batches of a pipeline, at least
         share_s = (each * whole_s - added_s) / shape.stages
         largest_s = max(each * layer_s - less_s for layer_s, less_s in largest)
         gain = self._space.profile.lane_gain(samples) if shape.pipelines > 1 else 1.0
         return _WINDOW * shape.pipelines * max(share_s, largest_s) / (gain * self._fastest)
 
     def _about_s(self, shape: PlanShape) -> float:
-        """Estimate a shape's time: its bound, the way through the pipeline, and the sum of gradients."""
+        """Estimate a shape's time: its bound, the latency of the pipeline, and the sum of gradients."""
         samples, width = self._space.batch_size / shape.micro_batches, shape.width
         bound_s = self._least_s(shape)
         if shape.pipelines == 1:
@@ -201,13 +201,13 @@ class _PlanSearch:
         return bound_s + float(ring_s(size, width, rate))
 
     def _work_of(self, samples: float) -> tuple[float, float, list[tuple[float, float]]]:
-        """Seconds of a micro-batch, and by how much the first one's is less: of all layers, and of each."""
+        """Return seconds of a micro-batch, and how much less the first one takes: of all layers, and of each."""
         chain = self._chain(samples)
         layers = [(chain.compute_s(n, n + 1), chain.accumulate_s(n, n + 1)) for n in range(chain.layers)]
         return chain.compute_s(0, chain.layers), chain.accumulate_s(0, chain.layers), layers
 
     def _rough(self, shapes: Sequence[PlanShape]) -> list[Forecast]:
-        """Simulated with a balanced cut, in the order of their times: those that may be best, and of one stage all."""
+        """Simulate, with a balanced cut, shapes that may be best and all of one stage; return them by time."""
         found: list[Forecast] = []
         tried, best_s = 0, inf
         for shape in shapes:
@@ -223,9 +223,9 @@ class _PlanSearch:
         return sorted(found, key=_seconds)
 
     def _first(self, shape: PlanShape) -> Forecast | None:
-        """The quickest of the ways to fit, with a first cut; None where none fits.
+        """Return the fastest variant that fits, with a first cut; None if none fits.
 
-        Ways that need less memory are looked at only where memory is what decides.
+        Variants that need less memory are considered only if memory is the limit.
         """
         found: list[Forecast] = []
         for problem in self._ways(shape):
@@ -237,12 +237,12 @@ class _PlanSearch:
         return min(found, key=_seconds, default=None)
 
     def _ways(self, shape: PlanShape) -> Iterator[OnCluster]:
-        """In the order of what they take: recomputation, and 1F1B, which holds least, in place of the own advance."""
+        """Yield variants in the order of their times: with recomputation, and with 1F1B, which holds least."""
         for recompute in RECOMPUTE:
             for advance in (None, 0):
                 yield self._space.on_cluster(shape.plan(recompute, advance))
 
-    # ---- the best few ----------------------------------------------------------------------------------------------
+    # ---- the best few ------------------------------------------------------------------------------------------------
 
     def _refined(self, rough: Forecast) -> Forecast:
         """Return the plan with the best cut, and the advance that ``advance="auto"`` would choose for it."""
@@ -256,7 +256,7 @@ class _PlanSearch:
         return min(near, key=lambda f: (sum(f.memory_bytes), f.batch_s))
 
     def _advances(self, problem: OnCluster, cut: Cut) -> list[int | list[int]]:
-        """Worth trying for a cut."""
+        """Return the advances to try for a cut."""
         plan, parts = problem.plan, problem.micro_batches
         if plan.stages * parts > _LONG:
             return [0]
@@ -267,7 +267,7 @@ class _PlanSearch:
         return [0, chosen.advance]
 
     def _nothing_fits(self, shapes: Sequence[PlanShape]) -> ValueError:
-        """Return the error that says how much memory the smallest plans need."""
+        """Return the error with the memory that the smallest plans need."""
         few = [s for s in shapes if s.stages == 1 or s.pipelines == min(self._space.pipelines)]
         searches = (CutSearch(on, on.limits) for shape in few for on in self._ways(shape))
         _, size, limit = min(search.excess(search.min_memory()) for search in searches)
@@ -282,7 +282,7 @@ def fits(f: Forecast, cluster: Cluster) -> bool:
 # ---- baselines -------------------------------------------------------------------------------------------------------
 
 MAX_NUM, MAX_SIZE = "max-num", "max-size"
-_CUTS = 5  # that are all tried; of more, the ones with the least work on the busiest worker
+_CUTS = 5  # most cuts to try: the ones with the least work on the busiest worker
 
 
 def extremes(space: Space) -> dict[str, Forecast]:
@@ -302,12 +302,13 @@ def extremes(space: Space) -> dict[str, Forecast]:
 def settings(space: Space) -> list[Forecast]:
     """Return the plans of a traversal that fit into the memory, with a stage on each worker.
 
-    All numbers of pipelines and micro-batches; no advance, the default and the most; the cuts nearest to balance.
+    It includes all numbers of pipelines and micro-batches; no advance, the default and the most; the cuts
+    nearest to balance.
     """
     found: list[Forecast] = []
     stages = space.most_stages
     for m in space.parts(1):
-        advances = [0, None, m - 1][: m if stages > 1 else 1]  # that make different schedules
+        advances = [0, None, m - 1][: m if stages > 1 else 1]  # advances that make different schedules
         for n in (n for n in space.pipelines if n <= m):
             shape = PlanShape(stages, 1, n, m)
             cuts = _cuts(space.on_cluster(shape.plan()))

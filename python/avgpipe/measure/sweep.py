@@ -1,7 +1,7 @@
-"""Micro-batches through all layers, each layer run as if it were a stage.
+"""Sweeps of micro-batches through all layers, each layer run as if it were a stage.
 
-A layer gets what the one before returned, detached, and its backward the gradients that the one behind has made. So
-every layer is timed amid the others, with caches as they are in training.
+A layer gets the output of the layer before, detached, and its backward the gradients that the layer behind
+has made. So every layer is timed between the others, with caches as they are in training.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.split_backward import input_backward
 from avgpipe.runtime.stage import Stage, writes_to_a_leaf
 
-_ROUNDS = 3, 25  # at least and at most
+_ROUNDS = 3, 25  # least and most
 
 
 class ProfilingClock:
-    """Marks on the device's own course: on an accelerator events of the current stream, else the host's clock."""
+    """Timestamps of the device: on an accelerator events of the current stream, else the host's clock."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._has_streams = device, has_streams(device)
@@ -45,7 +45,7 @@ class ProfilingClock:
         return timed_event(self._device)
 
     def settle(self) -> None:
-        """Wait for what the current stream holds; ``seconds`` may then be asked."""
+        """Wait for the current stream; afterwards ``seconds`` may be called."""
         if self._has_streams:
             current_stream(self._device).synchronize()
 
@@ -53,7 +53,7 @@ class ProfilingClock:
         return float(begin.elapsed_time(end)) / 1e3 if self._has_streams else float(end - begin)
 
     def timed(self, act: Callable[[], object]) -> float:
-        """Seconds of what ``act`` does."""
+        """Return the seconds that ``act`` takes."""
         begin = self.mark()
         act()
         end = self.mark()
@@ -70,15 +70,14 @@ def repeat(one_round: Callable[[int], None], budget_s: float) -> int:
         if done >= fewest and spent_s + spent_s / done > budget_s:
             return done
         one_round(done)
-        gc.collect(0)  # what the round has left, while nothing is timed
+        gc.collect(0)  # free the round's garbage while nothing is timed
     return most
 
 
 def typical(samples: Sequence[Any]) -> Any:
-    """The mean, without a tenth of the samples at either end: of numbers, or of each place of several lists.
+    """Return the mean without a tenth of the samples at either end: of numbers, or of each place of several lists.
 
-    Batches are sums of many times, and sums of medians are below them where long times are longer than short ones are
-    short.
+    Batches are sums of many times; sums of medians would be below them, as the long tail of times is longer.
     """
     left_out = len(samples) // 10
     return np.sort(samples, axis=0)[left_out : len(samples) - left_out].mean(axis=0).tolist()
@@ -86,7 +85,7 @@ def typical(samples: Sequence[Any]) -> Any:
 
 @contextmanager
 def undisturbed(threads: int) -> Iterator[None]:
-    """Inside, torch computes with so many threads and the collector waits."""
+    """Inside, torch computes with ``threads`` threads and the garbage collector is off."""
     before, collects = torch.get_num_threads(), gc.isenabled()
     torch.set_num_threads(threads)
     gc.collect()
@@ -100,7 +99,7 @@ def undisturbed(threads: int) -> Iterator[None]:
 
 
 class Example(NamedTuple):
-    """A micro-batch. ``number``: among the sizes."""
+    """A micro-batch. ``number``: index of its size."""
 
     number: int
     inputs: Any
@@ -108,9 +107,9 @@ class Example(NamedTuple):
 
 
 def examples(inputs: Any, target: Any, sizes: Sequence[int], device: torch.device) -> list[Example]:
-    """The first samples of a batch for each size; the batch over and over where it has fewer.
+    """Return the first samples of a batch for each size, repeating a batch that has fewer.
 
-    ValueError for tensors that have not the samples as dimension 0.
+    Raises ValueError for tensors without the samples as dimension 0.
     """
     inputs, target = plain(inputs), plain(target)
     samples = sample_count(inputs, target)
@@ -136,7 +135,7 @@ class Times(NamedTuple):
 
 
 class Done(NamedTuple):
-    """A layer's forward: inputs and outputs whose gradients are wanted."""
+    """A layer's forward: its inputs and outputs that need gradients."""
 
     inputs: list[torch.Tensor]
     edges: list[GradientEdge]
@@ -147,9 +146,9 @@ Marks = list[tuple[Any, Any]]
 
 
 class Sweep:
-    """``stage`` has all layers; ``names`` are theirs, for messages. ``loss_fn`` None: a mean of the output.
+    """``stage`` has all layers; ``names`` are their names, for messages. ``loss_fn`` None: a mean of the output.
 
-    A layer that cannot be timed is a StageError that names it.
+    For a layer that cannot be timed, StageError names it.
     """
 
     def __init__(
@@ -159,12 +158,13 @@ class Sweep:
         self._loss_fn, self._autocast = loss_fn or _mean, autocast
         self._clock = ProfilingClock(stage.device)
         self._overwriting: set[int] = set()  # layers that overwrite their input
-        # A stage enters autograd's engine once for all its layers, a sweep once for each: the runtime's, not theirs.
+        # A stage enters autograd's engine once for all its layers, a sweep once for each: subtract the
+        # entries.
         self._entry_s = 0.0 if has_streams(stage.device) else _engine_entry_s()
         self._batches = count()
 
     def times(self, example: Example, *, split: bool = False) -> Times:
-        """Forwards and backwards; ``split``: in two parts, of which ``backward_s`` has the first."""
+        """Time forwards and backwards; ``split``: in two parts, of which ``backward_s`` has the first."""
         marks = self.marked(example, self._clock.mark, split=split)
         self._clock.settle()
         seconds = [self._clock.seconds(*ends) for ends in marks]
@@ -181,7 +181,7 @@ class Sweep:
 
     @contextmanager
     def in_batch(self, example: Example) -> Iterator[None]:
-        """Inside, the layers are in a micro-batch of a batch of their own, whose traces are dropped at the end."""
+        """Inside, the layers process a micro-batch of a separate batch, whose state is dropped at the end."""
         stage, batch = self.stage, next(self._batches)
         before = set_position(Position(0, batch, example.number))
         if stage.statistics is not None:
@@ -210,7 +210,7 @@ class Sweep:
     def _backward(self, done: list[Done], mark: Mark, split: bool) -> Marks:
         received: list[Any] = [torch.ones((), device=self.stage.device)]
         marks, rests = [], []
-        while done:  # what the layers behind have held is gone when the next begins
+        while done:  # frees the values of later layers before the next backward
             layer = done.pop()
             arrived = [(edge, grad) for edge, grad in zip(layer.edges, received) if grad is not None]
             roots, grads = [edge for edge, _ in arrived], [grad for _, grad in arrived]
@@ -227,7 +227,7 @@ class Sweep:
         return marks + rests
 
     def uncut(self, example: Example) -> Any:
-        """The loss, with the graph of all layers."""
+        """Return the loss, with the graph of all layers."""
         value = example.inputs
         with self.in_batch(example):
             for n in range(len(self.stage.layers)):
@@ -235,7 +235,7 @@ class Sweep:
         return value
 
     def call(self, n: int, value: Any, example: Example) -> Any:
-        """Layer ``n``, the last one with the loss."""
+        """Call layer ``n``, the last one with the loss."""
         layer = self.stage.layers[n]
         where, cast = self.stage.device, self._autocast
         try:
@@ -254,7 +254,7 @@ class Sweep:
     def _called(
         self, n: int, value: Any, example: Example, mark: Mark
     ) -> tuple[list[torch.Tensor], Any, Any]:
-        """Call layer ``n``; return the leaves of its input that want gradients, when it began, and its output."""
+        """Call layer ``n``; return the inputs that need gradients as leaves, the start time, and the output."""
         if n > 0:
             value = pytree.tree_map(_detached, value)
         inputs = wanting_gradients(value)
@@ -275,14 +275,14 @@ class Sweep:
         is_last = n == len(self.stage.layers) - 1
         wanted = inputs or any(p.requires_grad for p in self.stage.layers[n].parameters())
         if not edges and (wanted or is_last):
-            raise self._untimed(n, "no gradient comes back from its output" + " or the loss" * is_last)
+            raise self._untimed(n, "no gradient flows back from its output" + " or the loss" * is_last)
 
     def _untimed(self, n: int, why: str) -> StageError:
         return StageError(f"layer {n} ({self._names[n]}) cannot be timed: {why}")
 
 
 def _engine_entry_s() -> float:
-    """Seconds of a backward through next to nothing."""
+    """Return the seconds of an almost empty backward."""
     x, grad = torch.zeros((), requires_grad=True), torch.zeros(())
     samples = []
     for _ in range(100):
@@ -298,7 +298,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def _mean(output: Any, target: Any) -> torch.Tensor:
-    """A loss where none is given."""
+    """Return a default loss."""
     return torch.stack([t.float().mean() for t in wanting_gradients(output)]).sum()
 
 
@@ -324,7 +324,7 @@ def lane_gain(sweeps: Sequence[Sweep], example: Example, budget_s: float) -> flo
 
 
 def _alternate(sweeps: Sequence[Sweep], streams: Sequence[Any], example: Example) -> None:
-    """The replicas' forwards and backwards in turn; the current stream waits for all of them."""
+    """Run the replicas' forwards and backwards in turn; the current stream waits for all of them."""
     current = current_stream(sweeps[0].stage.device)
     for stream in streams:
         stream.wait_stream(current)

@@ -1,4 +1,4 @@
-"""``avgpipe.tune``: the best plans for a model, predicted from a profile and timed where the workers are here."""
+"""``avgpipe.tune``: the best plans for a model, predicted from a profile, and timed if the workers are present."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from avgpipe.runtime.options import OptimizerFn
 
 ONE_DEVICE, DATA_PARALLEL, PIPELINE = "one device", "data parallel", "pipeline"
 TRAVERSAL = "traversal"
-CLOSE = 0.05  # plans of one machine differ by as much from run to run
+CLOSE = 0.05  # plans on one machine vary by this much from run to run
 ROUNDS = 3
 _ROUND_S = 1.0
 _LEAST, _MOST = 2, 60  # batches of each pipeline in a round
-_TIMEOUT_S = 900.0  # for ranks that wait while the first one profiles
+_TIMEOUT_S = 900.0  # timeout of ranks that wait while the first one profiles
 
 
 def tune(
@@ -57,41 +57,41 @@ def tune(
     trials: int = 3,
     budget_s: float = 15.0,
 ) -> Plan:
-    """The plan with the least time per batch that fits into the memory, as far as the search finds it.
+    """Return the plan with the least time per batch that fits into the memory, as far as the search finds it.
 
-    The model is profiled, unless ``profile`` is given; plans of many sizes are simulated; and where as many ranks are
-    at hand as there are workers (a default process group, or torchrun's environment), the best ``trials`` are timed
-    and the quickest is taken. Every rank calls this alike and gets the same plan. Alone, the plan is a prediction.
+    The model is profiled, unless ``profile`` is given; plans of many sizes are simulated; and if there are as
+    many ranks as workers (a default process group, or torchrun's environment), the best ``trials`` are timed
+    and the fastest is taken. Every rank makes the same call and gets the same plan. Without ranks, the plan
+    is a prediction.
 
     Args:
-        model: What a ``Pipeline`` takes.
+        model: See ``Pipeline``.
         example_inputs: A batch, which pipelines share; tensors with the samples as dimension 0.
-        loss_fn: As of the ``Pipeline``; without it, and without an optimizer, nothing is timed.
+        loss_fn: See ``Pipeline``; without it, and without an optimizer, nothing is timed.
         target: The targets of ``example_inputs``.
-        optimizer: As of the ``Pipeline``.
-        workers: How many workers the plan is for; None: the ranks, or those of ``cluster``.
-        memory_limit_bytes: Memory of a worker, on the CPU of the whole process.
+        optimizer: See ``Pipeline``.
+        workers: Number of workers of the plan; None: the ranks, or those of ``cluster``.
+        memory_limit_bytes: Memory of a worker; on the CPU, of the whole process.
         pipelines: Numbers of pipelines to try.
         micro_batches: Numbers of micro-batches to try; None: from 1 to one sample each.
-        profile: A profile of the model, in place of a new one.
-        cluster: Devices and links that the plan is for, if not the workers at hand; nothing is timed then.
-        link: Between workers, in place of the one that is measured; nothing is timed then.
+        profile: A profile of the model, instead of a new one.
+        cluster: Devices and links to plan for, if not the present workers; nothing is timed then.
+        link: Link between workers, instead of the measured one; nothing is timed then.
         device: Where to profile and to time.
-        clip_grad_norm: As of the ``Pipeline``.
-        autocast: As of the ``Pipeline``.
-        trials: How many plans are timed.
-        budget_s: About how many seconds profiling may take.
+        clip_grad_norm: See ``Pipeline``.
+        autocast: See ``Pipeline``.
+        trials: Number of plans to time.
+        budget_s: Approximate seconds for profiling.
 
     Raises:
-        ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what would).
+        ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what
+        would fit).
         StageError: A layer cannot be timed.
         PipelineError: A process failed.
     """
     world = meet(_TIMEOUT_S)
     if cluster is not None and (workers is not None or memory_limit_bytes is not None):
-        raise ValueError(
-            "a cluster says how many workers there are, and their memory: leave out the one or the other"
-        )
+        raise ValueError("a cluster has the number of workers and their memory: leave out one of the two")
     batch = plain(example_inputs), plain(target)
     samples = sample_count(*batch)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "device": device}
@@ -107,7 +107,7 @@ def tune(
         return study(space, trials=trials).plan
 
     def measure(forecast: Forecast) -> Trial | None:
-        """Time a plan that takes all ranks of this run; all get the times of the first."""
+        """Time a plan that uses all ranks of this run; all get the times of the first rank."""
         plan = forecast.plan
         if plan.workers != world.size:
             return None
@@ -126,15 +126,15 @@ def profile_together(
     link: LinkProfile | None = None,
     **options: Any,
 ) -> Profile:
-    """Profile on all ranks at once, which slow each other down as they will in training; what rank 0 finds counts.
+    """Profile on all ranks at once, which slow each other down as in training; the result of rank 0 is used.
 
     Args:
-        model: What a ``Pipeline`` takes.
+        model: See ``Pipeline``.
         batch: Inputs and targets.
-        budget_s: About how many seconds it may take.
+        budget_s: Approximate seconds to take.
         world: The ranks.
-        link: Between workers, in place of the one that is measured.
-        options: Of the ``Pipeline``, as far as ``avgpipe.profile`` takes them.
+        link: Link between workers, instead of the measured one.
+        options: Options of the ``Pipeline`` that ``avgpipe.profile`` also has.
     """
     inputs, target = batch
     found = profiler.profile(
@@ -160,7 +160,7 @@ def _with_workers(
     known = profiler.with_workers(found, measured, link)
     if not on_host:
         return known
-    # Every rank has the whole model, too.
+    # Every rank also holds the whole model.
     whole = sum(t.nbytes for layer in layers for t in (*layer.parameters(), *layer.buffers()))
     return replace(known, process_bytes=known.process_bytes + whole)
 
@@ -170,12 +170,12 @@ def _with_workers(
 
 @dataclass(frozen=True)
 class Trial:
-    """What a plan was measured to take.
+    """The measurements of a plan.
 
     Attributes:
-        batch_s: From one batch's end to the next one's, the median of rounds.
-        memory_bytes: The most that each worker has used, of the whole process on the CPU, of the device on CUDA; ()
-            where that is not known.
+        batch_s: Seconds from one batch's end to the next one's, the median of rounds.
+        memory_bytes: Peak of each worker, of the whole process on the CPU, of the device on CUDA; () if
+            unknown.
     """
 
     batch_s: float
@@ -190,12 +190,12 @@ def batches_of_round(forecast: Forecast) -> int:
 
 
 def in_the_long_run(plan: Plan) -> Plan:
-    """Return a plan without the rounds that wait at the beginning: what is timed goes on for most of a training."""
+    """Return a plan without warm-up rounds, which wait: the timing is of the steady state, most of a training."""
     return replace(plan, warmup_rounds=0)
 
 
 def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:
-    """Seconds per batch of a pipeline that trains on one batch over and over, in each of a few rounds."""
+    """Return seconds per batch of a pipeline that repeats one batch, in each of some rounds."""
 
     def losses(count: int) -> Iterator[float | None]:
         return (result.loss for result in pipeline.train(repeat(batch, count)))
@@ -204,14 +204,15 @@ def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS
 
 
 def seconds_per_batch(losses: Callable[[int], Iterable[float | None]], in_flight: int, batches: int) -> float:
-    """Seconds from one batch's end to the next one's on this rank, in the steady state.
+    """Return the seconds from one batch's end to the next one's on this rank, in the steady state.
 
     Batches run back to back, without barriers. The first n that are in flight together are not timed, and neither are
     the last n - 1, which only keep the pipelines busy while the others are: from the end of batch n to that of batch
     n + J, over J, the least multiple of n that is at least ``batches``. A batch includes its update.
 
     Args:
-        losses: Trains so many batches; yields when one is done (None: another rank knows the loss).
+        losses: Trains on the given number of batches; yields at the end of each (None: another rank has the
+            loss).
         in_flight: n, the batches in flight at once.
     """
     timed = math.ceil(batches / in_flight) * in_flight
@@ -228,12 +229,12 @@ def seconds_per_batch(losses: Callable[[int], Iterable[float | None]], in_flight
 
 @dataclass(frozen=True)
 class TunedPlan:
-    """A plan with what it is predicted to take, and what it took.
+    """A plan with its prediction and measurement.
 
     Attributes:
         what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline.
-        trial: None: not timed.
-        failure: Why, where that was tried.
+        trial: The measurement; None: not timed.
+        failure: Why timing failed, if it was tried.
     """
 
     what: str
@@ -247,12 +248,12 @@ class TunedPlan:
 
     @property
     def batch_s(self) -> float:
-        """Measured, else predicted."""
+        """Return the measured seconds, else the predicted ones."""
         return (self.trial or self.forecast).batch_s
 
     @property
     def error(self) -> float | None:
-        """Error of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to the measurement."""
         return None if self.trial is None else self.forecast.batch_s / self.trial.batch_s - 1
 
     def to_json(self) -> dict[str, Any]:
@@ -269,13 +270,13 @@ class TunedPlan:
 
 @dataclass(frozen=True)
 class TuningResult:
-    """The plans that were found.
+    """The plans found.
 
     Attributes:
-        rows: The best first, by what was measured; those that were only predicted after those. Without baselines.
-        considered: Sizes of plans that there were.
-        excluded: How many of those looked at fitted into no memory.
-        seconds: Spent on each step.
+        rows: The best first, by measurement; plans that were only predicted follow. Without baselines.
+        considered: Number of sizes of plans considered.
+        excluded: Number of those evaluated that did not fit into the memory.
+        seconds: Seconds spent on each step.
     """
 
     rows: tuple[TunedPlan, ...]
@@ -309,9 +310,9 @@ class TuningResult:
 
 
 def advice(found: TuningResult) -> str:
-    """The simplest of the plans that are hardly slower than the fastest: one device, then data parallelism.
+    """Return the simplest plan that is hardly slower than the fastest: one device, then data parallelism.
 
-    What was measured is not compared with what was only predicted.
+    Measured plans are not compared with plans that were only predicted.
     """
     rows = {row.what: row for row in reversed(found.rows) if bool(row.trial) == bool(found.best.trial)}
     one, parallel, pipeline = (rows.get(what) for what in (ONE_DEVICE, DATA_PARALLEL, PIPELINE))
@@ -326,13 +327,13 @@ def advice(found: TuningResult) -> str:
     if found.plan.pipelines > 1:
         sentence += (
             f"; its {found.plan.pipelines} pipelines share each batch and learn a little less from it than one does, "
-            "so compare what it learns, too"
+            "so compare the losses, too"
         )
     return f"Advice: {sentence}."
 
 
 def _against(found: TuningResult, row: TunedPlan, other: TunedPlan | None) -> str:
-    """Samples a second of a row, and how another one compares."""
+    """Describe the samples per second of a row, and compare them with another row."""
     speed = f"{found.samples_per_s(row):.4g} samples/s{'' if row.trial else ' predicted'}"
     if other is None or other is row:
         return speed
@@ -356,13 +357,15 @@ def study(
     """Find the best plans for a profile on a cluster.
 
     Args:
-        space: What to try.
-        measure: Times a plan for real, None for one that it cannot; None in its place: predictions alone.
-        trials: How many plans are timed, besides the best of each simpler kind: the advice compares what was measured.
-        baselines: Whether max-num and max-size are timed, too.
-        traversal: Whether every setting is timed, which then are among the baselines.
-        say: Is told what goes on.
-        profile_s: What the profile took, where it was made for this.
+        space: Plans to try.
+        measure: Times a plan; returns None for a plan that it cannot time. None as argument: predictions
+            only.
+        trials: Number of plans to time, besides the best of each simpler kind: the advice compares
+            measurements.
+        baselines: Whether to time max-num and max-size, too.
+        traversal: Whether to time every setting, as a baseline.
+        say: Called with progress messages.
+        profile_s: Seconds that the profile took, if it was made for this call.
 
     Raises:
         ValueError: Nothing fits into the memory.

@@ -17,7 +17,7 @@ from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 
-_SCRATCH_BYTES = 2**25  # written between samples: when a batch ends, weights and state are in no cache
+_SCRATCH_BYTES = 2**25  # written between samples, as weights and state are in no cache at the end of a batch
 _PIPELINES = 2
 
 
@@ -31,10 +31,10 @@ class UpdateCosts(NamedTuple):
 
 
 class Updates:
-    """Measures layers one after another, so that weights, gradients and state of only one are there at a time.
+    """Measures layers one after another, so that weights, gradients and state exist for only one at a time.
 
-    ``optimizer`` None: no steps, only the sums of gradients. ``clip_grad_norm``: None, or the limit of a norm that is
-    found and applied before each step.
+    ``optimizer`` None: no steps, only the sums of gradients. ``clip_grad_norm``: None, or the limit of the
+    gradient norm, which is computed and applied before each step.
     """
 
     def __init__(
@@ -43,17 +43,17 @@ class Updates:
         self._optimizer, self._device, self._clock = optimizer, device, ProfilingClock(device)
         self._limit = clip_grad_norm
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        # A stage makes one step for all its layers: what every step takes must not count for each of them.
+        # A stage makes one step for all its layers: the fixed time of a step must not count for each of them.
         tiny = nn.Linear(1, 1, bias=False) if optimizer is not None else nn.Identity()
         self._any = self._measured(tiny, ["weight"], 0.2)
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step without any weights to speak of."""
+        """Return the seconds of a step with almost no weights."""
         return self._any.update_s
 
     def measure(self, layer: nn.Module, names: Sequence[str], budget_s: float) -> UpdateCosts:
-        """Measure a layer. ``names``: of its trainable parameters, for an optimizer that asks for them."""
+        """Measure a layer. ``names``: names of its trainable parameters, for an optimizer that needs them."""
         found = self._measured(layer, names, budget_s)
         update_s, elastic_s = found.update_s - self._any.update_s, found.elastic_s - self._any.elastic_s
         return found._replace(update_s=max(0.0, update_s), elastic_s=max(0.0, elastic_s))
@@ -71,7 +71,7 @@ class Updates:
         update_s = self._step_s(alone, grads, budget_s / 4)
         state = alone[0].bytes - 2 * sum(w.nbytes for w in alone[0].arena.weights)
         made = alone[0].optimizer
-        if made is not None and with_modes(made):  # for one pipeline alone
+        if made is not None and with_modes(made):  # for a single pipeline only
             return UpdateCosts(state, update_s, accumulate_s=accumulate_s)
         del alone, made
         several = self._replicas(optimizer, layer, _PIPELINES)
@@ -86,7 +86,7 @@ class Updates:
         return [TrainedStage(stage, i, optimizer, None, reference, arena) for i, (stage, arena) in pairs]
 
     def _step_s(self, replicas: list[TrainedStage], grads: list[torch.Tensor], budget_s: float) -> float:
-        """Seconds of a step, with what it does for the others."""
+        """Return the seconds of a step, with its work for the other pipelines."""
 
         def prepare() -> None:
             for replica in replicas:
@@ -100,7 +100,7 @@ class Updates:
         return self._timed([partial(step, replica) for replica in replicas], prepare, budget_s)
 
     def _clip(self, replica: TrainedStage, limit: float) -> None:
-        """Clip by this stage's norm alone."""
+        """Clip by this stage's norm only."""
         norms = torch.stack([n.double() for n in torch._foreach_norm(replica.arena.grads)])
         replica.scale_grads((limit / (norms.square().sum().sqrt() + 1e-6)).clamp(max=1.0))
 

@@ -1,4 +1,4 @@
-"""Costs of workers beside the layers, measured in separate processes: runtime, memory, link and sums."""
+"""Costs of workers besides the layers, measured in separate processes: runtime, memory, link and sums."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from avgpipe_ext import ring
 _TIMEOUT_S = 120.0
 _SMALL, _LARGE = 2**10, 2**22  # bytes of the messages
 _CPU = torch.device("cpu")
-_ALONE, _CROWDED = 1, 1 << 20  # neighbours, with which a mailbox spins and does not
+_ALONE, _CROWDED = 1, 1 << 20  # numbers of neighbours with which a mailbox spins, and does not
 _SAMPLES = 5
-_STAGES, _MICRO_BATCHES, _BATCHES = 2, 8, 9  # of the pipeline whose runtime is timed
-_VALUES = 4096  # of a sample, float32
+_STAGES, _MICRO_BATCHES, _BATCHES = 2, 8, 9  # of the pipeline that times the runtime
+_VALUES = 4096  # float32 values of a sample
 _CACHES_BYTES = 2**25
 _BETWEEN_BATCHES = ("caller", "loader")
-_LIBRARIES = ("avgpipe", "transformers")  # whose modules a worker loads for a model
+_LIBRARIES = ("avgpipe", "transformers")  # libraries whose modules a worker loads for a model
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class WorkerCosts:
     """Costs of a worker; the fields are explained in ``Profile``.
 
     Attributes:
-        batch_s: What the runtime takes for a batch beside its actions.
+        batch_s: Seconds of the runtime per batch, besides its actions.
     """
 
     action_s: float
@@ -69,7 +69,7 @@ def measure_workers(
     with_link: bool,
     loads: tuple[str, dict[str, Any]] | None = None,
 ) -> WorkerCosts:
-    """Start one process, or two that are linked as workers of one host are. PipelineError when one fails.
+    """Start one process, or two that are linked like workers of one host. PipelineError when one fails.
 
     The processes load the code of ``model``, which takes memory. For ``loads`` see ``profile``.
     """
@@ -84,7 +84,7 @@ def measure_workers(
 def worker(
     modules: Sequence[str], with_link: bool, threads: int, loads: tuple[str, dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """A process of :func:`measure_workers`. What rank 0 measured counts."""
+    """Run as a process of :func:`measure_workers`. The result of rank 0 is used."""
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
@@ -98,21 +98,21 @@ def worker(
 
 
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
-    """Measure in a process of ``run_on_ranks``, which counts as a worker without its share of the model.
+    """Measure in a process of ``run_on_ranks``, which counts as a worker without a stage.
 
-    The link is measured between ranks 0 and 1, if ``with_link``; they then have a process group, whose waits end after
-    ``timeout_s``. Else this process is alone in its own.
+    The link is measured between ranks 0 and 1, if ``with_link``; they then have a process group, with timeout
+    ``timeout_s``. Otherwise this process measures alone.
     """
     join(timeout_s, "gloo", size=2 if with_link else 1)
     link, reduction = _between(timeout_s) if with_link else (None, None)
-    runtime_seconds(0)  # what a pipeline loads is there
-    return_freed_memory()  # what loading took for a moment, a pipeline would use again
+    runtime_seconds(0)  # loads everything that a pipeline loads
+    return_freed_memory()  # a pipeline would reuse the temporary memory of loading
     resident = _resident_bytes()
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
     return WorkerCosts(action_s, batch_s, resident, link, reduction)
 
 
-# ---- between two workers -------------------------------------------------------------------------------------------
+# ---- between two workers ---------------------------------------------------------------------------------------------
 
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
@@ -127,16 +127,16 @@ def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     ]
     sums_s = [
         _median_s(partial(_sums, torch.zeros(size // 4)), times)
-        for size, times in ((_SMALL, 20), (_LARGE, 8))  # a small one was seen to take 8 ms
+        for size, times in ((_SMALL, 20), (_LARGE, 8))  # a small one can take 8 ms
     ]
     dist.barrier()
     through.link.close(10)
-    # Each of two sends as many bytes as there are, one half in each of two steps.
+    # Each of the two sends as many bytes as the sum has, one half in each of two steps.
     return _line(*messages_s), _line(sums_s[0] / 2, sums_s[1] / 2, share=0.5)
 
 
 def _line(small_s: float, large_s: float, share: float = 1.0) -> LinkProfile:
-    """Seconds of a small one, and bytes a second of a large one beyond that, of ``share`` of the bytes."""
+    """Return the line through the seconds of a small and a large message, for ``share`` of the bytes."""
     return LinkProfile(small_s, share * (_LARGE - _SMALL) / max(large_s - small_s, 1e-9))
 
 
@@ -151,7 +151,7 @@ def _median_s(exchange: Callable[[int], float], times: int) -> float:
 
 
 def _sums(values: torch.Tensor, count: int) -> float:
-    """Sum so often over both; returns the seconds of one."""
+    """Sum ``count`` times over both processes; return the seconds of one sum."""
     begin = time.perf_counter()
     for _ in range(count):
         dist.all_reduce(values)
@@ -162,11 +162,11 @@ Read = Callable[[torch.Tensor], object]
 
 
 def leave(tensor: torch.Tensor) -> None:
-    """Look at nothing of a message: it was handed over."""
+    """Do not read a message: it was handed over."""
 
 
 def payload(size: int, rank: int) -> torch.Tensor:
-    """Return so many bytes of int64, other ones for each rank."""
+    """Return ``size`` bytes of int64, different for each rank."""
     return torch.arange(rank, rank + size // 8)
 
 
@@ -178,7 +178,7 @@ class Peers:
         self.other = 1 - self.rank
 
     def into(self, rank: int) -> list[Channel]:
-        """The one channel that ends there: activations go up, gradients go down."""
+        """Return the channel that ends at ``rank``: activations go up, gradients go down."""
         return [Channel(Message("FB"[1 - rank]), 0, 1 - rank, rank)]
 
     def key(self, rank: int, number: int) -> Key:
@@ -186,11 +186,11 @@ class Peers:
         return Key(*self.into(rank)[0], number, 0)
 
     def inboxes(self) -> tuple[Inbox, int, Inbox]:
-        """This process's own, and the other one's id and inbox."""
+        """Return this process's inbox, and the other one's id and inbox."""
         mine = Inbox.create(self.into(self.rank))
         theirs = gather(mine.offer())[self.other]
         opened = theirs["pid"], Inbox.open(theirs, self.into(self.other))
-        dist.barrier()  # its file must stay open until both have opened the other's
+        dist.barrier()  # keep the file open until both processes have opened the other's
         return mine, *opened
 
     def shared_memory(self, spins: bool) -> Through:
@@ -210,14 +210,14 @@ class Peers:
 
 
 class Through:
-    """A link, with the mailbox on which its worker waits. Both ranks exchange alike, a message at a time."""
+    """A link, with the mailbox on which its worker waits. Both ranks exchange one message at a time."""
 
     def __init__(self, peers: Peers, link: Link, mailbox: Mailbox) -> None:
         self._peers, self.link, self._mailbox = peers, link, mailbox
         self._next = 0
 
     def exchange(self, count: int, source: torch.Tensor, read: Read = leave) -> float:
-        """Seconds of one direction, the mean of ``count`` round trips."""
+        """Return the seconds of one direction, the mean of ``count`` round trips."""
         begin = time.perf_counter()
         for number in range(self._next, self._next + count):
             if self._peers.rank == 0:
@@ -238,14 +238,15 @@ class Through:
         read(mailbox.take(key))
 
 
-# ---- the runtime ---------------------------------------------------------------------------------------------------
+# ---- the runtime -----------------------------------------------------------------------------------------------------
 
 
 def runtime_seconds(caches_bytes: int) -> tuple[float, float]:
-    """Return what the runtime takes for an action beyond the layers, and for a batch.
+    """Return the seconds of the runtime for an action, beyond the layers, and for a batch.
 
-    In a pipeline over all ranks, or within this process: what its workers record besides computing and waiting. Layers
-    write so many bytes, and leave nothing in such caches, as real ones do: the runtime is slower then.
+    They are measured in a pipeline over all ranks, or within this process: all that its workers record
+    besides computing and waiting. Layers write ``caches_bytes`` bytes, and so empty the caches, as real ones
+    do: the runtime is slower then.
     """
     model = [_Cold(caches_bytes) for _ in range(_STAGES)]
     batch = torch.zeros(_MICRO_BATCHES, _VALUES)
@@ -264,7 +265,7 @@ def runtime_seconds(caches_bytes: int) -> tuple[float, float]:
 
 
 class _Cold(nn.Module):
-    """(samples, values) -> the same."""
+    """Maps (samples, values) to itself."""
 
     def __init__(self, caches_bytes: int) -> None:
         super().__init__()
@@ -281,7 +282,7 @@ def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def _resident_bytes() -> int:
-    """Resident memory of this process; 0 where the system does not say."""
+    """Return the resident memory of this process; 0 if the system does not report it."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""What a plan would cost and where its layers go: costs, simulation, partitions. Pure data; imports no torch."""
+"""Costs, simulation and partitions of plans. Pure data; imports no torch."""
 
 from avgpipe.planning.advance import AdvanceChoice, choose_advance
 from avgpipe.planning.cluster import Level

@@ -1,4 +1,4 @@
-"""``advance="auto"``: the least memory with which a batch takes hardly longer than the best."""
+"""``advance="auto"``: the least memory with which a batch takes little longer than the optimum."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from avgpipe.schedule import Schedule, build_schedule, warm_ups
 TOLERANCE = 0.01
 EXHAUSTIVE_UP_TO = 250  # vectors
 MOST_EVALUATED = 200
-_MOST_ACTIONS, _LEAST_EVALUATED = 40_000_000, 50  # a couple of seconds, and what a sensible answer takes
+_MOST_ACTIONS, _LEAST_EVALUATED = 40_000_000, 50  # some seconds; enough for a good result
 
-_SLOPES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # of the advance, per stage that lies behind
-_LEVELS = (1, 2, 3, 4, 6, 8, 12)  # of an advance that is the same on all stages
+_SLOPES = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0)  # increase of the advance per later stage
+_LEVELS = (1, 2, 3, 4, 6, 8, 12)  # advances that are the same on all stages
 
-_NEGLIGIBLE = 1.0001  # a gain that is not worth more search
+_NEGLIGIBLE = 1.0001  # a gain that does not justify more search
 
 WarmUps = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class AdvanceChoice:
-    """What :func:`choose_advance` chose; seconds are simulated, per batch, in steady state.
+    """The result of :func:`choose_advance`; seconds are simulated, per batch, in steady state.
 
     Attributes:
-        advance: The a_k.
-        seconds: With them.
-        best_seconds: The least found under the memory limit.
-        default_seconds: With a_k = K-1-k.
-        one_f_one_b_seconds: With a_k = 0.
-        peak_in_flight: Per stage, the micro-batches of one pipeline held at once.
-        memory_limit_bytes: What was given.
+        advance: The chosen a_k.
+        seconds: Seconds with them.
+        best_seconds: The least seconds found under the memory limit.
+        default_seconds: Seconds with a_k = K-1-k.
+        one_f_one_b_seconds: Seconds with a_k = 0.
+        peak_in_flight: Per stage, the most micro-batches of one pipeline held at once.
+        memory_limit_bytes: The given limit.
     """
 
     advance: list[int]
@@ -49,7 +49,7 @@ class AdvanceChoice:
     memory_limit_bytes: float | None = None
 
     def explain(self) -> str:
-        """Two lines: what was chosen, and why."""
+        """Explain the choice in two lines: the advance, and the reason."""
         limit = "" if self.memory_limit_bytes is None else " under the memory limit"
         return (
             f"advance {_text(self.advance)}: {1000 * self.seconds:.1f} ms per batch predicted, "
@@ -74,26 +74,26 @@ def choose_advance(
 ) -> AdvanceChoice:
     """Choose the a_k of "advance-forward": of those within 1 % of the least time, the ones that hold the least.
 
-    What is held are activations in flight, in bytes, summed over the stages; counted where ``costs.activation_bytes``
-    is None. Times are simulated seconds per batch.
+    They hold activations in flight, in bytes, summed over the stages; in numbers if
+    ``costs.activation_bytes`` is None. Times are simulated seconds per batch.
 
-    Up to 250 vectors are all tried, as for 4 stages and 7 micro-batches. Of more, at most 200 are, fewer where a
-    simulation is long (about 50 at least): slopes c (K-1-k), equal advances and the limit, then neighbours of the
-    quickest while that gains, then the cheapest lowered stage by stage while it stays within 1 %. The choice is the
-    cheapest of those tried, not certainly of all; and with several pipelines there may be a time some per cent below
-    the best that was found.
+    Up to 250 vectors, as for 4 stages and 7 micro-batches, are all tried. Of more vectors at most 200 are
+    tried, fewer if a simulation is long (about 50 at least): slopes c (K-1-k), equal advances and the limit,
+    then neighbours of the fastest while that gains, then the cheapest, lowered stage by stage while it stays
+    within 1 %. The choice is the cheapest one tried, not certainly of all; and with several pipelines a time
+    some per cent below the best one found may exist.
 
     Args:
-        stages: K.
-        micro_batches: M of a batch.
-        costs: Of a micro-batch on each stage.
-        pipelines: That share the workers.
-        memory_limit_bytes: Of a device, for the weights of all pipelines and all the activations that their warm-ups
-            may hold at once; what needs more is not considered.
-        batches: How many to simulate for a time, see ``steady_batch_s``.
+        stages: Number of stages K.
+        micro_batches: Micro-batches M of a batch.
+        costs: Costs of a micro-batch on each stage.
+        pipelines: Pipelines that share the workers.
+        memory_limit_bytes: Memory of a device, for the weights of all pipelines and all the activations that
+            their warm-ups may hold at once; vectors that need more are excluded.
+        batches: Batches to simulate for a time, see ``steady_batch_s``.
 
     Raises:
-        ValueError: For wrong counts and costs, and where not even 1F1B fits into ``memory_limit_bytes``.
+        ValueError: For wrong counts and costs, and if not even 1F1B fits into ``memory_limit_bytes``.
     """
     check_count("stages", stages)
     check_count("micro_batches", micro_batches)
@@ -140,10 +140,10 @@ def _advance(warm: WarmUps) -> list[int]:
 
 
 def _most(least: WarmUps, micro_batches: int, costs: Costs, pipelines: int, limit: float) -> WarmUps:
-    """Per stage the most warm-up forwards that fit; never more than on the stage before, that would deadlock."""
+    """Return the most warm-up forwards that fit on each stage, no more than on the stage before (deadlock)."""
     if not costs.has_memory:
         raise ValueError(
-            f"memory_limit_bytes={limit!r} needs to know what a micro-batch holds: give Costs(activation_bytes=...)"
+            f"memory_limit_bytes={limit!r} needs the bytes that a micro-batch holds: give Costs(activation_bytes=...)"
         )
     each = costs.of_stages(len(least), micro_batches)
     most: list[int] = []
@@ -156,15 +156,15 @@ def _most(least: WarmUps, micro_batches: int, costs: Costs, pipelines: int, limi
                 "micro-batches or more stages"
             )
         room = (limit / pipelines - weight) / activation if activation else micro_batches
-        # At least what was just found to fit, whatever the rounding of the division.
+        # At least the number that was just found to fit, whatever the rounding of the division.
         most.append(max(least[k], int(min(micro_batches, room, *most[-1:]))))
     return tuple(most)
 
 
 class _AdvanceSearch:
-    """Over the warm-ups w_k = min(M, K-k+a_k), which fall from stage to stage, from ``least`` to ``most``.
+    """Searches the warm-ups w_k = min(M, K-k+a_k), which decrease from stage to stage, from ``least`` to ``most``.
 
-    ``seconds`` of a vector are simulated; at most as many are as are ``affordable``.
+    ``seconds`` simulates a vector; at most ``affordable`` vectors are simulated.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class _AdvanceSearch:
         self._seconds, self._least, self._most, self._affordable = seconds, least, most, affordable
         self._held = held if any(held) else [1.0] * len(least)
         self._budget = min(MOST_EVALUATED, affordable)
-        self._known = {least: seconds(least)}  # of those that fit
+        self._known = {least: seconds(least)}  # seconds of vectors that fit
 
     def _try(self, warm: WarmUps) -> float:
-        """Its seconds; math.inf where it does not fit."""
+        """Return the seconds of a vector; math.inf if it does not fit."""
         if any(w > most for w, most in zip(warm, self._most)):
             return math.inf
         self._known[warm] = self._seconds(warm)
@@ -197,12 +197,12 @@ class _AdvanceSearch:
         return min(self._known, key=lambda warm: (self._known[warm], self._bytes(warm), warm))
 
     def cheapest(self) -> WarmUps:
-        """The cheapest vector found within the tolerance."""
+        """Return the cheapest vector found within the tolerance."""
         enough = [warm for warm in self._known if self._is_enough(warm)]
         return min(enough, key=lambda warm: (self._bytes(warm), self._known[warm], warm))
 
     def try_all(self) -> bool:
-        """Try all vectors; False, and none, if there are too many."""
+        """Try all vectors; if they are too many, try none and return False."""
         found: list[WarmUps] = [()]
         for least, most in zip(self._least, self._most):
             found = [(*head, w) for head in found for w in range(least, min([most, *head[-1:]]) + 1)]
@@ -213,9 +213,9 @@ class _AdvanceSearch:
         return True
 
     def climb(self, bound_s: float) -> None:
-        """Try simple shapes, cut to what fits, then the quickest one's neighbours as long as that gains.
+        """Try simple shapes, reduced to what fits, then neighbours of the fastest as long as that gains.
 
-        Neighbours have one more or less on a stage. No vector takes less than ``bound_s``.
+        Neighbours differ by one on a stage. No vector takes less than ``bound_s``.
         """
         stages = len(self._least)
         shapes = [[round(c * (stages - 1 - k)) for k in range(stages)] for c in _SLOPES]
@@ -228,14 +228,14 @@ class _AdvanceSearch:
             if seconds <= _NEGLIGIBLE * bound_s:
                 return
             for k in range(stages):
-                # One more on stage k, and on those before that would fall behind.
+                # One more on stage k, and on earlier stages that would otherwise have fewer.
                 self._try(tuple(max(w, best[k] + 1) if j <= k else w for j, w in enumerate(best)))
                 if best[k] > self._least[k]:
                     self._try(_lowered(best, k, best[k] - 1))
             gains = min(self._known.values()) * _NEGLIGIBLE <= seconds and self.quickest() != best
 
     def descend(self) -> None:
-        """Lower the cheapest sufficient vectors until no single stage can be lowered, from either end."""
+        """Lower the cheapest vectors within the tolerance until no single stage can be lowered, from either end."""
         stages = range(len(self._least))
         for order in (stages, stages[::-1]):
             warm, before = self.cheapest(), None
@@ -245,7 +245,7 @@ class _AdvanceSearch:
                     warm = self._lowest(warm, k)
 
     def _lowest(self, warm: WarmUps, k: int) -> WarmUps:
-        """Stage k lowered as far as it stays sufficient: halving the way, as less warm-up rarely is quicker."""
+        """Lower stage k as far as the tolerance allows, by bisection, as less warm-up is rarely faster."""
         floor = self._least[k]
         while floor < warm[k] and len(self._known) < self._budget:
             tried = _lowered(warm, k, (floor + warm[k]) // 2)
@@ -257,7 +257,7 @@ class _AdvanceSearch:
 
 
 def _lowered(warm: WarmUps, k: int, value: int) -> WarmUps:
-    """``value`` on stage k, and no more than that behind it."""
+    """Return ``warm`` with ``value`` on stage k, and at most that on later stages."""
     return tuple(min(w, value) if j >= k else w for j, w in enumerate(warm))
 
 

@@ -1,4 +1,4 @@
-"""From layers to stages: what a stage of consecutive layers takes, holds and costs."""
+"""The costs of stages of consecutive layers: their time and memory, from a profile of the layers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from avgpipe.units import format_bytes
 
 
 class Chain:
-    """The layers of ``profile`` for micro-batches of ``micro_batch_size`` samples, None: the most that were measured.
+    """The layers of ``profile`` for micro-batches of ``micro_batch_size`` samples, None: the largest measured size.
 
-    Methods take a stage's first layer and the one after its last, as numbers or as arrays of them, and answer alike.
-    Seconds are of one micro-batch on one device, and include what the runtime adds to each action; bytes are of one
-    worker.
+    Methods take a stage's first layer and the one after its last, as numbers or as arrays, and return the
+    same shape. Seconds are of one micro-batch on one device, and include the runtime's time per action; bytes
+    are of one worker.
 
     Attributes:
-        layers: How many there are.
-        boundary_bytes: Before each layer and after the last, what crosses there in one direction, skips included;
-            0 at both ends.
-        transfer_s: How long that takes on ``link``; without a link no time.
+        layers: Number of layers.
+        boundary_bytes: Before each layer and after the last, the bytes that cross there in one direction,
+            with skips; 0 at both ends.
+        transfer_s: Seconds of these transfers on ``link``; 0 without a link.
     """
 
     def __init__(
@@ -60,33 +60,33 @@ class Chain:
     def input_backward_s(self, first: Any, last: Any) -> Any:
         """Return the part of ``backward_s`` that makes the gradient of the stage's input."""
         part = self._sum("input_backward_s", first, last) + self.profile.action_s / 2
-        # Differences of sums may end a rounding error above the whole.
+        # Differences of sums may exceed the whole by a rounding error.
         return np.minimum(part, self.backward_s(first, last))
 
     def compute_s(self, first: Any, last: Any) -> Any:
-        """Forward and backward."""
+        """Return the seconds of forward and backward."""
         return self.forward_s(first, last) + self.backward_s(first, last)
 
     def update_s(self, first: Any, last: Any, elastic: bool = False) -> Any:
-        """The optimizer's step; ``elastic``: and the averaging."""
+        """Return the seconds of the optimizer's step; ``elastic``: with the averaging."""
         step_s = self._sum("update_s", first, last) + self.profile.step_s
         return step_s + self._sum("elastic_s", first, last) if elastic else step_s
 
     def accumulate_s(self, first: Any, last: Any) -> Any:
-        """Return the part of ``backward_s`` that a batch's first micro-batch does without."""
-        # Measured apart, it may come out as more than the backward itself.
+        """Return the part of ``backward_s`` that a batch's first micro-batch does not need."""
+        # It is measured separately, so it may exceed the backward itself.
         most = self.backward_s(first, last) - self.input_backward_s(first, last)
         return np.minimum(self._sum("accumulate_s", first, last), most)
 
     def parameter_bytes(self, first: Any, last: Any) -> Any:
-        """Trained weights; what several of the layers share counts once."""
+        """Return the bytes of trained weights; weights that several of the layers share count once."""
         return self._sum("parameter_bytes", first, last) - self._tied_bytes(first, last)[0]
 
     def optimizer_bytes(self, first: Any, last: Any) -> Any:
         return self._sum("optimizer_bytes", first, last) - self._tied_bytes(first, last)[1]
 
     def _tied_bytes(self, first: Any, last: Any) -> tuple[Any, Any]:
-        """What the layers' parameters, and optimizer states, count too often: all but the first of a tie."""
+        """Return the parameter and optimizer bytes that layers count too often: all but the first of a tie."""
         weights = states = 0.0
         for tie in self.profile.ties:
             owner = self.profile.layers[tie.layers[0]]
@@ -97,14 +97,14 @@ class Chain:
         return weights, states
 
     def held_bytes(self, first: Any, last: Any) -> Any:
-        """What a micro-batch in flight holds: the values that the layers keep, and the stage's input."""
+        """Return the bytes that a micro-batch in flight holds: kept values of the layers, and the stage's input."""
         kept = self._sum("held_bytes", first, last) + self.boundary_bytes[first]
-        # What the last layer hands over is the next stage's input, not kept here.
+        # The last layer's output is the next stage's input, not kept here.
         return np.maximum(0.0, kept - self._handed_bytes[last])
 
     @cached_property
     def _working_bytes(self) -> Array:
-        """By first layer and the one after the last, what the stage needs for a moment, whichever layer is at work."""
+        """Return the most temporary bytes of a stage, by first layer and the one after the last."""
         found = np.zeros((self.layers + 1, self.layers + 1))
         for first in range(self.layers):
             np.maximum.accumulate(self._layer_working_bytes[first:], out=found[first, first + 1 :])
@@ -123,7 +123,7 @@ class Chain:
         recompute: bool = False,
         whole: int = 1,
     ) -> Any:
-        """Bytes of a worker with layers ``first`` to ``last`` - 1.
+        """Return the bytes of a worker with layers ``first`` to ``last`` - 1.
 
         Args:
             first: First layer.
@@ -131,9 +131,10 @@ class Chain:
             in_flight: Micro-batches between their forward and backward, of all copies.
             versions: Versions of the weights, the newest included.
             copies: Copies of the model, each with its weights and gradients.
-            states: Optimizer states; None: one of each copy.
+            states: Optimizer states; None: one per copy.
             extra_copies: Copies of the trained weights alone.
-            recompute: Whether micro-batches in flight hold their inputs alone, but for ``whole`` of them at a time.
+            recompute: Whether micro-batches in flight hold their inputs only, except for ``whole`` of them at
+                a time.
             whole: See ``recompute``.
         """
         weights = self.parameter_bytes(first, last)
@@ -146,7 +147,7 @@ class Chain:
 
 
 def limit_of(limit: float | None) -> float:
-    """The bytes that an option ``memory_limit_bytes`` allows."""
+    """Return the bytes that an option ``memory_limit_bytes`` allows."""
     if limit is None:
         return math.inf
     if isinstance(limit, bool) or not isinstance(limit, (int, float)) or not limit > 0:
@@ -157,32 +158,33 @@ def limit_of(limit: float | None) -> float:
 
 
 def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
-    """``least``: the smallest limit with which a plan can be made."""
-    least, limit = math.ceil(least), math.floor(limit)  # what is allowed then is enough
+    """Return the error for plans that do not fit; ``least``: the smallest limit with which a plan is possible."""
+    least, limit = math.ceil(least), math.floor(limit)  # so that the named limit is enough
     return ValueError(
-        f"memory_limit_bytes={limit:.0f}: nothing fits; the plan that needs least needs {least:.0f} bytes on one "
+        f"memory_limit_bytes={limit:.0f}: nothing fits; the smallest plan needs {least:.0f} bytes on one "
         f"worker, {least - limit:.0f} more ({format_bytes(least)} instead of {format_bytes(limit)}): "
         f"allow that, or {advice}"
     )
 
 
-# ---- what a simulation is told -------------------------------------------------------------------------------------
+# ---- input of a simulation -------------------------------------------------------------------------------------------
 
 
 def stage_costs(
     chain: Chain, bounds: Sequence[int], micro_batches: int, pipelines: int = 1, recompute: str = "never"
 ) -> Costs:
-    """What a simulation takes, of the stages between ``bounds`` (first layer of each, then the number of layers).
+    """Return the costs for a simulation of the stages between ``bounds`` (first layer of each, then the layer count).
 
-    With several pipelines an update includes the averaging; recomputation puts the forward before the backward; the
-    first backward of a batch finds no gradients to add to. The link's latency occupies nobody. Memory is not in it.
+    With several pipelines an update includes the averaging; recomputation adds the forward to the backward;
+    the first backward of a batch has no gradients to add to. The link's latency does not occupy the link.
+    Memory is not included.
     """
     blocks = np.array(bounds[:-1]), np.array(bounds[1:])
     forward_s = chain.forward_s(*blocks)
     again_s = forward_s[:, None] * recomputed(micro_batches, recompute)
     less_s = chain.accumulate_s(*blocks)[:, None] * (np.arange(micro_batches) == 0)
     input_s = chain.input_backward_s(*blocks)[:, None]
-    # A difference of differences, which may end a rounding error below its part.
+    # A difference of differences may exceed its part by a rounding error.
     backward_s = np.maximum(chain.backward_s(*blocks)[:, None] - less_s, input_s)
     latency_s = chain.link.latency_s if chain.link else 0.0
     return Costs(
@@ -196,19 +198,19 @@ def stage_costs(
 
 
 def _rows(seconds: Array) -> list[float | list[float]]:
-    """Per stage one number, or one of each micro-batch where they differ."""
+    """Return one number per stage, or one per micro-batch where they differ."""
     return [row[0] if row.count(row[0]) == len(row) else row for row in seconds.tolist()]
 
 
 def recomputed(micro_batches: int, recompute: str) -> list[bool]:
-    """For each micro-batch, whether its backward begins with its forward."""
+    """Return for each micro-batch whether its backward begins with its forward."""
     return [recompute != "never"] * (micro_batches - 1) + [recompute == "always"]
 
 
 def weight_versions(schedule: Schedule, weights: str) -> list[int]:
-    """Per stage, how many versions of the weights are kept, the newest included; ``weights``: see ``Plan``."""
+    """Return for each stage how many versions of the weights it keeps, with the newest; ``weights``: see ``Plan``."""
     if weights == "double-buffer":
         return [2] * schedule.stages
-    # One for each batch that has micro-batches in flight; where each has a prediction, the newest beside them.
+    # One for each batch that has micro-batches in flight; if each has a prediction, the newest in addition.
     ahead = [max(schedule.rows[w].lookahead for w in workers) for workers in schedule.replicas]
     return [1 + n + (weights == "predicted" and n > 0) for n in ahead]

@@ -1,4 +1,4 @@
-"""The devices that a plan is for, and how they hang together: levels of a hierarchy, each with its bandwidth."""
+"""The devices to plan for, and how they are connected: levels of a hierarchy, each with its bandwidth."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
 
-# ---- levels --------------------------------------------------------------------------------------------------------
+# ---- levels ----------------------------------------------------------------------------------------------------------
 
 
 class Level(NamedTuple):
@@ -47,10 +47,10 @@ def network(
     levels: Sequence[Sequence[float]] | None,
     link: LinkProfile | None,
 ) -> Levels:
-    """The levels meant by a partitioner's options, lowest first.
+    """Return the levels that a partitioner's options describe, lowest first.
 
-    Without levels, one of ``workers`` (None: as many as stages, or 4) on ``link`` (None: the profile's; a profile
-    without one counts transfers as free).
+    Without levels, there is one level of ``workers`` (None: as many as stages, or 4) on ``link`` (None: the
+    profile's; without one, transfers count as free).
     """
     check_stages(len(profile.layers), stages)
     if levels is None:
@@ -59,7 +59,7 @@ def network(
         made: Levels = (_flat(profile, count, link),)
     else:
         if link is not None:
-            raise ValueError("link and levels both say how fast the network is: leave one out")
+            raise ValueError("link and levels both give the speed of the network: leave one out")
         if not levels:
             raise ValueError(
                 "levels is empty: give (units, bytes_per_s) of each, lowest first, or leave it out"
@@ -96,11 +96,11 @@ def _checked_level(n: int, level: Sequence[float]) -> Level:
 
 
 def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
-    """An all-reduce over a ring: every worker sends 2 (m - 1) / m of the bytes."""
+    """Return the seconds of an all-reduce over a ring: every worker sends 2 (m - 1) / m of the bytes."""
     return 2 * (workers - 1) * size_bytes / (workers * bytes_per_s)
 
 
-# ---- clusters: values, read from TOML files ------------------------------------------------------------------------
+# ---- clusters: values, read from TOML files --------------------------------------------------------------------------
 
 
 if sys.version_info >= (3, 11):
@@ -113,8 +113,8 @@ class Device(NamedTuple):
     """A worker's device.
 
     Attributes:
-        memory_bytes: What it has; None: unlimited.
-        speed: Of computing, relative to the device that was profiled.
+        memory_bytes: Memory of the device; None: unlimited.
+        speed: Speed relative to the device that was profiled.
     """
 
     memory_bytes: float | None = None
@@ -123,13 +123,14 @@ class Device(NamedTuple):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, and how they hang together.
+    """Devices, and how they are connected.
 
     Attributes:
-        devices: one for each worker.
-        levels: as of the partitioners, lowest first: so many units (of devices, on the lowest level), each with a link
-            of ``bytes_per_s`` in each direction to the others of its level. Their units, multiplied, are the devices.
-        is_here: whether these are the workers that were profiled, so that what was measured between them counts.
+        devices: One for each worker.
+        levels: Levels as the partitioners take them, lowest first: a number of units (of devices, on the
+            lowest level), each with a link of ``bytes_per_s`` in each direction to the others of its level.
+            The product of the units is the number of devices.
+        is_here: Whether these are the workers that were profiled, so that measurements between them hold.
     """
 
     devices: tuple[Device, ...]
@@ -153,7 +154,7 @@ class Cluster:
         memory_limit_bytes: float | None = None,
         link: LinkProfile | None = None,
     ) -> Cluster:
-        """Workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
+        """Return workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
         check_count("workers", workers)
         limit_of(memory_limit_bytes)
         level = _flat(profile, workers, link)
@@ -164,19 +165,19 @@ class Cluster:
         return len(self.devices)
 
     def height(self, a: int, b: int) -> int:
-        """The lowest level, as an index, that joins workers a and b, which are two."""
+        """Return the lowest level, as an index, that joins the different workers a and b."""
         if not (0 <= a < self.workers and 0 <= b < self.workers):
             raise ValueError(f"workers {a} and {b}: there are {self.workers}")
         return next(h for h in range(len(self.levels)) if self.unit(a, h + 1) == self.unit(b, h + 1))
 
     def unit(self, worker: int, height: int) -> int:
-        """Which unit of a level a worker is in, counted over the whole cluster."""
+        """Return the unit of a level that a worker is in, counted over the whole cluster."""
         for level in self.levels[:height]:
             worker //= level.units
         return worker
 
     def link(self, senders: Sequence[int], receivers: Sequence[int]) -> LinkProfile:
-        """The link of the slowest pair when all ``senders`` send at once: those of one unit share its link."""
+        """Return the link of the slowest pair when all ``senders`` send at once: those of one unit share its link."""
         heights = [self.height(a, b) for a, b in zip(senders, receivers)]
         sending = Counter((height, self.unit(a, height)) for height, a in zip(heights, senders))
         return LinkProfile(
@@ -185,18 +186,18 @@ class Cluster:
         )
 
     def slowest(self, here: Sequence[int], there: Sequence[int]) -> LinkProfile:
-        """The slowest link between a worker of ``here`` and another one of ``there``; a free one without pairs."""
+        """Return the slowest link between a worker of ``here`` and another of ``there``; a free one without pairs."""
         heights = {self.height(a, b) for a in here for b in there if a != b}
         links = [_FREE, *(self.levels[height].link for height in heights)]
         return LinkProfile(max(x.latency_s for x in links), min(x.bytes_per_s for x in links))
 
     @classmethod
     def load(cls, path: str | Path) -> Cluster:
-        """From a TOML file; ValueError names what in it cannot be.
+        """Read a TOML file; ValueError names an invalid entry.
 
-        ``[[devices]]``: groups of devices in the order of the workers, with ``count``, and if they like ``memory``
-        ("80GiB") and ``speed`` (1.0). ``[[levels]]``, lowest first: ``units``, ``bandwidth`` ("100Gbit") and
-        ``latency`` ("20us", by default 0s). ``name``.
+        ``[[devices]]``: groups of devices in the order of the workers, with ``count``, and optionally
+        ``memory`` ("80GiB") and ``speed`` (1.0). ``[[levels]]``, lowest first: ``units``, ``bandwidth``
+        ("100Gbit") and ``latency`` ("20us", by default 0s). ``name``.
         """
         try:
             return cls.from_toml(Path(path).read_text())

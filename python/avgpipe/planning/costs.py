@@ -1,4 +1,4 @@
-"""What the actions of a schedule cost: the input of a simulation."""
+"""The costs of a schedule's actions: the input of a simulation."""
 
 from __future__ import annotations
 
@@ -17,56 +17,61 @@ Link = tuple[int, int]
 Array = NDArray[Any]
 
 MOST_JITTER, MOST_FACTOR = 0.25, 1000.0
-DEVIATION = 37837.2  # of the sum of four uniform 16-bit numbers, which is at most 131070 from its mean
+DEVIATION = 37837.2  # standard deviation of the sum of four uniform 16-bit numbers, at most 131070 off
 
-_OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")  # one number less than there are stages
+_OF_BOUNDARIES = ("transfer_s", "gradient_transfer_s", "latency_s")  # one entry fewer than stages
 _OF_MICRO_BATCHES = ("forward_s", "backward_s", "input_backward_s", "transfer_s", "gradient_transfer_s")
 _OF_STAGES = ("update_s", "latency_s", "allreduce_s", "activation_bytes", "weight_bytes")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time and memory of a micro-batch on each stage, from measuring or as a question "what if".
+    """Time and memory of a micro-batch on each stage, measured or assumed.
 
-    Each is one number for all stages or one number per stage; sequences are kept as tuples. In forward_s, backward_s,
-    input_backward_s, transfer_s and gradient_transfer_s a stage's entry may be a sequence itself, of one number per
-    micro-batch. With both activation_bytes and weight_bytes None, memory is not asked for, and the Timeline has none;
-    one that is None beside a number counts as 0.
+    Each is one number for all stages or one number per stage; sequences are kept as tuples. In forward_s,
+    backward_s, input_backward_s, transfer_s and gradient_transfer_s a stage's entry may itself be a sequence,
+    of one number per micro-batch. If both activation_bytes and weight_bytes are None, memory is not computed,
+    and the Timeline has none; if one is None, it counts as 0.
 
     Attributes:
-        forward_s: Seconds that a forward occupies the stage's device.
-        backward_s: Seconds that a backward does.
-        transfer_s: Seconds that one tensor, activation or gradient, is on the link between stages k and k+1; one number
-            for all boundaries or K-1 of them. Between two stages of one worker it takes no time, whatever is said.
-        activation_bytes: What a micro-batch holds from the start of its forward to the end of its backward.
-        weight_bytes: What one pipeline holds all the time (weights, in as many versions as it needs, gradients,
-            optimizer state).
-        link_serial: True: a link carries one tensor at a time per direction, in order of completion; False: no
-            contention. Each replica that sends has a link of its own.
-        update_s: Seconds that the update occupies the device.
-        input_backward_s: Of ``backward_s``, the part for the inputs where a schedule splits the backward; the part for
-            the weights takes the rest. None: half.
-        gradient_transfer_s: Seconds that a gradient is on the link back. None: ``transfer_s``.
-        latency_s: Per boundary, from leaving the link to being there. It occupies nothing: the next tensor follows.
-        shared_links: Groups of links, each a pair of neighbouring stages (from, to), that together carry one tensor at
-            a time, in order of completion (at the same instant the lower worker's first): ``[[(0, 1), (2, 3)]]`` where
-            two boundaries leave a machine by one network card. Needs ``link_serial``.
-        allreduce_s: Seconds, of a stage with replicas, from the end of its last backward of a batch until the update
-            may start; leave out what is summed while that backward still runs. It occupies neither device nor link:
-            other pipelines go on meanwhile. A backward's part for the weights counts as a backward.
-        concurrency_gain: How much of one action's speed a device reaches with 1, 2, ... actions at once, of different
-            pipelines; each of s actions runs at gain[s-1] / s of its speed alone. As many as there are numbers run at
-            once at most: (1.0,) one; (1.0, 1.3) two, which together are 30 % quicker. The first is 1; none is above its
-            count. Beside one that runs, a device takes the next that is ready at once, though both are then slower.
-        jitter: Standard deviation, up to 0.25, of the factor around 1 by which the time of each action and transfer
-            varies: the sum of four uniform numbers, at most 3.47 standard deviations away.
-        stragglers: (probability, factor): beside the jitter, each action and transfer independently takes ``factor``
-            times as long with this probability. None: there are none.
-        seed: Of both. A factor belongs to its action, by stage, batch, micro-batch and kind: it is the same on every
-            machine, under every schedule and beside other pipelines.
+        forward_s: Seconds for which a forward occupies the stage's device.
+        backward_s: Seconds for which a backward occupies it.
+        transfer_s: Seconds for which one tensor, activation or gradient, is on the link between stages k and
+            k+1; one number for all boundaries or K-1 of them. Between two stages of one worker, transfers
+            take no time.
+        activation_bytes: Bytes that a micro-batch holds from the start of its forward to the end of its
+            backward.
+        weight_bytes: Bytes that one pipeline always holds (weights, in as many versions as it needs,
+            gradients, optimizer state).
+        link_serial: True: a link carries one tensor at a time per direction, in order of completion; False:
+            no contention. Each replica that sends has its own link.
+        update_s: Seconds for which the update occupies the device.
+        input_backward_s: The part of ``backward_s`` for the inputs if a schedule splits the backward; the
+            part for the weights takes the rest. None: half.
+        gradient_transfer_s: Seconds for which a gradient is on the link back. None: ``transfer_s``.
+        latency_s: Seconds per boundary from leaving the link to arrival. They do not occupy the link for the
+            next tensor.
+        shared_links: Groups of links, each a pair of neighbouring stages (from, to), that together carry one
+            tensor at a time, in order of completion (at the same instant the lower worker's first):
+            ``[[(0, 1), (2, 3)]]`` if two boundaries leave a machine through one network card. Needs
+            ``link_serial``.
+        allreduce_s: Seconds, for a stage with replicas, from the end of its last backward of a batch until
+            the update may start, without sums that overlap with that backward. It occupies neither device nor
+            link: other pipelines continue meanwhile. A backward's part for the weights counts as a backward.
+        concurrency_gain: The speed of a device with 1, 2, ... actions at once, of different pipelines,
+            relative to one action; each of s actions runs at gain[s-1] / s of its speed alone. The number of
+            entries is the most actions at once: (1.0,) one; (1.0, 1.3) two, which together are 30 % faster.
+            The first is 1; none is above its count. A device starts the next action as soon as it is ready,
+            though both are then slower.
+        jitter: Standard deviation, up to 0.25, of the random factor around 1 for the time of each action and
+            transfer: the sum of four uniform numbers, at most 3.47 standard deviations from its mean.
+        stragglers: (probability, factor): in addition to the jitter, each action and transfer independently
+            takes ``factor`` times as long with this probability. None: no stragglers.
+        seed: Seed of both. A factor depends on the action's stage, batch, micro-batch and kind: it is the
+            same on every machine, under every schedule and with any other pipelines.
 
     Raises:
-        TypeError: For what is no number.
+        TypeError: For a value that is no number.
         ValueError: For negative or infinite numbers, for empty sequences, and for an input_backward_s above backward_s.
     """
 
@@ -90,7 +95,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in (*_OF_MICRO_BATCHES, *_OF_STAGES):
             value, per = getattr(self, name), ("stage", "micro-batch")[: 1 + (name in _OF_MICRO_BATCHES)]
-            # None is for those whose default it is.
+            # Only options whose default is None may be None.
             if value is not None or type(self).__dataclass_fields__[name].default is not None:
                 object.__setattr__(self, name, _checked(name, value, *per))
         if not isinstance(self.link_serial, bool):
@@ -108,7 +113,7 @@ class Costs:
     def of_stages(self, stages: int, micro_batches: int | None = None) -> StageCosts:
         """Return the costs with one entry per stage and per boundary; ValueError for sequences of another length.
 
-        ``micro_batches``: of a batch; needed where an entry has one number for each.
+        ``micro_batches``: Micro-batches of a batch; needed where an entry has one number for each.
         """
         found = {
             name: self._spread(name, stages, micro_batches) for name in (*_OF_MICRO_BATCHES, *_OF_STAGES)
@@ -133,7 +138,7 @@ class Costs:
         )
 
     def _spread(self, name: str, stages: int, micro_batches: int | None) -> Array:
-        """A row per stage or boundary; a column per micro-batch, or one for all."""
+        """Return a row per stage or boundary, with a column per micro-batch, or one for all."""
         value = getattr(self, name)
         count, places = (stages - 1, "boundaries") if name in _OF_BOUNDARIES else (stages, "stages")
         if not isinstance(value, tuple):
@@ -157,7 +162,7 @@ class Costs:
         return self.activation_bytes is not None or self.weight_bytes is not None
 
     def on_devices(self, speeds: Sequence[float]) -> Costs:
-        """The same stages on devices so many times as quick; costs must be of stages, one by one."""
+        """Return the costs of the same stages on devices with relative ``speeds``; costs must be per stage."""
         found: dict[str, Any] = {
             name: [np.divide(cost, speed) for cost, speed in zip(getattr(self, name), speeds)]
             for name in ("forward_s", "backward_s", "input_backward_s", "update_s")
@@ -166,12 +171,12 @@ class Costs:
 
     @property
     def factors(self) -> tuple[float, float]:
-        """No time is multiplied by less or by more."""
+        """Return the least and the greatest factor that a time is multiplied by."""
         most = 131070 / DEVIATION * self.jitter
         return 1 - most, (1 + most) * (self.stragglers or (0.0, 1.0))[1]
 
     def _channels(self, stages: int) -> list[int]:
-        """Per link, 2k from stage k and 2k+1 back to it, the number of its channel; -1 without contention."""
+        """Return the number of each link's channel, link 2k from stage k and 2k+1 back to it; -1 without contention."""
         if not self.link_serial:
             return [-1] * (2 * (stages - 1))
         channels = list(range(2 * (stages - 1)))
@@ -184,7 +189,7 @@ class Costs:
 
 
 class StageCosts(NamedTuple):
-    """:class:`Costs` with a row per stage, those of transfers and latency with one per boundary.
+    """:class:`Costs` with a row per stage; transfers and latency have one per boundary.
 
     The first five have a column per micro-batch, or one for all.
     """
@@ -200,10 +205,10 @@ class StageCosts(NamedTuple):
     activation_bytes: Array
     weight_bytes: Array
     channels: list[int]
-    shared_channels: frozenset[int]  # those that all senders share
+    shared_channels: frozenset[int]  # channels that all senders share
 
     def seconds(self, kind: str) -> Array:
-        """How long actions of this kind occupy the device, by stage and micro-batch."""
+        """Return for how long actions of this kind occupy the device, by stage and micro-batch."""
         if kind == "W":
             return self.backward_s - self.input_backward_s
         if kind == "U":
@@ -212,13 +217,13 @@ class StageCosts(NamedTuple):
 
 
 def _text(cost: Array) -> str:
-    """One number where all are equal."""
+    """Format as one number if all are equal."""
     each = [f"{s:g}" for s in cost.tolist()]
     return each[0] if len(set(each)) == 1 else f"[{', '.join(each)}]"
 
 
 def _checked(name: str, value: Any, *per: str) -> Any:
-    """A number of at least 0, or a tuple of them, one for each of what ``per`` names; TypeError, ValueError."""
+    """Return a number of at least 0, or a tuple of them, one per item named in ``per``; TypeError, ValueError."""
     if not per or isinstance(value, (str, Real)) or not isinstance(value, Iterable):
         return number(name, value, f", or a list of one number per {per[0]}" if per else "")
     entries = tuple(_checked(f"{name}[{n}]", entry, *per[1:]) for n, entry in enumerate(value))
@@ -228,7 +233,7 @@ def _checked(name: str, value: Any, *per: str) -> Any:
 
 
 def number(name: str, value: Any, more: str = "") -> float:
-    """A finite number of at least 0; TypeError says that it must be a number, ``more``."""
+    """Return a finite number of at least 0; the TypeError says that it must be a number, then ``more``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: must be a number{more}")
     found = float(value)
@@ -238,7 +243,7 @@ def number(name: str, value: Any, more: str = "") -> float:
 
 
 def _number_of(link: Link) -> int:
-    """The link's number in the engine."""
+    """Return the link's number in the engine."""
     source, to = link
     return 2 * source if to > source else 2 * to + 1
 

@@ -1,4 +1,4 @@
-"""Cuts of a chain of layers: exact ones for bottlenecks, and a search for what only a simulation knows."""
+"""Cuts of a chain of layers: exact ones for bottlenecks, and a search for objectives that need a simulation."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def least_of(tables: Sequence[Array]) -> Array:
     return found
 
 
-# ---- stages with replicas ----------------------------------------------------------------------------------------
+# ---- stages with replicas --------------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
-    """Layers ``first`` to ``last`` - 1 on so many workers (or units of workers), ``behind`` of them after these."""
+    """Layers ``first`` to ``last`` - 1 on a number of workers (or units of workers), with ``behind`` of them after."""
 
     first: int
     last: int
@@ -35,14 +35,15 @@ class Block(NamedTuple):
 class Divisions:
     """Divisions of a chain into stages on one or more workers each, by the least bottleneck.
 
-    The recursion is PipeDream's A(j, m), from the last stage on, since what a stage holds depends on those behind it.
+    The recursion is PipeDream's A(j, m), from the last stage on, since the memory of a stage depends on later
+    ones.
 
     Args:
-        stage: The cost of every stage on ``own`` workers with ``behind`` after it, as :func:`table_of` makes it.
-        layers: Of the chain.
-        ends: Where the divided part may end; by default with the chain.
+        stage: Cost of every stage on ``own`` workers with ``behind`` after it, as :func:`table_of` makes it.
+        layers: Number of layers of the chain.
+        ends: Where the divided part may end; by default at the end of the chain.
         replicas: The most workers of a stage.
-        cut: What it costs to begin a stage with a layer, but for the first stage.
+        cut: Cost of beginning a stage, other than the first, with a layer.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class Divisions:
         self.least = cache(self._least)
 
     def _least(self, workers: int, stages: int | None = None) -> Array:
-        """The least bottleneck of exactly so many workers and stages (None: any), by first layer and end."""
+        """Return the least bottleneck of exactly these workers and stages (None: any), by first layer and end."""
         owns = range(1, min(workers, self._most) + 1)
         return least_of([self._joined(own, workers, stages) for own in owns])
 
     def _behind(self, own: int, workers: int, stages: int | None) -> Array:
-        """The bottleneck of what is behind a first stage on ``own`` of the workers, by its first layer and end."""
+        """Return the bottleneck behind a first stage on ``own`` of the workers, by its first layer and end."""
         if workers > own and stages != 1:
             found: Array = self.least(workers - own, None if stages is None else stages - 1)
             return np.maximum(found, self._cut)
@@ -77,14 +78,14 @@ class Divisions:
         return np.stack([np.maximum(stage, end).min(axis=1) for end in behind.T], axis=1)
 
     def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]]:
-        """The whole chain on up to ``most`` workers, no more than help; math.inf where no division may be."""
+        """Return the best division of the whole chain on up to ``most`` workers; math.inf if none is possible."""
         values = [float(self.least(workers, stages)[0, -1]) for workers in range(1, most + 1)]
         workers = next(n for n, value in enumerate(values, 1) if value <= min(values) * (1 + EXACT))
         value = values[workers - 1]
         return value, [] if value == math.inf else self.blocks(0, -1, workers, stages)
 
     def blocks(self, first: int, end: int, workers: int, stages: int | None = None) -> list[Block]:
-        """The best division on exactly so many workers from layer ``first`` to the ``end``-th of the ends."""
+        """Return the best division on exactly ``workers`` from layer ``first`` to the ``end``-th of the ends."""
         found: list[Block] = []
         while workers:
             worst = [
@@ -98,10 +99,10 @@ class Divisions:
         return found
 
 
-# ---- searching -----------------------------------------------------------------------------------------------------
+# ---- searching -------------------------------------------------------------------------------------------------------
 
 
-MOST_CUTS = 5_000  # that are all looked at
+MOST_CUTS = 5_000  # up to this number, all cuts are considered
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6
 _NEGLIGIBLE = 1e-9
 _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
@@ -110,7 +111,7 @@ Cut = tuple[int, ...]  # first layers of stages 1 and up
 
 
 class Objective(Protocol):
-    """What is made best. A stage is asked for as k, its first layer and the one after its last, or arrays of them."""
+    """An objective to minimize. A stage is k, its first layer and the one after its last, or arrays of them."""
 
     @property
     def layers(self) -> int: ...
@@ -121,34 +122,35 @@ class Objective(Protocol):
 
     @property
     def process_bytes(self) -> float:
-        """Part of the bytes of every stage, but once for a worker."""
+        """Return the bytes that every stage includes, but that a worker has once."""
 
     @property
     def actions(self) -> int:
-        """Roughly, how many a simulation runs."""
+        """Return roughly how many actions a simulation runs."""
 
     def seconds(self, cut: Cut) -> float:
-        """Simulated seconds of a batch."""
+        """Return the simulated seconds of a batch."""
 
     def work_s(self, k: int, first: Any, last: Any) -> Any:
-        """What the stage has to do for a batch."""
+        """Return the seconds of the stage's work for a batch."""
 
     def moved_s(self, k: int, first: Any, last: Any) -> Any:
-        """What a batch sends to the stage and from it, in both directions."""
+        """Return the seconds of a batch's transfers to the stage and from it, in both directions."""
 
     def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
-        """Bytes of a worker that has this stage alone."""
+        """Return the bytes of a worker with this stage only."""
 
 
 class CutSearch:
-    """Finds the cut whose batches take least.
+    """Finds the cut whose batches take least time.
 
-    Cuts are simulated in the order of their busiest worker, below which no batch takes less time, until that is above
-    the best found: with up to 5,000 cuts the optimum, if the simulations it takes are not too long altogether. Else
-    local search begins from cuts that balance work, work with transfers, and memory, and moves single boundaries.
+    Cuts are simulated in ascending order of the time of their busiest worker, a lower bound of a batch, until
+    that exceeds the best time found: with up to 5,000 cuts this is the optimum, if the simulations fit into
+    the budget. Otherwise local search begins from cuts that balance work, work with transfers, and memory,
+    and moves single boundaries.
 
     Args:
-        objective: What a cut costs.
+        objective: Objective of a cut.
         limits: Bytes of each worker; None: unlimited.
     """
 
@@ -160,16 +162,16 @@ class CutSearch:
         self._limit_of = {k: limit for limit, own in zip(self._limits, self._placement) for k in own}
         self._stages = len(self._limit_of)
         self._few = math.comb(self._layers - 1, self._stages - 1) <= MOST_CUTS
-        # Cuts that are compared have most stages in common.
+        # Compared cuts have most stages in common.
         self._work_s = cache(lambda *stage: float(objective.work_s(*stage)))
         self._bytes = cache(lambda *stage: float(objective.stage_bytes(*stage)))
         self._known: dict[Cut, float] = {}
         self._budget = max(_LEAST_SIMULATED, _MOST_ACTIONS // objective.actions)
 
     def best(self) -> tuple[Cut, float, bool]:
-        """The cut, its seconds per batch, and whether no other can be better.
+        """Return the cut, its seconds per batch, and whether it is the optimum.
 
-        ValueError where no cut fits, as far as is known.
+        Raises ValueError if no cut fits, as far as is known.
         """
         if self._limited:
             excess, size, limit = self.excess(self.min_memory())
@@ -185,18 +187,18 @@ class CutSearch:
         return best, self._known[best], exact
 
     def first(self) -> Cut | None:
-        """The best of the cuts from which a local search begins; None where no cut fits, as far as is known."""
+        """Return the best of the cuts from which local search begins; None if no cut fits, as far as is known."""
         return min(self._starts(), key=self._seconds, default=None)
 
     def _of_workers(self, cost: StageCost, cut: Cut) -> list[float]:
-        """The sum over each worker's stages."""
+        """Return the sum over each worker's stages."""
         found = [cost(k, *block) for k, block in enumerate(pairwise([0, *cut, self._layers]))]
         return [sum(found[k] for k in stages) for stages in self._placement]
 
-    # ---- memory ----------------------------------------------------------------------------------------------------
+    # ---- memory ------------------------------------------------------------------------------------------------------
 
     def excess(self, cut: Cut) -> tuple[float, float, float]:
-        """How much the worker that needs most beyond its limit needs beyond it, its bytes and its limit."""
+        """Return, for the worker furthest beyond its limit, the excess, its bytes and its limit."""
         process = self._objective.process_bytes
         sizes = [
             size - (len(stages) - 1) * process
@@ -208,9 +210,9 @@ class CutSearch:
         return not self._limited or self.excess(cut)[0] <= 0
 
     def min_memory(self) -> Cut:
-        """The cut that needs least memory, for what there is.
+        """Return the cut that needs least memory relative to the limits.
 
-        Of many where workers have several stages, or of many layers, the best of those tried.
+        It is the best of those tried if workers have several stages, or if there are many layers.
         """
         by_stage = self._least_bottleneck(self._share)
         if all(len(stages) == 1 for stages in self._placement):
@@ -221,16 +223,16 @@ class CutSearch:
         return min((self._descend(cut, lambda near: self.excess(near)[0]) for cut in starts), key=self.excess)
 
     def _share(self, k: int, first: Any, last: Any) -> Any:
-        """Share of the worker's memory."""
+        """Return the share of the worker's memory."""
         return self._objective.stage_bytes(k, first, last) / self._limit_of[k]
 
-    # ---- time ------------------------------------------------------------------------------------------------------
+    # ---- time --------------------------------------------------------------------------------------------------------
 
     def _every(self) -> Iterator[Cut]:
         return combinations(range(1, self._layers), self._stages - 1)
 
     def busiest_s(self, cut: Cut) -> float:
-        """No batch takes less: what the busiest worker has to do for it."""
+        """Return a lower bound of a batch: the work of the busiest worker."""
         return max(self._of_workers(self._work_s, cut))
 
     def _seconds(self, cut: Cut) -> float:
@@ -239,7 +241,7 @@ class CutSearch:
         return self._known[cut]
 
     def _try_all(self) -> bool:
-        """Simulate what may be best; False if the budget was not enough for all of it."""
+        """Simulate all cuts that may be best; False if the budget did not suffice."""
         best_s = math.inf
         for least_s, cut in sorted((self.busiest_s(cut), cut) for cut in self._every() if self._fits(cut)):
             if least_s > best_s * (1 + _NEGLIGIBLE):
@@ -250,7 +252,7 @@ class CutSearch:
         return True
 
     def _starts(self) -> list[Cut]:
-        """Cuts to begin from, that fit."""
+        """Return starting cuts that fit."""
 
         def work_s(k: int, first: Any, last: Any) -> Any:
             seconds = self._objective.work_s(k, first, last)
@@ -268,7 +270,7 @@ class CutSearch:
         return tuple(least_bottleneck(self._layers, self._stages, cost)[1])
 
     def _descend(self, cut: Cut, measure: Callable[[Cut], float]) -> Cut:
-        """Go to a better neighbour, one boundary moved, until there is none or the budget is spent."""
+        """Move to better neighbours, one boundary moved, until there is none or the budget is spent."""
         best = measure(cut)
         better = True
         while better:
@@ -283,7 +285,7 @@ class CutSearch:
         return cut
 
     def _worth(self, cut: Cut, best_s: float) -> bool:
-        """Whether to simulate it."""
+        """Return whether a cut needs to be simulated."""
         known = cut in self._known or len(self._known) < self._budget
         return known and self._fits(cut) and self.busiest_s(cut) < best_s
 

@@ -1,9 +1,10 @@
-"""Runs a schedule on paper: discrete events on integer times, so equal times are equal and every run is the same.
+"""The simulation engine: discrete events on integer times, so equal times are equal and every run is the same.
 
-A worker runs its row of the schedule as it stands, once for each pipeline. Its device runs one action at a time, or
-several of different pipelines where ``Costs.concurrency_gain`` says so. Of the pipelines' next actions whose inputs are
-there it takes backwards and updates before forwards, then the oldest batch, as the runtime's scheduler does. Transfers
-occupy links, never devices. The work is done by csrc/simulate, which takes a schedule with its costs as arrays.
+A worker runs its row of the schedule unchanged, once for each pipeline. Its device runs one action at a time,
+or several of different pipelines if ``Costs.concurrency_gain`` allows it. Of the pipelines' next actions
+whose inputs have arrived it takes backwards and updates before forwards, then the oldest batch, as the
+runtime's scheduler does. Transfers occupy links, never devices. The engine is csrc/simulate, which takes a
+schedule with its costs as arrays.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from avgpipe.schedule import Kind, Schedule
 
 TICKS_PER_S = 10**12
 LONGEST_STEP = 2**58  # ticks
-KINDS = tuple(Kind)  # by their numbers
+KINDS = tuple(Kind)  # index: number of the kind
 
 _CODES = {kind: number for number, kind in enumerate(Kind)}
-_RATE_ALONE = 2**20  # of an action that has its device for itself
+_RATE_ALONE = 2**20  # rate of an action that is alone on its device
 _MOST_BATCHES = 2**30
 _MODULE = "avgpipe_ext._native"
 _BUILD = "run `pip install --no-build-isolation -e .` in the folder of setup.py"
@@ -32,9 +33,9 @@ _BUILD = "run `pip install --no-build-isolation -e .` in the folder of setup.py"
 
 @cache
 def engine() -> Any:
-    """The module, loaded from its file: importing its package would take torch.
+    """Return the module, loaded from its file: an import of its package would import torch.
 
-    Raises ImportError where it is not built.
+    Raises ImportError if it is not built.
     """
     if _MODULE in sys.modules:
         return sys.modules[_MODULE]
@@ -61,18 +62,19 @@ def too_long() -> ValueError:
     )
 
 
-# ---- what the engine takes ---------------------------------------------------------------------------------------
+# ---- input of the engine ---------------------------------------------------------------------------------------------
 
 
 def compile_schedule(schedule: Schedule, costs: Costs) -> dict[str, Any]:
-    """Return what the engine is asked of a schedule that can be run (``Schedule.validate``).
+    """Return the engine's input for a schedule that can be run (``Schedule.validate``).
 
-    These are the fields of Question in csrc/simulate/question.h by name, but for pipelines and batches; times in ticks.
-    Raises ValueError for costs of another number of stages or micro-batches, and for times too long to count.
+    These are the fields of Question in csrc/simulate/question.h by name, without pipelines and batches; times
+    in ticks. Raises ValueError for costs of another number of stages or micro-batches, and for times too long
+    to count.
     """
     each = costs.of_stages(schedule.stages, schedule.micro_batches)
     widest = costs.factors[1]
-    # Draws are whole numbers, so that every machine has the same.
+    # Random draws are whole numbers, so that they are the same on every machine.
     probability, factor = costs.stragglers or (0.0, 1.0)
     speeds = [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)]
     return {
@@ -95,7 +97,7 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> dict[str, Any]:
 
 
 def _row_fields(schedule: Schedule) -> dict[str, Any]:
-    """The rows as loops of actions, and which workers have which stage."""
+    """Return the rows as loops of actions, and the workers of each stage."""
     loops = [loop for row in schedule.rows for loop in row.loops]
     ends = np.cumsum([0, *(len(loop.actions) for loop in loops)])
     repeats = np.array([(loop.repeats, loop.stride) for loop in loops])
@@ -115,7 +117,7 @@ def _row_fields(schedule: Schedule) -> dict[str, Any]:
 
 
 def _action_fields(costs: StageCosts, widest: float) -> dict[str, Any]:
-    """Ticks per kind and stage; of a kind with a cost per micro-batch on any stage, per micro-batch."""
+    """Return ticks per kind and stage; for a kind with a cost per micro-batch on any stage, per micro-batch."""
     tables = [_ticks(costs.seconds(kind), widest) for kind in KINDS]
     return {
         "action_ticks": np.concatenate([table.ravel() for table in tables]),
@@ -125,7 +127,7 @@ def _action_fields(costs: StageCosts, widest: float) -> dict[str, Any]:
 
 
 def _link_fields(costs: StageCosts, schedule: Schedule, widest: float) -> dict[str, Any]:
-    """Per link, 2k from stage k and 2k+1 back to it. Replicas that send have a channel each, unless links share one."""
+    """Return the fields of links, 2k from stage k, 2k+1 back, with channels for each sender unless shared."""
     senders = [len(workers) for workers in schedule.replicas]
     counts = [
         1 if first in costs.shared_channels else senders[(link + 1) // 2]
@@ -145,26 +147,26 @@ def _link_fields(costs: StageCosts, schedule: Schedule, widest: float) -> dict[s
 
 
 def _ticks(seconds: Array, widest: float = 1.0) -> Array:
-    """Rounded to whole ticks; ``widest``: what a draw may multiply them by."""
+    """Round to whole ticks; ``widest``: the greatest factor that a draw may multiply them by."""
     ticks: Array = np.rint(seconds * TICKS_PER_S)
     if ticks.size and not float(ticks.max()) * widest < LONGEST_STEP:
         raise too_long()
     return ticks.astype(np.int64)
 
 
-# ---- running -------------------------------------------------------------------------------------------------------
+# ---- running ---------------------------------------------------------------------------------------------------------
 
 
 class Outcome(NamedTuple):
-    """What the engine found; times in ticks.
+    """The result of the engine; times in ticks.
 
     Attributes:
-        makespan: Of all batches.
-        busy: Per worker, while at least one action ran.
-        batch_end: Of each batch, its last action's.
+        makespan: End of all batches.
+        busy: Per worker, the time with at least one action.
+        batch_end: End of each batch's last action.
         peak_in_flight: Per stage, the most micro-batches of all pipelines on a worker.
-        peak_held_bytes: Per worker, the micro-batches in flight on its stages.
-        actions: How many there were.
+        peak_held_bytes: Per worker, bytes of the micro-batches in flight on its stages.
+        actions: Number of actions.
         records: The actions, by their starts (the fields of Record in csrc/simulate/question.h), if asked for.
     """
 
@@ -180,8 +182,8 @@ class Outcome(NamedTuple):
 def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool = False) -> Outcome:
     """Run ``batches`` batches, batch j on pipeline j % pipelines; ``events``: keep a record of each action.
 
-    Gives up the GIL meanwhile. Raises ImportError where the library is not built, ValueError for a schedule that gets
-    stuck, for times that are too long to count and for more than 2^30 batches, MemoryError.
+    Releases the GIL meanwhile. Raises ImportError if the library is not built, ValueError for a schedule that
+    gets stuck, for times that are too long to count and for more than 2^30 batches, MemoryError.
     """
     if max(batches, pipelines) > _MOST_BATCHES:
         raise ValueError(f"batches={batches}, pipelines={pipelines}: must be at most {_MOST_BATCHES}")
@@ -192,5 +194,5 @@ def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool 
     outcome = Outcome(*answer)
     if outcome.records is None:
         return outcome
-    # Stable: what took no time stays before what began after it on the same device.
+    # Stable sort: an action without duration stays before those that began after it on the same device.
     return outcome._replace(records=outcome.records[np.argsort(outcome.records["start"], kind="stable")])

@@ -1,4 +1,4 @@
-"""Partitions: what a partitioner found, the partitioners by name, and the two that need no paper."""
+"""Partitions: the result of a partitioner, the partitioners by name, and the two that are not from a paper."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from avgpipe.units import format_bytes, format_seconds
 
 @dataclass(frozen=True)
 class Partition:
-    """Which layers and how many workers each stage has, as ``Plan`` takes them, and what the method predicts.
+    """Layers and number of workers of each stage, as ``Plan`` takes them, and the method's prediction.
 
-    - system, micro_batches: what it is a plan for: one of ``avgpipe.systems`` and the micro-batches of a batch.
+    - system, micro_batches: the plan's system, one of ``avgpipe.systems``, and the micro-batches of a batch.
     - boundaries: the first layers of stages 1 to K-1. replication: workers of each stage.
-    - stage_s: per stage, the predicted seconds between two micro-batches that it finishes if it never waits: forward
-      and backward over its replicas, or their synchronisation where that is longer.
-    - value: of ``objective``, what the method made best: seconds, bytes or, for "2bw", samples per second.
-    - memory_bytes: per stage, of one of its workers; empty where the method does not count memory.
-    - micro_batch_size: samples. workers: how many there were to use. layers: of the model.
+    - stage_s: per stage, the predicted seconds between two micro-batches if it never waits: forward and
+      backward over its replicas, or their synchronisation if that is longer.
+    - value: the optimum of ``objective``: seconds, bytes or, for "2bw", samples per second.
+    - memory_bytes: per stage, of one of its workers; empty if the method does not compute memory.
+    - micro_batch_size: samples. workers: number of workers available. layers: number of layers of the model.
     - recompute: of "2bw": activations are computed again in the backward.
     - placement: per stage its workers, in ascending order; None: numbered stage after stage.
     - machines: of "dapple": per stage, how many devices it has on each machine.
-    - notes: what to know besides, a sentence each.
+    - notes: further remarks, a sentence each.
     """
 
     method: str
@@ -83,15 +83,16 @@ class Partition:
 
     @classmethod
     def of_chain(cls, chain: Chain, firsts: Sequence[int], *, exact: bool = True, **found: Any) -> Partition:
-        """Return what was found for ``chain``: stages that begin with ``firsts``, the other fields as they are.
+        """Return the partition of ``chain`` into stages that begin with ``firsts``; other fields are passed on.
 
-        Notes say where transfers between workers count as free, and, unless ``exact``, that there may be better ones.
+        Notes say whether transfers between workers count as free, and, unless ``exact``, that better ones may
+        exist.
         """
         notes = []
         if chain.link is not None and chain.link.bytes_per_s == math.inf:
             notes.append("transfers count as free: the profile has no link, give link= or levels=")
         if not exact:
-            notes.append("found by local search: there are too many possibilities to look at all")
+            notes.append("found by local search, as there are too many possibilities to try all")
         return cls(
             layers=chain.layers,
             boundaries=firsts[1:],
@@ -101,9 +102,9 @@ class Partition:
         )
 
     def plan(self, **options: Any) -> Plan:
-        """Return a plan of this for the system that the method is for; ``options`` complete it.
+        """Return a plan of this partition for the method's system; ``options`` complete it.
 
-        As many micro-batches as were found best, or more where every replica needs one.
+        It has the micro-batches of the optimum, or more if every replica needs one.
         """
         wanted = options.pop("micro_batches", self.micro_batches)
         made: dict[str, Any] = {
@@ -122,11 +123,11 @@ class Partition:
 
     @property
     def bounds(self) -> list[int]:
-        """First layer of every stage, then the number of layers."""
+        """Return the first layer of every stage, then the number of layers."""
         return [0, *self.boundaries, self.layers]
 
     def __str__(self) -> str:
-        """What was predicted, then a line for each stage."""
+        """Format the prediction, then a line for each stage."""
         used = min(sum(self.replication), self.workers)  # a worker may have several stages
         spare = "" if used == self.workers else f" of {self.workers}"
         many = "s" if self.stages > 1 else ""
@@ -155,7 +156,7 @@ class Partition:
 
 
 def _machines(counts: Sequence[int]) -> str:
-    """Runs of machines with as many devices each: "4 of each of machines 0 to 2, 1 of machine 3"."""
+    """Name runs of machines with equal counts: "4 of each of machines 0 to 2, 1 of machine 3"."""
     words = []
     for count, run in groupby(range(len(counts)), key=counts.__getitem__):
         first, *more = run
@@ -165,7 +166,7 @@ def _machines(counts: Sequence[int]) -> str:
     return ", ".join(words)
 
 
-# ---- by name -------------------------------------------------------------------------------------------------------
+# ---- by name ---------------------------------------------------------------------------------------------------------
 
 
 _OWN = ("simulated", "balance")
@@ -185,33 +186,34 @@ def partition(
 ) -> Partition:
     """Cut the layers of ``profile`` into stages.
 
-    All methods but "2bw", which chooses it, take ``micro_batch_size`` (samples; None: the largest that was measured).
-    ``link`` is a ``LinkProfile``; None: the profile's, and if it has none transfers count as free, which a note says.
-    The methods, with their other options:
+    All methods but "2bw", which chooses it, take ``micro_batch_size`` (samples; None: the largest that was
+    measured). ``link`` is a ``LinkProfile``; None: the profile's; if it has none, transfers count as free,
+    with a note. The methods, with their other options:
 
-    - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or synchronisation,
-      with up to ``workers`` (None: as many as stages, or 4), of which a stage may have several. ``levels``: (units,
-      bytes_per_s) of each level of the network, lowest first, in place of ``workers`` and ``link``.
-      ``memory_limit_bytes``: of a worker.
-    - "dapple" (Fan et al. 2021, section 4): the least time of one synchronous batch of ``micro_batches``. Workers as
-      for pipedream; ``levels``, at most two, are the devices of a machine and the machines.
+    - "pipedream" (Narayanan et al. 2019, section 3.1): the least time of the slowest stage, link or
+      synchronisation, with up to ``workers`` (None: as many as stages, or 4), where a stage may have several.
+      ``levels``: (units, bytes_per_s) of each level of the network, lowest first, instead of ``workers`` and
+      ``link``. ``memory_limit_bytes``: of a worker.
+    - "dapple" (Fan et al. 2021, section 4): the least time of one synchronous batch of ``micro_batches``.
+      Workers as for pipedream; ``levels``, at most two, are the devices of a machine and the machines.
     - "2bw" (Narayanan et al. 2021, section 4): most samples per second over width, depth, micro-batch size and
       recomputation, for ``workers`` and batches of ``batch_size`` samples. ``micro_batch_sizes`` to try; ``link``,
       ``memory_limit_bytes``, ``recompute``.
-    - "balance": the bottleneck, the stage that takes most, takes least. ``by``: "time" or "bytes".
-    - "simulated": the least simulated time per batch of the schedule that will run: ``micro_batches``, ``pipelines``,
-      ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``, ``memory_limit_bytes``.
+    - "balance": the least bottleneck, the largest stage. ``by``: "time" or "bytes".
+    - "simulated": the least simulated time per batch with the schedule of the run: ``micro_batches``,
+      ``pipelines``, ``schedule``, ``advance``, ``stages_per_worker``, ``recompute``, ``link``,
+      ``memory_limit_bytes``.
 
     Args:
-        profile: Of the model.
-        stages: K; None: what the method finds best, or up to 4 for the last two.
-        method: Its name.
-        **options: The method's.
+        profile: Profile of the model.
+        stages: Number of stages K; None: the method's optimum, or up to 4 for the last two.
+        method: Name of the method.
+        **options: Options of the method.
 
     Raises:
-        ValueError: For an unknown method, for counts that cannot be, and where nothing fits into the memory: by how
+        ValueError: For an unknown method, for invalid counts, and if nothing fits into the memory: by how
             much, and what would fit.
-        TypeError: For an option that the method does not know.
+        TypeError: For an option that the method does not have.
     """
     if method not in partition_methods():
         raise ValueError(f"unknown method {method!r}: {nearest(str(method), partition_methods())}")
@@ -249,10 +251,10 @@ def simulated_batch_s(
     pipelines: int = 1,
     recompute: str = "never",
 ) -> float:
-    """Simulated seconds of a batch of ``schedule``, which has the replicas of ``found``, on a cluster's workers.
+    """Return the simulated seconds of a batch of ``schedule``, with the replicas of ``found``, on a cluster's workers.
 
-    A stage is as quick as its slowest device, a boundary as its slowest link. Replicas sum their gradients over a ring
-    of their slowest link, after the last backward.
+    A stage is as fast as its slowest device, a boundary as its slowest link. Replicas sum their gradients
+    over a ring of their slowest link, after the last backward.
     """
     chain = Chain(profile, found.micro_batch_size)
     costs = stage_costs(chain, found.bounds, schedule.micro_batches, pipelines, recompute)
@@ -275,7 +277,7 @@ def simulated_batch_s(
     return steady_batch_s(schedule, on_cluster, pipelines=pipelines)
 
 
-# ---- balance -------------------------------------------------------------------------------------------------------
+# ---- balance ---------------------------------------------------------------------------------------------------------
 
 
 def balanced(
@@ -287,9 +289,9 @@ def balanced(
 ) -> Partition:
     """Method "balance" of :func:`avgpipe.partition`: torchgpipe's balance by time or by size, over the profile.
 
-    With ``by="time"`` a stage weighs what forward and backward of a micro-batch take; with "bytes" its weights,
-    gradients, optimizer state and what one micro-batch holds. Transfers and the place of a stage in the pipeline do not
-    count.
+    With ``by="time"`` the size of a stage is the seconds of forward and backward of a micro-batch; with
+    "bytes" its weights, gradients, optimizer state and the bytes held for one micro-batch. Transfers and the
+    place of a stage in the pipeline are ignored.
     """
     if by not in ("time", "bytes"):
         raise ValueError(f"by={by!r}: {nearest(str(by), ['time', 'bytes'])}")
@@ -312,7 +314,7 @@ def balanced(
     )
 
 
-# ---- simulated -----------------------------------------------------------------------------------------------------
+# ---- simulated -------------------------------------------------------------------------------------------------------
 
 
 def simulated(
@@ -331,23 +333,24 @@ def simulated(
 ) -> Partition:
     """Method "simulated" of :func:`avgpipe.partition`.
 
-    The time is ``steady_batch_s`` of the stages' costs (:func:`avgpipe.planning.chain.stage_costs`). Searched as
-    :class:`avgpipe.planning.cuts.CutSearch` does: the optimum where cuts are few, else by local search; a note says so.
+    The time is ``steady_batch_s`` of the stages' costs (:func:`avgpipe.planning.chain.stage_costs`). The
+    search is that of :class:`avgpipe.planning.cuts.CutSearch`: the optimum if cuts are few, else local
+    search, with a note.
 
     Args:
-        profile: Of the model.
-        stages: K; None: up to 4.
-        micro_batches: Of a batch.
-        pipelines: That share the workers.
-        schedule: As ``build_schedule`` takes it; so are the next two.
-        advance: Of "advance-forward".
-        stages_per_worker: Of the schedules that have any number of them, such as "interleaved-1f1b".
-        recompute: As in ``Plan``.
-        link: Between two workers.
-        micro_batch_size: In samples.
-        memory_limit_bytes: Of a worker. Counted are weights, gradients and optimizer state of each pipeline, the
-            weights in as many versions as the schedule needs, with several pipelines the reference and an update buffer
-            of each, and the micro-batches in flight on all pipelines at once.
+        profile: Profile of the model.
+        stages: Number of stages K; None: up to 4.
+        micro_batches: Micro-batches of a batch.
+        pipelines: Pipelines that share the workers.
+        schedule: See ``build_schedule``, also for the next two.
+        advance: Advance of "advance-forward".
+        stages_per_worker: For schedules that have any number of them, such as "interleaved-1f1b".
+        recompute: See ``Plan``.
+        link: Link between two workers.
+        micro_batch_size: Samples of a micro-batch.
+        memory_limit_bytes: Memory of a worker. It counts weights, gradients and optimizer state of each
+            pipeline, the weights in as many versions as the schedule needs, with several pipelines the
+            reference and an update buffer for each, and the micro-batches in flight on all pipelines at once.
     """
     count = min(4, len(profile.layers)) if stages is None else stages
     check_count("pipelines", pipelines)
@@ -391,10 +394,10 @@ class Training:
         weights: str,
         one_optimizer: bool = False,
     ) -> None:
-        """``one_optimizer``: of all pipelines, which then have no state of their own."""
+        """``one_optimizer``: whether pipelines share one optimizer, and have no state of their own."""
         self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
         self._recompute, self._states = recompute, 1 if one_optimizer else pipelines
-        # The reference and an update of each, and what one optimizer makes of these.
+        # The reference and an update buffer for each, and the state of a shared optimizer.
         self._extra_copies = 1 + pipelines + one_optimizer if pipelines > 1 else 0
         self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
         self._versions, self._in_flight = weight_versions(schedule, weights), schedule.peak_in_flight
@@ -407,14 +410,14 @@ class Training:
         return steady_batch_s(self._schedule, self.costs(cut), pipelines=self._pipelines)
 
     def costs(self, cut: Cut) -> Costs:
-        """What a simulation is told."""
+        """Return the costs for a simulation."""
         bounds = [0, *cut, self.layers]
         return stage_costs(
             self._chain, bounds, self._schedule.micro_batches, self._pipelines, self._recompute
         )
 
     def compute_s(self, first: Any, last: Any) -> Any:
-        """Seconds of a micro-batch, on average over those of a batch."""
+        """Return the seconds of a micro-batch, averaged over a batch."""
         return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
 
     def work_s(self, k: int, first: Any, last: Any) -> Any:
@@ -427,11 +430,11 @@ class Training:
         return 2 * self._schedule.micro_batches * way_s
 
     def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
-        """Bytes of stage k alone, with what a worker needs before it has a model."""
+        """Return the bytes of stage k alone, with those of a worker without a model."""
         return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
 
     def bytes_with(self, k: int, first: Any, last: Any, in_flight: int) -> Any:
-        """Bytes of stage k with so many micro-batches in flight, of all pipelines."""
+        """Return the bytes of stage k with ``in_flight`` micro-batches in flight, of all pipelines."""
         return self._chain.stage_bytes(
             first,
             last,
@@ -441,6 +444,7 @@ class Training:
             states=self._states,
             extra_copies=self._extra_copies,
             recompute=self._recompute != "never",
-            # A device recomputes one at a time; the last of each pipeline's batch may be there as well.
+            # A device recomputes one micro-batch at a time; the last one of each pipeline's batch may be held
+            # as well.
             whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
         )

@@ -1,6 +1,7 @@
-"""What the layers of a model cost, as a value: measured once, then read by partitioners, simulations and the tuner.
+"""The costs of a model's layers, as a value: measured once, then read by partitioners, simulations and the tuner.
 
-Pure data, without torch, so that plans can be made where the model is not. A file is JSON with a row per layer.
+Pure data, without torch, so that plans can be made on machines without the model. A file is JSON with a row
+per layer.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ class LayerProfile:
     """One layer. Tuples have an entry for each of ``Profile.micro_batch_sizes``; seconds and bytes of one micro-batch.
 
     Attributes:
-        name: In words.
-        forward_s: On the device; the last layer's with the loss.
-        backward_s: Likewise.
-        input_backward_s: Of ``backward_s``, the part that makes the gradient of the layer's input.
-        held_bytes: What is kept from the forward to the backward, without weights and without what the layer before
-            counts as its output.
-        output_bytes: What the next layer gets.
-        parameter_bytes: Trained weights.
-        optimizer_bytes: The optimizer's state beside them.
-        update_s: The optimizer's step.
-        elastic_s: What elastic averaging adds to it.
-        frozen_bytes: Weights that are not trained, and buffers.
-        accumulate_s: Of ``backward_s``, what adding to the weights' gradients takes, which the first micro-batch of a
-            batch does without, as there are none yet.
-        handed_bytes: Of ``held_bytes``, the output that only later layers keep, so that a stage that ends here does
-            not; () where it is not known.
-        working_bytes: What a forward or a backward of the layer needs at most for a moment, beyond what is there before
-            and after; only one layer of a worker does at a time. () where it is not known.
+        name: Name of the layer.
+        forward_s: Seconds of a forward on the device; the last layer's includes the loss.
+        backward_s: Seconds of a backward, likewise.
+        input_backward_s: The part of ``backward_s`` for the gradient of the layer's input.
+        held_bytes: Bytes kept from the forward to the backward, without weights and without those that the
+            layer before counts as its output.
+        output_bytes: Bytes of the output for the next layer.
+        parameter_bytes: Bytes of trained weights.
+        optimizer_bytes: Bytes of the optimizer's state.
+        update_s: Seconds of the optimizer's step.
+        elastic_s: Seconds that elastic averaging adds to it.
+        frozen_bytes: Bytes of weights that are not trained, and of buffers.
+        accumulate_s: The part of ``backward_s`` for adding to the weights' gradients, which the first
+            micro-batch of a batch does not need.
+        handed_bytes: The part of ``held_bytes`` that is output kept by later layers only, so that a stage
+            that ends here does not hold it; () if unknown.
+        working_bytes: The most temporary bytes of a forward or a backward of the layer, beyond those held
+            before and after; one layer of a worker uses them at a time. () if unknown.
     """
 
     name: str
@@ -62,9 +63,9 @@ class LayerProfile:
 
 @dataclass(frozen=True)
 class Skip:
-    """A value that layer ``target`` gets from layer ``source``, past those between.
+    """A value that layer ``target`` gets from layer ``source``, past the layers between.
 
-    ``size_bytes``: for each of ``Profile.micro_batch_sizes``.
+    ``size_bytes``: Bytes for each of ``Profile.micro_batch_sizes``.
     """
 
     source: int
@@ -74,7 +75,7 @@ class Skip:
 
 @dataclass(frozen=True)
 class Tie:
-    """Parameters that several layers share; ``parameter_bytes`` are in each layer's, but a stage has them once."""
+    """Parameters that several layers share; each layer counts their ``parameter_bytes``, but a stage has them once."""
 
     layers: tuple[int, ...]
     parameter_bytes: float
@@ -82,7 +83,7 @@ class Tie:
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """Between two workers, in one direction: a message of B bytes takes latency_s + B / bytes_per_s."""
+    """A link between two workers, in one direction: a message of B bytes takes latency_s + B / bytes_per_s."""
 
     latency_s: float
     bytes_per_s: float
@@ -92,7 +93,7 @@ class LinkProfile:
 
 
 class LayerCosts(NamedTuple):
-    """A layer at one micro-batch size; see :class:`LayerProfile`."""
+    """The costs of a layer at one micro-batch size; see :class:`LayerProfile`."""
 
     forward_s: float
     backward_s: float
@@ -105,28 +106,29 @@ class LayerCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """A model on a device.
+    """The costs of a model on a device.
 
     Attributes:
-        model: In words.
-        device: In words.
-        micro_batch_sizes: Samples, rising, as measured.
-        layers: In order, at least one.
-        skips: Values that later layers than the next use, with their bytes.
+        model: Name of the model.
+        device: Name of the device.
+        micro_batch_sizes: Measured sizes in samples, ascending.
+        layers: Layers in order, at least one.
+        skips: Values used by later layers than the next, with their bytes.
         ties: Weights that several layers hold, with their bytes.
-        second_lane: For each size, how much more two pipelines that share the device do than one, 1 (nothing) to 2.
-        action_s: What the runtime adds to each forward and backward.
-        process_bytes: Of a worker before it has a model.
-        step_s: Of a stage's update, what does not depend on its layers and is in none of them, and what else a batch
-            takes.
-        link: Between two workers, if it is known.
-        reduction: The same of a sum over workers: what each sends of it at a time takes latency_s, and its bytes
-            bytes_per_s.
-        jitter: Of an action's time, standard deviation over mean, 0 to 0.25.
+        second_lane: For each size, the speed of two pipelines that share the device relative to one, 1 (no
+            gain) to 2.
+        action_s: Seconds that the runtime adds to each forward and backward.
+        process_bytes: Bytes of a worker without a model.
+        step_s: Seconds of a stage's update that do not depend on its layers and are not counted in them, and
+            other seconds per batch.
+        link: Link between two workers, if known.
+        reduction: The same for a sum over workers: each worker's send at a time takes latency_s, and its
+            bytes bytes_per_s.
+        jitter: Standard deviation over mean of an action's time, 0 to 0.25.
 
     Raises:
-        ValueError: For a number that cannot be, with the layer's name.
-        TypeError: For what is no number.
+        ValueError: For an invalid number, with the layer's name.
+        TypeError: For a value that is no number.
     """
 
     model: str
@@ -196,12 +198,12 @@ class Profile:
                 f"{what} {list(layers)}: must name rising layers from 0 to {len(self.layers) - 1}"
             )
 
-    # ---- at any micro-batch size ---------------------------------------------------------------------------------
+    # ---- at any micro-batch size -------------------------------------------------------------------------------------
 
     def at(self, samples: float) -> list[LayerCosts]:
-        """Each layer's costs of a micro-batch of so many samples: on straight lines between the sizes measured.
+        """Return each layer's costs of a micro-batch of ``samples``, by linear interpolation between measured sizes.
 
-        Below the smallest size and above the largest the nearest two go on; nothing is below 0.
+        Below the smallest size and above the largest the nearest two are extrapolated; nothing is below 0.
         """
         at = self._at(samples)
         return [
@@ -209,7 +211,7 @@ class Profile:
         ]
 
     def boundary_bytes(self, samples: float) -> list[float]:
-        """For each place between two layers, what has to come across: the output of the one before, and skips."""
+        """Return the bytes that cross each place between two layers: outputs of the layer before, and skips."""
         found = [layer.output_bytes for layer in self.at(samples)[:-1]]
         for skip in self.skips:
             for n in range(skip.source, skip.target):
@@ -217,11 +219,11 @@ class Profile:
         return found
 
     def lane_gain(self, samples: float) -> float:
-        """How much more two pipelines on a device do than one; 1 where it was not measured."""
+        """Return the speed of two pipelines on a device relative to one; 1 if it was not measured."""
         return min(2.0, max(1.0, self._at(samples)(self.second_lane)))
 
     def _at(self, samples: float) -> Callable[[Sequence[float]], float]:
-        """Make a function that reads a row of an entry per measured size; 0 from one without any."""
+        """Make a function that evaluates a row of one entry per measured size; 0 for an empty row."""
         if not samples > 0:
             raise ValueError(f"a micro-batch has more than 0 samples, got {samples}")
         sizes = self.micro_batch_sizes
@@ -231,7 +233,7 @@ class Profile:
         share = (samples - sizes[low]) / (sizes[low + 1] - sizes[low])
         return lambda row: max(0.0, row[low] + share * (row[low + 1] - row[low])) if row else 0.0
 
-    # ---- files -----------------------------------------------------------------------------------------------------
+    # ---- files -------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         values = {"format": _FORMAT, **asdict(self)}

@@ -1,4 +1,4 @@
-"""Another cut of a model that is being trained, by what its stages have been measured to take."""
+"""Finds another cut of a model during training, from the measured times of its stages."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from avgpipe.schedule import Schedule
 
 
 class Rebalanced(NamedTuple):
-    """What was found. Seconds are simulated, of a batch in steady state.
+    """The result of rebalancing. Seconds are simulated, of a batch in steady state.
 
     Attributes:
-        boundaries: first layers of stages 1 to K-1 with which a batch takes least.
-        before_s: with the cut as it is.
-        after_s: with the new one.
+        boundaries: First layers of stages 1 to K-1 with which a batch takes least time.
+        before_s: Seconds with the current cut.
+        after_s: Seconds with this cut.
     """
 
     boundaries: tuple[int, ...]
@@ -31,22 +31,23 @@ class Rebalanced(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """The share of a batch's time that is saved, 0..1."""
+        """Return the share of a batch's time that is saved, 0..1."""
         return 1 - self.after_s / self.before_s if self.before_s > 0 else 0.0
 
 
 def rebalanced(
     profile: Profile, bounds: Sequence[int], measured: Costs, schedule: Schedule, pipelines: int, weights: str
 ) -> Rebalanced | None:
-    """Find the best cut of a run; None where something was not measured.
+    """Find the best cut of a run; None if a measurement is missing.
 
     Args:
-        profile: of the layers, at the run's size of a micro-batch; it need not be of the run's machines.
-        bounds: first layer of each stage, then the number of layers.
-        measured: of the stages between; what is recomputed is in the backwards.
-        schedule: that runs.
-        pipelines: that share the workers.
-        weights: as in ``Plan``.
+        profile: Profile of the layers, at the run's micro-batch size; it may be of other machines than the
+            run's.
+        bounds: First layer of each stage, then the number of layers.
+        measured: Measured costs of the stages; backwards include recomputation.
+        schedule: Schedule of the run.
+        pipelines: Pipelines that share the workers.
+        weights: See ``Plan``.
     """
     if not measured.of_stages(len(bounds) - 1).forward_s.all():
         return None
@@ -54,7 +55,7 @@ def rebalanced(
     chain = Chain(
         replace(profile, layers=layers, action_s=0.0, step_s=0.0), link=_link(profile, bounds, measured)
     )
-    # Without recomputation: what was measured has it.
+    # Without recomputation, which the measurements include.
     training = Training(chain, schedule, pipelines, "never", weights)
     cut, after_s, _ = CutSearch(training, None).best()
     return Rebalanced(tuple(cut), training.seconds(tuple(bounds[1:-1])), after_s)
@@ -63,7 +64,7 @@ def rebalanced(
 def _scaled(
     profile: Profile, bounds: Sequence[int], measured: Costs, pipelines: int
 ) -> tuple[LayerProfile, ...]:
-    """Return the layers with such times that the stages take what was measured."""
+    """Return the layers with times scaled such that the stages take the measured times."""
     costs = measured.of_stages(len(bounds) - 1)
     found: list[LayerProfile] = []
     for k, (first, end) in enumerate(pairwise(bounds)):
@@ -96,7 +97,7 @@ def _times(values: Sequence[float], factor: float) -> tuple[float, ...]:
 
 
 def _link(profile: Profile, bounds: Sequence[int], measured: Costs) -> LinkProfile | None:
-    """Return the link as its messages have been measured; None where they take no time, as in shared memory."""
+    """Return the link by the measured messages; None if they take no time, as in shared memory."""
     sizes = profile.boundary_bytes(profile.micro_batch_sizes[-1])
     taken = measured.of_stages(len(bounds) - 1).transfer_s[:, 0]
     speeds = [

@@ -1,4 +1,4 @@
-"""Simulated runs of a schedule: as a Timeline, as figures, in steady state, and bounds that no run is below."""
+"""Simulated runs of a schedule: as a Timeline, as figures, in steady state, and lower bounds of their time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from avgpipe.schedule import Kind, Schedule
 from avgpipe.schedule.event import Event
 from avgpipe.timeline.timeline import Timeline
 
-# Alone, a pipeline that flushes begins each batch when the one before has left, so that they hardly differ.
+# A single pipeline that flushes begins each batch after the one before, so that batches hardly differ.
 _ALONE, _OF_EACH = 8, 12
 
 
@@ -30,7 +30,7 @@ def check_costs(costs: Costs) -> None:
 
 
 def _check(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> None:
-    """Raise what :func:`simulate` raises."""
+    """Raise the errors of :func:`simulate`."""
     check_schedule(schedule)
     check_costs(costs)
     check_count("pipelines", pipelines)
@@ -41,7 +41,7 @@ def _check(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> No
 def _run(
     schedule: Schedule, costs: Costs, pipelines: int, batches: int, events: bool = False
 ) -> tuple[Outcome, tuple[int, ...] | None]:
-    """What ran, and per worker the bytes of all pipelines' weights and of the micro-batches in flight, if known."""
+    """Return the outcome, and per worker the bytes of all weights and of the micro-batches in flight, if known."""
     _check(schedule, costs, pipelines, batches)
     outcome = run(compile_schedule(schedule, costs), pipelines, batches, events=events)
     if not costs.has_memory:
@@ -53,18 +53,19 @@ def _run(
 
 
 def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Timeline:
-    """When each action of ``batches`` batches would run, on one device per worker; times in seconds from 0.
+    """Simulate ``batches`` batches, on one device per worker; times in seconds from 0.
 
-    Batch j belongs to pipeline j % pipelines. Each pipeline runs each worker's row of the schedule as it stands; no
-    pipeline waits for another. A device runs one action at a time: of the pipelines' next ones whose inputs are there,
-    backwards and updates before forwards, then the oldest batch. A tensor travels on the link of its boundary and
-    direction (``Costs.transfer_s``, ``Costs.link_serial``) while devices go on. Times are rounded to picoseconds. What
-    else there may be (latency, shared links, all-reduce, several actions at once, jitter) is told by :class:`Costs`.
+    Batch j belongs to pipeline j % pipelines. Each pipeline runs each worker's row of the schedule unchanged;
+    no pipeline waits for another. A device runs one action at a time: of the pipelines' next actions whose
+    inputs have arrived, backwards and updates before forwards, then the oldest batch. A tensor travels on the
+    link of its boundary and direction (``Costs.transfer_s``, ``Costs.link_serial``) while devices compute.
+    Times are rounded to picoseconds. :class:`Costs` describes further effects (latency, shared links,
+    all-reduce, several actions at once, jitter).
 
     The Timeline has a row per worker. ``peak_memory_bytes``: per worker, the weights of all pipelines and the
-    activations in flight at once. For millions of actions :func:`predict` gives the same figures without events.
-    Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts and costs,
-    ImportError where the engine is not built.
+    activations in flight at once. For millions of actions :func:`predict` gives the same figures without
+    events. Raises ScheduleError for a schedule that cannot be run, TypeError and ValueError for wrong counts
+    and costs, ImportError if the engine is not built.
     """
     outcome, memory = _run(schedule, costs, pipelines, batches, events=True)
     rows = outcome.records
@@ -85,15 +86,15 @@ def simulate(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: i
 
 @dataclass(frozen=True)
 class Prediction:
-    """What :func:`predict` found.
+    """The result of :func:`predict`.
 
     Attributes:
-        makespan_s: Of all batches, from 0.
-        busy_s: Per worker, the seconds in which it computed.
-        batch_end_s: When each batch was over on all stages.
-        peak_in_flight: Per stage, the micro-batches of all pipelines held at once by a worker.
-        peak_memory_bytes: Per worker, as of a Timeline; None where memory was not asked for.
-        actions: How many ran.
+        makespan_s: Seconds from 0 to the end of all batches.
+        busy_s: Seconds of computing per worker.
+        batch_end_s: When each batch ended on all stages.
+        peak_in_flight: Per stage, the most micro-batches of all pipelines that a worker holds at once.
+        peak_memory_bytes: Peak memory per worker, see ``Timeline``; None if memory was not computed.
+        actions: Number of actions.
     """
 
     makespan_s: float
@@ -105,13 +106,13 @@ class Prediction:
 
     @property
     def bubble_fraction(self) -> float:
-        """The share of all workers' time in which they did not compute, 0..1; 0.0 if nothing takes time."""
+        """Return the share of all workers' time without computing, 0..1; 0.0 if nothing takes time."""
         whole = self.makespan_s * len(self.busy_s)
         return 1.0 - sum(self.busy_s) / whole if whole > 0 else 0.0
 
 
 def predict(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Prediction:
-    """What ``simulate`` would show, without its events. Raises as that does."""
+    """Return the figures of ``simulate`` without its events. Raises the same errors."""
     outcome, memory = _run(schedule, costs, pipelines, batches)
     return Prediction(
         outcome.makespan / TICKS_PER_S,
@@ -126,14 +127,15 @@ def predict(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: in
 def steady_batch_s(
     schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int | None = None
 ) -> float:
-    """Simulated seconds per batch in steady state, of all ``pipelines`` together.
+    """Return the simulated seconds per batch in steady state, of all ``pipelines`` together.
 
-    Of ``batches`` batches (default: 12 per pipeline, 8 of a single one) the first half fills the pipelines and the
-    last of each pipeline has fewer and fewer others beside it; the mean over those between counts. Without a flush
-    as many more of each pipeline are in flight in the end as its stages hold, and more are run by default. Three and
-    more pipelines on unequal stages with long transfers may never fall into step: then the mean is of a sample, and
-    other batches give one that differs by some per cent. Raises as ``simulate`` does, and ValueError for too few
-    batches, less than 3 per pipeline where there is a flush.
+    Of ``batches`` batches (default: 12 per pipeline, 8 of a single one) the first half fills the pipelines,
+    and at the end pipelines run out of batches one after the other; the result is the mean over the batches
+    between. Without a flush each pipeline has more batches in flight at the end, as many as its stages hold,
+    and more are run by default. Three and more pipelines on unequal stages with long transfers may never
+    become periodic: then the mean is of a sample, and other batches give one that differs by some per cent.
+    Raises the errors of ``simulate``, and ValueError for too few batches, less than 3 per pipeline if there
+    is a flush.
     """
     check_schedule(schedule)
     count = measured_batches(pipelines, batches, _emptying(schedule))
@@ -141,18 +143,18 @@ def steady_batch_s(
     ends = run(compile_schedule(schedule, costs), pipelines, count).batch_end.tolist()
     out = pipelines * _emptying(schedule)
     last = count - 1 - out
-    # Whole rounds, so that a batch is compared with another one of its pipeline.
+    # Whole rounds, so that each batch is compared with another one of its pipeline.
     between = max(1, (count // 2 - out) // pipelines) * pipelines
     return float((ends[last] - ends[last - between]) / between / TICKS_PER_S)
 
 
 def _emptying(schedule: Schedule) -> int:
-    """How many batches of each pipeline are the last to leave while no other follows."""
+    """Return how many batches of each pipeline end while no other follows."""
     return 1 if schedule.flush else 1 + max(row.ahead for row in schedule.rows)
 
 
 def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> int:
-    """How many batches to run; ValueError if they are too few to see a steady state."""
+    """Return how many batches to run; ValueError if they are too few to reach a steady state."""
     check_count("pipelines", pipelines)
     if batches is None:
         alone = pipelines == 1 and emptying == 1
@@ -161,7 +163,7 @@ def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> 
     least = (2 * emptying + 1) * pipelines
     if batches < least:
         raise ValueError(
-            f"batches={batches}: {pipelines} pipelines show their steady state in at least {least}"
+            f"batches={batches}: {pipelines} pipelines need at least {least} to reach their steady state"
         )
     return batches
 
@@ -171,14 +173,14 @@ def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds that a run takes at least; up to its rounding to picoseconds.
+    """Lower bounds of the seconds of a run; up to its rounding to picoseconds.
 
-    - busiest_device_s: a device's work, of all batches.
+    - busiest_device_s: the work of one device, for all batches.
     - critical_path_s: a micro-batch goes through all stages and back, and the first stage updates.
-    - fill_and_drain_s: a stage's forwards and backwards, of all batches, after the way of the first micro-batch to it,
-      before the way of the last one back from it. Of a uniform pipeline without transfers, one batch, this is (M+K-1)
-      (t_f + t_b), which GPipe and 1F1B take.
-    - busiest_link_s: what a link, or a group of shared links, carries.
+    - fill_and_drain_s: a stage's forwards and backwards of all batches, plus the way of the first micro-batch
+      to it and of the last one back from it. For a uniform pipeline without transfers and one batch, this is
+      (M+K-1) (t_f + t_b), the time of GPipe and 1F1B.
+    - busiest_link_s: transfers of one link, or of a group of shared links.
     """
 
     busiest_device_s: float
@@ -188,12 +190,12 @@ class Bounds:
 
     @property
     def makespan_s(self) -> float:
-        """The greatest of them."""
+        """Return the greatest bound."""
         return max(self.busiest_device_s, self.critical_path_s, self.fill_and_drain_s, self.busiest_link_s)
 
 
 def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Bounds:
-    """Bounds of ``simulate`` with the same arguments, of any draws of jitter. Raises as that does."""
+    """Return bounds of ``simulate`` with the same arguments, for any jitter. Raises the same errors."""
     _check(schedule, costs, pipelines, batches)
     count, replicas = schedule.micro_batches, schedule.replicas
     each = costs.of_stages(schedule.stages, count)
@@ -208,7 +210,7 @@ def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, bat
         for k, own in enumerate(replicas)
     ]
     both_s = forward_s + np.where(splits, least(each.input_backward_s), backward_s)
-    # Nothing travels between two stages of one worker.
+    # Transfers between two stages of one worker take no time.
     remote = [[not set(here) & set(there)] for here, there in pairwise(replicas)] or np.zeros((0, 1))
     transfers_s = least(each.transfer_s) * remote, least(each.gradient_transfer_s) * remote
     ways_s = sum(transfers_s) + 2 * each.latency_s[:, None] * remote

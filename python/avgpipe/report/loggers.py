@@ -230,9 +230,7 @@ class Loggers:
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)
-            except (
-                Exception
-            ) as error:  # a third-party library may raise anything, which must not end training
+            except Exception as error:  # a third-party library may raise anything; training continues
                 del self._loggers[name]
                 self._warn(
                     f"warning: the logger {name} failed ({reason(error)}); training continues without it"

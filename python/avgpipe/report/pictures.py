@@ -61,9 +61,7 @@ class Curve:
         found: dict[str, list[Point]] = {field.name: [] for field in fields(cls)}
         samples = 0
         for row in rows:
-            samples = row.get(
-                "samples", samples
-            )  # validations in older files have none: use the batch before
+            samples = row.get("samples", samples)  # rows of older files lack it: use the batch before
             if row["kind"] == "train":
                 values = {"loss": row["loss"]}
             else:

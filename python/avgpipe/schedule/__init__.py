@@ -1,4 +1,4 @@
-"""Schedules as data: what every worker runs, in which order. Imports no torch."""
+"""Schedules as data: the actions of every worker, in order. Imports no torch."""
 
 from avgpipe.schedule.builders import (
     RECOMPUTE,

@@ -1,4 +1,4 @@
-"""Builds the published schedules by name. A new one is a builder, and a row of the table of names."""
+"""Build the published schedules by name. A further schedule is a builder, and a row of the table of names."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from avgpipe.schedule.schedule import Schedule
 Advance = int | Sequence[int] | str | None
 
 WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer", "predicted")
-"""Which version of the weights a batch runs on, see ``Plan.weights``."""
+"""The version of the weights that a batch runs on, see ``Plan.weights``."""
 
 RECOMPUTE = ("never", "except-last", "always")
-"""Which micro-batches run their forward again, see ``Plan.recompute``."""
+"""The micro-batches that run their forward again, see ``Plan.recompute``."""
 
 
 class Published(NamedTuple):
     """A row of the table of schedules.
 
     Attributes:
-        name: Its name.
-        build: Its builder, a module here and a function.
-        weights: The weight versions that it was published with, see ``Plan.weights``.
-        takes: The options of :func:`build_schedule` that it takes beside stages and micro_batches.
-        alias: Another name for it.
-        advance: Of every stage where none is given; None: K-1-k of stage k.
+        name: Name of the schedule.
+        build: Builder of the schedule: a module of this package and a function.
+        weights: Weight versions that the schedule was published with, see ``Plan.weights``.
+        takes: Options of :func:`build_schedule` besides stages and micro_batches.
+        alias: Another name of the schedule.
+        advance: Default advance of every stage; None: K-1-k of stage k.
     """
 
     name: str
@@ -65,12 +65,12 @@ _SCHEDULES = (
 
 
 def schedule_names() -> list[str]:
-    """The names that :func:`build_schedule` knows, without the aliases "gpipe" and "dapple"."""
+    """Return the names that :func:`build_schedule` knows, without the aliases "gpipe" and "dapple"."""
     return [row.name for row in _SCHEDULES]
 
 
 def published(name: str) -> Published:
-    """The row of a schedule in the table; ValueError for an unknown name."""
+    """Return the row of a schedule in the table; ValueError for an unknown name."""
     rows = {row.name: row for row in _SCHEDULES} | {row.alias: row for row in _SCHEDULES if row.alias}
     if name not in rows:
         raise ValueError(f"unknown schedule {name!r}: {nearest(str(name), list(rows))}")
@@ -78,7 +78,7 @@ def published(name: str) -> Published:
 
 
 def checked_replication(replication: Sequence[int] | None, stages: int) -> tuple[int, ...]:
-    """The workers of each stage, one where that is left open."""
+    """Return the workers of each stage, by default one."""
     if replication is None:
         return (1,) * stages
     if (
@@ -100,39 +100,40 @@ def build_schedule(
     stages_per_worker: int | None = None,
     replication: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule of batches of ``micro_batches`` on ``stages`` stages.
+    """Build the schedule of batches of ``micro_batches`` on ``stages`` stages.
 
     - "all-forward-all-backward", alias "gpipe" (Huang et al. 2019): every forward, then every backward.
     - "1f1b", alias "dapple" (Fan et al. 2021): stage k runs K-k forwards, then alternates one backward, one
       forward.
     - "advance-forward" (Chen et al. 2023): as 1f1b, with ``advance`` more forwards in front: an int for every
       stage or a list with one int per stage; None means K-1-k on stage k, which makes 7, 5, 3, 1 forwards on
-      4 stages. "auto" is for :func:`avgpipe.planning.choose_advance` to replace by what measurements say; here,
-      without any, it means the same as None.
-    - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that goes on over batches
-      without a flush. They differ in their weight versions, which are no part of a schedule. ``advance``, 0 here where
-      it is None, puts forwards in front as above, which hides transfers and makes gradients older.
+      4 stages. "auto" is replaced by :func:`avgpipe.planning.choose_advance` from measurements; here, without
+      any, it means the same as None.
+    - "pipedream" (Narayanan et al. 2019) and "pipedream-2bw" (Narayanan et al. 2021): 1f1b that continues
+      across batches without a flush. They differ in their weight versions, which are not part of a schedule.
+      ``advance``, here 0 by default, puts forwards in front as above, which hides transfers and makes
+      gradients older.
     - "interleaved-1f1b" (Narayanan et al. 2021, Megatron-LM): ``stages_per_worker`` stages on each worker, None: 2.
-    - "looped-bfs" (Lamy-Poirier 2022): as many stages on each worker, and all micro-batches go through one of them
-      before the next. Backwards return the same way, the last micro-batch first.
-    - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with backwards split and their weights part put off.
+    - "looped-bfs" (Lamy-Poirier 2022): as many stages on each worker, and all micro-batches go through one of
+      them before the next. Backwards return the same way, the last micro-batch first.
+    - "zero-bubble-h1" (Qi et al. 2024): as 1f1b, with split backwards and delayed weight parts.
     - "interleaved-zero-bubble": zero-bubble-h1 with ``stages_per_worker`` stages on each worker, None: 2.
     - "zero-bubble-v" (Qi et al., NeurIPS 2024): the same with 2 stages on each worker, which turn back in a V.
-    - "dualpipe-v" (DeepSeek): the V again; forwards of one stage and backwards of the other come in turn, and
-      backwards are split only while the pipeline fills and empties. DualPipeV runs each forward and backward of such a
-      pair at the same time; here, the backward follows the forward. It is meant for at least as many micro-batches as
-      stages; with fewer, workers are idle for longer.
+    - "dualpipe-v" (DeepSeek): the V again; forwards of one stage and backwards of the other alternate, and
+      backwards are split only while the pipeline fills and empties. DualPipeV runs each forward and backward
+      of such a pair at the same time; here, the backward follows the forward. It is designed for at least as
+      many micro-batches as stages; with fewer, workers are idle for longer.
 
-    Any number of micro-batches can be run. "interleaved-1f1b" and "interleaved-zero-bubble" are idle for least where it
-    is a multiple of the number of workers.
+    Any number of micro-batches can be run. "interleaved-1f1b" and "interleaved-zero-bubble" are least idle
+    with a multiple of the number of workers.
 
-    ``replication`` gives stages several workers each, in schedules that run forwards and whole backwards of one stage
-    on a worker: micro-batch m goes to number m % R of them (PipeDream: Narayanan et al. 2019, section 3.2; DAPPLE: Fan
-    et al. 2021). ``advance`` then counts each replica's own micro-batches.
+    ``replication`` gives stages several workers each, in schedules that run forwards and whole backwards of
+    one stage on a worker: micro-batch m is for number m % R of them (PipeDream: Narayanan et al. 2019,
+    section 3.2; DAPPLE: Fan et al. 2021). ``advance`` then counts each replica's own micro-batches.
 
-    Raises ValueError for an unknown name, counts that are not ints of at least 1, an option that the schedule does not
-    take, stages that do not divide over the workers, and an advance that would deadlock, where a stage wants to start
-    more forwards than the one before sends.
+    Raises ValueError for an unknown name, counts that are not ints of at least 1, an option that the schedule
+    does not have, a number of stages that cannot be divided among the workers, and an advance that would
+    deadlock, where a stage wants to start more forwards than the stage before sends.
     """
     row = published(name)
     check_count("stages", stages)
@@ -155,13 +156,13 @@ def build_schedule(
     return _built(build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
 
 
-@lru_cache(maxsize=128)  # to check the rows of one that many plans have takes longest
+@lru_cache(maxsize=128)  # checking the rows takes long, and many plans have the same schedule
 def _built(build: Callable[[Asked], Schedule], asked: Asked) -> Schedule:
     return build(asked)
 
 
 def _advance_per_stage(advance: Advance, stages: int, published: int | None) -> tuple[int, ...]:
-    """The a_k that ``advance`` of :func:`build_schedule` means. ``published``: on every stage; None: K-1-k."""
+    """Return the a_k of ``advance``, see :func:`build_schedule`; ``published``: default; None: K-1-k."""
     advance = published if advance is None else advance
     if advance is None or advance == "auto":
         return tuple(range(stages - 1, -1, -1))

@@ -1,4 +1,4 @@
-"""Runs a schedule on paper, and finds the first thing that makes it impossible to run."""
+"""Check schedules with a dry run, which finds the first cell that makes a schedule impossible to run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 
-Replicas = Sequence[Sequence[int]]  # per stage the workers that have it
+Replicas = Sequence[Sequence[int]]  # the workers of each stage
 Step = tuple[Action, int]  # an action and its batch
 
 
 class Flaw(NamedTuple):
-    """A wrong cell of a schedule: its row and index there, how it is written, and what is wrong with it."""
+    """A wrong cell of a schedule: its row and index, its text, and the reason."""
 
     name: str  # of the row: "stage 2" or "worker 1"
     row: int
@@ -29,15 +29,15 @@ def row_name(row: int, is_plain: bool) -> str:
 
 
 def token(action: Action, is_plain: bool) -> str:
-    """How an action stands in a grid and in CSV: with its stage in front, as 2F3, unless that is the row's number."""
+    """Format an action for a grid or CSV: with its stage in front, as 2F3, unless that is the row's number."""
     return str(Action(action.kind, action.micro_batch, -1, action.ahead) if is_plain else action)
 
 
-# ---- running on paper ----------------------------------------------------------------------------------------------
+# ---- dry run ---------------------------------------------------------------------------------------------------------
 
 
 def steps_of(row: Row, batches: int, micro_batches: int) -> list[Step]:
-    """What the row runs for so many batches, from warm-up to end."""
+    """Return the actions of a row for ``batches`` batches, from warm-up to end."""
     cursor = RowCursor(row)
     steps = [step for j in range(batches) for step in cursor.begin(j, micro_batches)]
     return [*steps, *cursor.end()]
@@ -46,8 +46,8 @@ def steps_of(row: Row, batches: int, micro_batches: int) -> list[Step]:
 def dry_run(rows: Sequence[Sequence[Step]], stages: int) -> list[list[int]]:
     """Run each row in order, each action in the first time slot that has its input, until all end or wait.
 
-    Every action takes one slot, every transfer none. Returns the slots in which actions start, per row; a row that got
-    stuck has fewer than actions.
+    Every action takes one slot, a transfer none. Returns the slots in which actions start, per row; a row
+    that got stuck has fewer slots than actions.
     """
     slots: list[list[int]] = [[] for _ in rows]
     # (stage, F or B, batch, micro-batch): first slot after it
@@ -70,9 +70,9 @@ def dry_run(rows: Sequence[Sequence[Step]], stages: int) -> list[list[int]]:
 
 
 def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
-    """The stage and kind, F or B, of the action of the same micro-batch that this one waits for.
+    """Return stage and kind, F or B, of the action of the same micro-batch that this one waits for.
 
-    None if everything that the action needs is the stage's own. B stands for I too: both send the gradient.
+    None if the action needs results of its own stage only. B includes I: both send the gradient.
     """
     if action.kind is Kind.FORWARD and action.stage > 0:
         return action.stage - 1, "F"
@@ -81,11 +81,11 @@ def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
     return None
 
 
-# ---- faults --------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def find_flaw(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:
-    """The first wrong cell of the first row that is wrong by itself, else one of a deadlock."""
+    """Return the first wrong cell of the first wrong row, else a cell of a deadlock."""
     for r, row in enumerate(rows):
         wrong = _wrong_in_row(r, list(row), replicas, micro_batches)
         if wrong is not None:
@@ -100,12 +100,12 @@ def find_flaw(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_pl
 def _wrong_in_row(
     r: int, row: Sequence[Action], replicas: Replicas, micro_batches: int
 ) -> tuple[int, Action, str] | None:
-    """Position, action and reason."""
+    """Return position, action and reason of a row's first wrong cell."""
     if not row:
         return 0, Action(Kind.FORWARD, 0), "missing"
     # Per stage, without stage and ahead.
     done: dict[int, set[Action]] = {action.stage: set() for action in row}
-    for position in sorted(range(len(row)), key=lambda n: -row[n].ahead):  # as a batch meets them
+    for position in sorted(range(len(row)), key=lambda n: -row[n].ahead):  # in the order of a batch
         action = row[position]
         plain, m = Action(action.kind, action.micro_batch), action.micro_batch
         workers = replicas[action.stage]
@@ -128,7 +128,7 @@ def _wrong_in_row(
 
 
 def _wrong(action: Action, done: set[Action], micro_batches: int) -> str | None:
-    """Why the action cannot follow what its stage has done for the batch, or None."""
+    """Return why the action cannot follow those that its stage has done for the batch, or None."""
     m = action.micro_batch
     if action in done:
         return "repeated"
@@ -149,7 +149,7 @@ def _wrong(action: Action, done: set[Action], micro_batches: int) -> str | None:
 
 
 def _wanted(done: set[Action], micro_batches: Iterable[int]) -> Iterator[Action]:
-    """What a stage has to do for a batch; a backward is in two parts where one of them is done."""
+    """Yield the actions that a stage must have for a batch; a backward is in two parts if one of them is done."""
     for m in micro_batches:
         yield Action(Kind.FORWARD, m)
         yield Action(Kind.BACKWARD_WEIGHT if Action(Kind.BACKWARD_INPUT, m) in done else Kind.BACKWARD, m)
@@ -157,7 +157,7 @@ def _wanted(done: set[Action], micro_batches: Iterable[int]) -> Iterator[Action]
 
 
 def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:
-    """The deadlock of rows that are right each on its own."""
+    """Return the deadlock of rows that are each correct."""
     ahead = max(row.ahead for row in rows)
     steps = [steps_of(row, 1 + 2 * ahead, micro_batches) for row in rows]
     slots = dry_run(steps, len(replicas))
@@ -176,7 +176,7 @@ def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_pl
             f"{row_name(r, is_plain)} at {token(head, is_plain)} waits for {token(action, is_plain)} of "
             f"{row_name(worker, is_plain)}"
         )
-    # What is stuck waits for what is stuck, so this ends at one that waits, over others or not, for itself.
+    # A stuck row waits for another stuck row, so following the waits ends in a cycle.
     culprit = min(heads)
     for _ in heads:
         culprit = awaited[culprit]

@@ -1,4 +1,4 @@
-"""What a worker did, and when: what a run notes and a simulation finds."""
+"""The activities of workers with their times: recorded by runs and computed by simulations."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import NamedTuple
 
 
 class EventKind(str, Enum):
-    """What a worker did. Of events that overlap, the first kind in this order has the moment.
+    """An activity of a worker. Of events that overlap, the first kind in this order counts for that time.
 
-    A device that computes is not idle, whatever its host does meanwhile; and while nothing can run, transfers in the
-    background are what is waited for.
+    A device that computes is not idle, whatever its host does meanwhile; and while nothing can run, the
+    worker waits for background transfers.
 
     Attributes:
         AVERAGE: Elastic averaging.
-        HOST: Other work of the host; the detail says what: "loader", "caller" or any other word.
-        RECEIVE: Nothing could run until a message came; the detail says which: "F" (an activation), "B" (a gradient)
-            or any other word. Stage, batch and micro-batch are those of the action that the message let run.
+        HOST: Other work of the host; the detail names it: "loader", "caller" or any other word.
+        RECEIVE: Nothing could run until a message arrived; the detail names it: "F" (an activation), "B" (a
+            gradient) or any other word. Stage, batch and micro-batch are those of the action that needed the
+            message.
         SEND: Handing tensors to a link.
     """
 
@@ -51,13 +52,13 @@ class _EventFields(NamedTuple):
 
 
 class Event(_EventFields):
-    """Something that a worker did for a stage and a pipeline; times in seconds on a clock common to all workers.
+    """An activity of a worker for a stage and a pipeline; times in seconds on a clock common to all workers.
 
     Attributes:
-        micro_batch: None where there is none, as for an update.
+        micro_batch: None if there is none, as for an update.
         kind: An :class:`EventKind`, or any other word.
-        detail: What was awaited, or what the host did; "" if that is not known.
-        worker: The row of the timeline; by default the stage, as where every worker has one.
+        detail: What was awaited, or what the host did; "" if unknown.
+        worker: Row of the timeline; by default the stage, for schedules with one worker per stage.
     """
 
     __slots__ = ()

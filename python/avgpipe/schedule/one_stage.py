@@ -15,7 +15,7 @@ _F, _B, _, _, _U = Kind
 
 
 class Asked(NamedTuple):
-    """What a schedule is built for: the arguments of :func:`build_schedule`, checked."""
+    """The checked arguments of :func:`build_schedule`."""
 
     name: str
     micro_batches: int
@@ -29,7 +29,7 @@ class Asked(NamedTuple):
 
 
 def warm_ups(stages: int, micro_batches: int, advance: Sequence[int]) -> list[int]:
-    """Per stage k, the forwards before the first backward: min(M, K - k + a_k), with ``advance`` the a_k."""
+    """Return for each stage k the forwards before the first backward: min(M, K - k + a_k), with ``advance`` the a_k."""
     return [min(micro_batches, stages - k + a) for k, a in enumerate(advance)]
 
 
@@ -40,10 +40,11 @@ def from_warm_ups(
     replication: Sequence[int] | None = None,
     flush: bool = True,
 ) -> Schedule:
-    """Each replica of stage k runs ``warm_ups[k]`` forwards, then one backward, one forward in turn.
+    """Make rows in which each replica of stage k runs ``warm_ups[k]`` forwards, then alternates B and F.
 
-    Replica r of R has the micro-batches m with m % R = r. Without a flush the forwards go on over the batches. Raises
-    ValueError where that would deadlock; as rows are made of loops, there may be millions of actions.
+    Replica r of R has the micro-batches m with m % R = r. Without a flush the forwards continue into the next
+    batch. Raises ValueError where that would deadlock; rows are made of loops, so there may be millions of
+    actions.
     """
     counts = replication or [1] * len(warm_ups)
     build = _flushing_row if flush else _endless_row
@@ -66,7 +67,7 @@ def from_warm_ups(
 
 
 def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
-    """Forwards first, ``warm_up`` of them; one backward, one forward, in turn; the remaining backwards; the update."""
+    """Make a row: ``warm_up`` forwards; one backward, one forward, in turn; the remaining backwards; the update."""
     step, warm_up = own.step, min(warm_up, len(own))
     rest = len(own) - warm_up
 
@@ -84,12 +85,12 @@ def _flushing_row(stage: int, warm_up: int, own: range) -> Row:
 
 
 def _endless_row(stage: int, warm_up: int, own: range) -> Row:
-    """One backward, one forward, in turn, the forwards ``warm_up`` micro-batches ahead; an update ends each batch."""
+    """Make a row of one backward, one forward, in turn, forwards ``warm_up`` ahead; an update ends each batch."""
     if not own:
         return Row([Action(_U, None, stage)])
     count = len(own)
     first = warm_up % count
-    switch = count - first  # from there on the forwards are of yet another batch
+    switch = count - first  # from here on the forwards are of one batch later
 
     def pair(n: int) -> tuple[Action, Action]:
         ahead, forward = divmod(warm_up + n, count)
@@ -126,11 +127,12 @@ def advance_forward(asked: Asked) -> Schedule:
 
 
 def _advanced(asked: Asked, most: float = math.inf) -> list[int]:
-    """Per stage, the forwards before the first backward, ``most`` at most."""
+    """Return for each stage the forwards before the first backward, ``most`` at most."""
     ahead = list(asked.advance)
     forwards = [int(min(w + a, most)) for w, a in zip(_least(asked), ahead)]
     for k in range(1, asked.stages):
-        # A stage's first backward needs all warm-ups of the next stage, and these need as many of its own.
+        # A stage's first backward needs all warm-ups of the next stage, and these need as many of the stage
+        # itself.
         if max(asked.replication) == 1 and forwards[k] > forwards[k - 1]:
             raise ValueError(
                 f"advance={ahead} would deadlock: stage {k} runs {forwards[k]} forwards before a backward, "
@@ -141,5 +143,5 @@ def _advanced(asked: Asked, most: float = math.inf) -> list[int]:
 
 
 def _least(asked: Asked) -> list[int]:
-    """Micro-batches in flight on each replica of a stage: as many as keep it and all behind it busy in 1F1B."""
+    """Return the micro-batches in flight on each replica of a stage that keep it and all later ones busy in 1F1B."""
     return [-(-sum(asked.replication[k:]) // own) for k, own in enumerate(asked.replication)]

@@ -1,12 +1,14 @@
 """Actions, and the rows of actions that workers run.
 
-A schedule is one row of actions per worker, executed as it stands. Workers may have several stages (their actions stand
-mixed in the row), and a stage several workers, its replicas: micro-batch m is then in the row of replica m % R.
+A schedule is one row of actions per worker, executed unchanged. A worker may have several stages (their
+actions are mixed in the row), and a stage several workers, its replicas: micro-batch m is then in the row of
+replica m % R.
 
-A row is one turn of an endless loop. Turn t runs an action with ``ahead=a`` for batch t + a of the pipeline; actions
-of batches and micro-batches that do not exist are left out. So a row without any ``ahead`` flushes: it runs one batch
-from the first forward to the update. With some, the forwards of later batches stand between the backwards of this one,
-and the warm-up (the turns before batch 0) and the end (the backwards that are left) follow from the same row.
+A row is one turn of an endless loop. Turn t runs an action with ``ahead=a`` for batch t + a of the pipeline;
+actions of batches and micro-batches that do not exist are left out. So a row without any ``ahead`` flushes:
+it runs one batch from the first forward to the update. With ``ahead``, the forwards of later batches are
+between the backwards of this one, and the warm-up (the turns before batch 0) and the end (the remaining
+backwards) follow from the same row.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ from typing import NamedTuple, overload
 
 
 class Kind(str, Enum):
-    """What an action does. A backward is either whole, or split into its input and its weight part."""
+    """The kind of an action. A backward is either whole, or split into its input and its weight part."""
 
     FORWARD = "F"
     BACKWARD = "B"
-    BACKWARD_INPUT = "I"  # computes the gradient that the stage before waits for
-    BACKWARD_WEIGHT = "W"  # comes later, needed by nobody but the update
+    BACKWARD_INPUT = "I"  # computes the gradient of the input, for the stage before
+    BACKWARD_WEIGHT = "W"  # runs later, needed by the update only
     UPDATE = "U"
 
     def __str__(self) -> str:
@@ -34,7 +36,7 @@ class Kind(str, Enum):
 
     @property
     def holds(self) -> int:
-        """By how many micro-batches the action changes those in flight on its stage."""
+        """Return the change in the number of micro-batches in flight on the action's stage."""
         return {"F": 1, "B": -1, "W": -1}.get(self.value, 0)
 
 
@@ -42,8 +44,8 @@ class Version(NamedTuple):
     """Weights that a batch runs on.
 
     Attributes:
-        number: the updates that they have seen.
-        delay: the updates between that and the batch's own, for which they may be predicted.
+        number: Updates that the weights include.
+        delay: Updates between these weights and the batch's own update, for which weights may be predicted.
     """
 
     number: int
@@ -63,7 +65,7 @@ class _Fields(NamedTuple):
 
 
 class Action(_Fields):
-    """One step of a worker: the forward or backward of a micro-batch on a stage, or the stage's update.
+    """One action of a worker: the forward or backward of a micro-batch on a stage, or the stage's update.
 
     ``str(action)`` is a token such as "F3" or "U", "2F3" with its stage, and "2F3+1" with ``ahead``; :meth:`parse`
     inverts it. A tuple of its attributes.
@@ -71,8 +73,8 @@ class Action(_Fields):
     Attributes:
         kind: A :class:`Kind`, or its letter.
         micro_batch: Counted from 0 in its batch; None for an update.
-        stage: The stage; -1 where the context says it, as in a column of a schedule.
-        ahead: How many batches the action is ahead of the turn in which it runs.
+        stage: The stage; -1 if the context sets it, as in a column of a schedule.
+        ahead: How many batches the action is ahead of the turn that it runs in.
     """
 
     __slots__ = ()
@@ -115,7 +117,7 @@ class Action(_Fields):
 
 
 class Loop(NamedTuple):
-    """``actions``, ``repeats`` times; their micro-batches rise by ``stride`` from one time to the next."""
+    """``actions``, repeated ``repeats`` times; their micro-batches rise by ``stride`` with each repetition."""
 
     actions: tuple[Action, ...]
     repeats: int = 1
@@ -123,9 +125,9 @@ class Loop(NamedTuple):
 
 
 class Row(Sequence[Action]):
-    """The actions of a worker in turn. They are kept as loops, so that millions of them take no memory.
+    """The actions of a worker in order. They are kept as loops, so that millions of them take no memory.
 
-    Equal to every row with the same actions, whatever their loops.
+    Equal to every row with the same actions, however they are divided into loops.
     """
 
     def __init__(self, actions: Iterable[Action] | None = None, *, loops: Iterable[Loop] = ()) -> None:
@@ -169,22 +171,22 @@ class Row(Sequence[Action]):
 
     @cached_property
     def kinds(self) -> tuple[Action, ...]:
-        """One action of each place in a loop: enough to see which kinds, stages and batches there are."""
+        """Return one action for each place in a loop: enough to know which kinds, stages and batches there are."""
         return tuple(action for loop in self.loops for action in loop.actions)
 
     @cached_property
     def stages(self) -> tuple[int, ...]:
-        """The stages that the row has actions of, ascending."""
+        """Return the stages that the row has actions of, ascending."""
         return tuple(sorted({action.stage for action in self.kinds}))
 
     @cached_property
     def ahead(self) -> int:
-        """By how many batches the row runs ahead at most; 0 with a flush."""
+        """Return by how many batches the row runs ahead at most; 0 with a flush."""
         return max((action.ahead for action in self.kinds), default=0)
 
     @cached_property
     def lookahead(self) -> int:
-        """How many batches after a turn's own must have begun before the row comes to the turn's last update."""
+        """Return how many later batches must have begun before the row reaches the last update of a turn's batch."""
         ahead = before = 0
         for action in self.kinds:
             if action.kind is Kind.UPDATE:
@@ -193,14 +195,14 @@ class Row(Sequence[Action]):
         return max(before, ahead - 1)
 
     def peak_in_flight(self, stage: int | None = None) -> int:
-        """The most micro-batches held at once, on ``stage`` or on all stages of the row, when batches follow."""
+        """Return the most micro-batches in flight at once in steady state, on ``stage`` or on all of the row."""
 
         def holds(action: Action) -> int:
             return action.kind.holds if stage in (None, action.stage) else 0
 
         held = peak = sum(loop.repeats * holds(a) * a.ahead for loop in self.loops for a in loop.actions)
         for loop in self.loops:
-            *_, rise = each = list(accumulate(map(holds, loop.actions)))  # from one time to the next
+            *_, rise = each = list(accumulate(map(holds, loop.actions)))  # change of each repetition
             peak = max(peak, held + max(each) + max(0, (loop.repeats - 1) * rise))
             held += loop.repeats * rise
         return peak
@@ -213,16 +215,17 @@ def _moved(action: Action, by: int) -> Action:
 
 
 class RowCursor:
-    """The actions of one pipeline on one worker, in order, from batches as they become known.
+    """Yields the actions of one pipeline on one worker, in order, as its batches become known.
 
     Args:
-        row: Its row of the schedule.
-        weights: On which version of the weights a batch runs; a version is counted in updates. "flush": not counted, as
-            each batch runs on the newest. "stash", "predicted": the newest when the row comes to the batch's first
-            forward on the stage. "vertical-sync": the same of the first stage, on all stages. "double-buffer": version
-            max(t-1, 0) for batch t, counted from 0.
+        row: Row of the worker in the schedule.
+        weights: The version of the weights that a batch runs on; versions are counted in updates. "flush":
+            not counted, as each batch runs on the newest. "stash", "predicted": the newest when the row
+            reaches the batch's first forward on the stage. "vertical-sync": the version of the first stage,
+            on all stages. "double-buffer": version max(t-1, 0) for batch t, counted from 0.
         first_row: The row of the first stage, for "vertical-sync".
-        warmup: So many first batches run on the newest version; none of them begins before the one before has ended.
+        warmup: The number of first batches that run on the newest version; each begins after the one before
+            has ended.
     """
 
     def __init__(
@@ -235,19 +238,19 @@ class RowCursor:
         self.resume(0, warmup)
 
     def resume(self, updates: int, warmup: int | None = None) -> None:
-        """Everything has ended, and the weights have seen so many updates: the pipeline fills again.
+        """Refill the pipeline after all batches have ended and the weights have had ``updates`` updates.
 
-        ``warmup``: so many batches are left that run on the newest version; None: as many as there were.
+        ``warmup``: batches that are still to run on the newest version; None: as many as at first.
         """
         if warmup is not None:
             self._late_from = updates + warmup
-        self._updates = updates  # when turn 0 begins
+        self._updates = updates  # at the start of turn 0
         self._begun = 0  # batches since then
         self._turn, self._index = -self._ahead, 0
         self._known: dict[int, tuple[int, int]] = {}  # by turn, of batches that may have actions left
 
     def version(self, stage: int, later: int = 0) -> int:
-        """On which version the next batch to begin, or so many later, runs on ``stage``; the numbers never fall."""
+        """Return the version that the next batch, or one ``later`` batches later, runs on; it never decreases."""
         if self._weights == "flush":
             return 0
         begun = self._begun + later
@@ -257,7 +260,7 @@ class RowCursor:
         return self._updates + max(0, begun - self.steady_delay(stage))
 
     def delay(self, stage: int, later: int = 0) -> int:
-        """How many updates come between the version that such a batch runs on and the batch's own."""
+        """Return the number of updates between the version that such a batch runs on and the batch's own update."""
         return (
             0
             if self._weights == "flush"
@@ -265,7 +268,7 @@ class RowCursor:
         )
 
     def steady_delay(self, stage: int) -> int:
-        """:meth:`delay` once the pipeline is full."""
+        """Return :meth:`delay` once the pipeline is full."""
         if self._weights in ("flush", "double-buffer"):
             return int(self._weights == "double-buffer")
         if stage not in self._delays:
@@ -275,16 +278,16 @@ class RowCursor:
         return self._delays[stage]
 
     def begin(self, batch: int, micro_batches: int) -> list[tuple[Action, int]]:
-        """Return the actions that are certain now that ``batch`` follows, each with its batch.
+        """Return the actions that are determined once ``batch`` follows, each with its batch.
 
-        Those are all up to the first one of a batch that is still unknown; with a flush, all of this batch.
+        These are all actions up to the first one of an unknown batch; with a flush, all of this batch.
         """
         self._known[self._begun] = batch, micro_batches
         self._begun += 1
         return list(self._go_on(until_end=False))
 
     def end(self) -> list[tuple[Action, int]]:
-        """Return all actions that are left, as no batch follows for now; a later one begins with a new warm-up."""
+        """Return all remaining actions, as no batch follows for now; a later batch begins with another warm-up."""
         found = list(self._go_on(until_end=True))
         self.resume(self._updates + self._begun)
         return found
@@ -305,7 +308,7 @@ class RowCursor:
 
 
 def _updates_before_first_forward(row: Sequence[Action], stage: int) -> int:
-    """How many turns' updates of the stage precede the first forward of a turn's batch, less that turn's number."""
+    """Return how many turns' updates of the stage precede the first forward of a turn's batch, minus the turn."""
     own = [a for a in row if a.stage == stage]
     forwards = [(-a.ahead, n) for n, a in enumerate(own) if a.kind is Kind.FORWARD]
     if not forwards:

@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each worker runs, in order, for one batch after another: see :class:`Row`.
+    """The actions of each worker, in order, for one batch after another: see :class:`Row`.
 
     Any actions can be held and printed; :meth:`validate` says whether they can be run.
 
     Attributes:
-        name: A label: schedules with the same micro-batches and rows are equal.
-        micro_batches: Per batch. A batch with fewer leaves out the actions of those that it lacks.
-        rows: Per worker its actions in turn. An action without a stage is of the row's number.
-        trusted: Only for rows that are right by construction: :meth:`validate` then need not look at all of them.
+        name: A label, which equality ignores: schedules with the same micro-batches and rows are equal.
+        micro_batches: Micro-batches per batch. A smaller batch leaves out the actions of those that it lacks.
+        rows: The actions of each worker in order. An action without a stage belongs to the stage with the
+            row's number.
+        trusted: Only for rows that are right by construction: :meth:`validate` then need not check all of
+            them.
     """
 
     name: str = field(compare=False)
@@ -42,36 +44,36 @@ class Schedule:
             object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "_is_right", trusted)
 
-    # ---- who runs what -------------------------------------------------------------------------------------------
+    # ---- placement ---------------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> int:
-        """How many workers run one pipeline."""
+        """Return how many workers run one pipeline."""
         return len(self.rows)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether worker k runs stage k, and that one alone."""
+        """Return whether each worker k runs stage k only."""
         return all(row.stages in ((w,), ()) for w, row in enumerate(self.rows))
 
     @cached_property
     def stages(self) -> int:
-        """How many stages there are."""
+        """Return the number of stages."""
         return len(self.rows) if self.is_plain else 1 + max(k for row in self.rows for k in row.stages)
 
     @cached_property
     def flush(self) -> bool:
-        """Whether each batch has been updated before the pipeline's next one begins."""
+        """Return whether each batch is updated before the pipeline's next one begins."""
         return all(row.ahead == 0 for row in self.rows)
 
     @property
     def placement(self) -> tuple[tuple[int, ...], ...]:
-        """Per worker its stages, ascending."""
+        """Return the stages of each worker, ascending."""
         return tuple(row.stages for row in self.rows)
 
     @cached_property
     def replicas(self) -> tuple[tuple[int, ...], ...]:
-        """Per stage the workers that have it, in order; micro-batch m goes to number m % R of them."""
+        """Return the workers of each stage, in order; micro-batch m is for number m % R of them."""
         found: list[list[int]] = [[] for _ in range(self.stages)]
         for w, row in enumerate(self.rows):
             for k in row.stages:
@@ -81,13 +83,15 @@ class Schedule:
     def worker_of(self, stage: int, micro_batch: int = 0) -> int:
         """Return the worker that runs a micro-batch on a stage; ValueError if none does."""
         if type(stage) is not int or not 0 <= stage < self.stages or not self.replicas[stage]:
-            raise ValueError(f"stage={stage!r}: no worker has it, the stages are 0..{self.stages - 1}")
+            raise ValueError(
+                f"stage={stage!r}: no worker has this stage, the stages are 0..{self.stages - 1}"
+            )
         return self.replicas[stage][micro_batch % len(self.replicas[stage])]
 
     def placed(self, placement: Sequence[Sequence[int]]) -> Schedule:
         """Return the schedule with its rows on other workers: ``placement[k]`` are those of stage k, ascending.
 
-        Raises ValueError unless each worker here becomes one of as many.
+        Raises ValueError unless ``placement`` maps the workers one to one.
         """
         wanted = tuple(map(tuple, placement))
         moved = {w: new for own, news in zip(self.replicas, wanted) for w, new in zip(own, news)}
@@ -103,26 +107,26 @@ class Schedule:
 
     @cached_property
     def columns(self) -> tuple[tuple[Action, ...], ...]:
-        """Per stage the actions of a batch that no other follows; those of replicas after one another."""
+        """Return the actions of a single batch for each stage, with those of replicas one after the other."""
         found: list[list[Action]] = [[] for _ in range(self.stages)]
         for row in self.rows:
             for action in sorted(row, key=lambda a: -a.ahead):
                 found[action.stage].append(Action(action.kind, action.micro_batch))
         return tuple(map(tuple, found))
 
-    # ---- what follows from the rows --------------------------------------------------------------------------------
+    # ---- what follows from the rows ----------------------------------------------------------------------------------
 
     @property
     def lookahead(self) -> int:
-        """How many later batches must have begun before one can be updated everywhere; 0 with a flush."""
+        """Return how many later batches must have begun before one can be updated everywhere; 0 with a flush."""
         return max(row.lookahead for row in self.rows)
 
     @property
     def peak_in_flight(self) -> list[int]:
-        """Per stage, the most micro-batches whose activations are held at once by a worker.
+        """Return, per stage, the most micro-batches whose activations a worker holds at once.
 
-        They are held from F m to the end of B m, or of W m where the backward is split. Without a flush, of as many
-        batches as it takes.
+        They are held from F m to the end of B m, or of W m if the backward is split. Without a flush, batches
+        follow each other.
         """
         return [
             max((self.rows[w].peak_in_flight(k) for w in ws), default=0) for k, ws in enumerate(self.replicas)
@@ -130,20 +134,22 @@ class Schedule:
 
     @property
     def worker_peak_in_flight(self) -> list[int]:
-        """Per worker, the most activations of micro-batches, of all its stages together, held at once.
+        """Return, per worker, the most activations of micro-batches that it holds at once, of all its stages together.
 
-        One of each stage counts as one: with V stages on a worker, an activation belongs to a V times smaller stage.
+        An activation of any stage counts as one: with V stages on a worker, it belongs to a V times smaller
+        stage.
         """
         return [row.peak_in_flight() for row in self.rows]
 
-    # ---- checking and printing -------------------------------------------------------------------------------------
+    # ---- checking and printing ---------------------------------------------------------------------------------------
 
     def validate(self) -> None:
-        """Raise ScheduleError, naming the stage or worker, position, action and reason, unless the schedule can be run.
+        """Raise ScheduleError, naming stage or worker, position, action and reason, unless the schedule can be run.
 
-        Every stage must have, for each micro-batch, one forward and later one backward (B, or I and later W), on the
-        worker of the micro-batch, and last of all one update on each of its workers; and a dry run, in which F m waits
-        for F m of the stage before and B m (or I m) for that of the stage after, must reach the end of every row.
+        Every stage must have, for each micro-batch, one forward and later one backward (B, or I and later W),
+        on the worker of the micro-batch, and last one update on each of its workers; and a dry run, in which
+        F m waits for F m of the stage before and B m (or I m) for that of the stage after, must reach the end
+        of every row.
         """
         flaw = self._flaw()
         if flaw is not None:
@@ -151,11 +157,11 @@ class Schedule:
         object.__setattr__(self, "_is_right", True)
 
     def __str__(self) -> str:
-        """A grid: a row per stage, a column per time slot of a dry run with unit times, '.' for waiting.
+        """Draw a grid: a row per stage, a column per time slot of a dry run with unit times, '.' for waiting.
 
-        Rows are the workers' and a cell is 2F3, F3 of stage 2, unless stage k is alone on worker k. It shows one batch
-        that no other follows. In a schedule that cannot be run, the wrong cell stands in [brackets], the actions that
-        the dry run does not reach follow one another, and the last line gives the reason.
+        Rows are the workers' and a cell is 2F3 (F3 of stage 2), unless each worker k has stage k only. It
+        shows a single batch. In a schedule that cannot be run, the wrong cell is in [brackets], the actions
+        that the dry run does not reach follow without slots, and the last line gives the reason.
         """
         from avgpipe.schedule.checks import dry_run, steps_of, token
 
@@ -165,9 +171,9 @@ class Schedule:
         flaw = self._flaw()
         if flaw is None:
             steps = [steps_of(row, 1, self.micro_batches) for row in self.rows]
-        else:  # the rows as they stand, where the flaw's position is
+        else:  # the rows unchanged, to which the flaw's position refers
             steps = [[(action, 0) for action in row] for row in self.rows]
-        # Turns of an endless loop do not run alone.
+        # Actions ahead of their turn cannot be drawn for a single turn.
         slots = dry_run(steps, self.stages) if flaw is None or self.flush else [[] for _ in steps]
         cells = [[token(a if flaw else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
         grid = draw_grid("stage" if self.is_plain else "worker", cells, slots, flaw)
@@ -183,10 +189,10 @@ class Schedule:
     def from_csv(cls, text: str, name: str = "csv") -> Schedule:
         """Return the schedule written as CSV: a row per worker, a cell per action; blank cells are skipped.
 
-        Row k is stage k's, with cells such as F3; or all cells name their stage, as 2F3. There are as many
-        micro-batches as the greatest one named says. Only the syntax is checked, so that a wrong schedule can be
-        printed: call :meth:`validate` before running it. Raises ScheduleError naming row and cell, counted from 1 as in
-        a spreadsheet.
+        Row k is stage k's, with cells such as F3; or all cells name their stage, as 2F3. The number of
+        micro-batches follows from the largest one. Only the syntax is checked, so that a wrong schedule can
+        be printed: call :meth:`validate` before running it. Raises ScheduleError with row and cell, counted
+        from 1 as in a spreadsheet.
         """
         from avgpipe.schedule.text import read_rows
 
@@ -195,12 +201,13 @@ class Schedule:
     def to_torch_csv(self) -> str:
         """Write the "compute_only" CSV of torch.distributed.pipelining: one line per rank, one cell per action, as 2F3.
 
-        Updates are left out, since there the script steps the optimizer. :meth:`from_torch_csv` inverts it. Raises
-        ValueError for what the format has no words for: batches without a flush, and stages with several workers.
+        Updates are left out, since there the script steps the optimizer. :meth:`from_torch_csv` inverts it.
+        Raises ValueError for what the format cannot express: schedules without a flush, and stages with
+        several workers.
         """
         if not self.flush:
             raise ValueError(
-                f"schedule {self.name!r} goes on over batches without a flush, which torch's format cannot say: "
+                f"schedule {self.name!r} has no flush between batches, which torch's format cannot express: "
                 "write it with to_csv"
             )
         for k, workers in enumerate(self.replicas):
@@ -217,10 +224,11 @@ class Schedule:
     def from_torch_csv(cls, text: str, name: str = "torch-csv") -> Schedule:
         """Return the schedule that a schedule of torch.distributed.pipelining dumps as CSV: a row per rank.
 
-        The updates of a row's stages are added at its end. Blank cells are skipped, and so is what torch's runtime is
-        told in the "compute_comms" format (SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD, REDUCE_GRAD): workers
-        here send and receive by themselves. Actions that overlap, as in (0F4;3B2)OVERLAP_F_B, follow one another as
-        they are written. As by :meth:`from_csv`, only the syntax is checked; raises ScheduleError naming row and cell.
+        The updates of a row's stages are added at its end. Blank cells are skipped, and so are the
+        communication actions of the "compute_comms" format (SEND_F, RECV_F, SEND_B, RECV_B, UNSHARD, RESHARD,
+        REDUCE_GRAD), as workers here send and receive on their own. Actions that overlap, as in
+        (0F4;3B2)OVERLAP_F_B, follow one another as written. As in :meth:`from_csv`, only the syntax is
+        checked; raises ScheduleError with row and cell.
         """
         from avgpipe.schedule.text import read_torch_rows
 
@@ -228,7 +236,7 @@ class Schedule:
 
     @classmethod
     def _of_rows(cls, name: str, rows: Sequence[Sequence[Action]]) -> Schedule:
-        """Make the schedule of as many micro-batches as the greatest one named says."""
+        """Make a schedule; the number of micro-batches follows from the largest one."""
         named = [action.micro_batch for row in rows for action in row if action.micro_batch is not None]
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
@@ -241,7 +249,7 @@ class Schedule:
 
 
 def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
-    """Where actions leave their stage open, it is the row's number."""
+    """Return the row, with the row's number as the stage of actions without one."""
     row = actions if isinstance(actions, Row) else Row(actions)
     for position, action in enumerate(row.kinds):
         if not isinstance(action, Action):
@@ -258,15 +266,15 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
 def draw_grid(
     name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], flaw: Flaw | None
 ) -> list[str]:
-    """One line per row with a cell per time slot, aligned; the faulty cell in [brackets].
+    """Draw one line per row with a cell per time slot, aligned; the faulty cell in [brackets].
 
-    ``name``: what rows are. ``slots``: of each cell that a dry run got to; the others follow one another.
+    ``name``: what rows are. ``slots``: of each cell that a dry run reached; later cells follow without slots.
     """
     lines: list[list[str]] = []
     for row, own in zip(cells, slots):
         line: list[str] = []
         for position, cell in enumerate(row):
-            if position < len(own):  # the dry run got there: leave the slots blank in which the worker waited
+            if position < len(own):  # reached by the dry run: slots in which the worker waited stay blank
                 line += ["."] * (own[position] - len(line))
             line.append(cell)
         lines.append(line)

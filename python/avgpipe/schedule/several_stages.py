@@ -1,8 +1,8 @@
 """Schedules with several stages on each worker, in loops over the workers or in a V, and those with split backwards.
 
-They are built for any number of micro-batches. Where the published order needs more of them than there are, or whole
-groups, it is built for those, and the actions of micro-batches that do not exist are left out: all that waits for an
-action is of its own micro-batch, so nothing waits for what is left out.
+They are built for any number of micro-batches. If the published order needs more of them than there are, or
+whole groups, it is built for those, and the actions of micro-batches that do not exist are left out: an
+action waits only for actions of its own micro-batch, so none waits for one that is left out.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ def interleaved_zero_bubble(asked: Asked) -> Schedule:
 
 
 def zero_bubble_h1(asked: Asked) -> Schedule:
-    """1F1B in the memory of its first stage: K micro-batches in flight on every stage (Qi et al. 2024, section 2.2.1).
+    """Build 1F1B in the memory of its first stage: K micro-batches in flight on every stage (Qi et al. 2024, 2.2.1).
 
-    Stage k needs only K-k of them for 1F1B; the other k are micro-batches whose W is put off until k more I have run.
+    Stage k needs only K-k of them for 1F1B; the other k are micro-batches whose W is delayed until k more I
+    have run.
     """
     return _depth_first(asked, 1, per_hop=1, splits=True)
 
 
 def _depth_first(asked: Asked, per_worker: int, per_hop: int, splits: bool = False) -> Schedule:
-    """Groups of W micro-batches go through a worker's first stage, then through its second, and so on.
+    """Build rows in which groups of W micro-batches go through a worker's first stage, then its second, and so on.
 
-    Backwards go from its last stage to its first. Worker w begins with (V-1) W + 1 forwards, and ``per_hop`` for each
-    worker behind it; then it alternates one backward, one forward. If it ``splits`` backwards, W follow w I later.
+    Backwards go from its last stage to its first. Worker w begins with (V-1) W + 1 forwards, and ``per_hop``
+    more for each later worker; then it alternates one backward, one forward. If it ``splits`` backwards, W
+    follow w I later.
     """
     _check_multiple(asked, per_worker)
     workers = asked.stages // per_worker
@@ -73,8 +75,8 @@ def _depth_first(asked: Asked, per_worker: int, per_hop: int, splits: bool = Fal
 def looped_bfs(asked: Asked) -> Schedule:
     """Build the breadth-first schedule (Lamy-Poirier 2022, arXiv 2211.05953).
 
-    All micro-batches go through a worker's first stage, then all through its second, and so on; their backwards come
-    the same way back, the last micro-batch first, as in ``ScheduleLoopedBFS`` of torch.
+    All micro-batches go through a worker's first stage, then all through its second, and so on; their
+    backwards return the same way, the last micro-batch first, as in ``ScheduleLoopedBFS`` of torch.
     """
     _check_multiple(asked, asked.stages_per_worker)
     workers, micro_batches = asked.stages // asked.stages_per_worker, range(asked.micro_batches)
@@ -89,14 +91,14 @@ def looped_bfs(asked: Asked) -> Schedule:
 
 # ---- a V: worker w of W has the stages w and 2W-1-w ------------------------------------------------------------------
 
-_Phase = tuple[int, list[tuple[int, Kind]]]  # how often, and the stage and kind of each action
+_Phase = tuple[int, list[tuple[int, Kind]]]  # repetitions, and the stage and kind of each action
 
 
 def zero_bubble_v(asked: Asked) -> Schedule:
     """Build ZB-V (Qi et al., NeurIPS 2024, "Pipeline Parallelism with Controllable Memory").
 
-    At most 2W activations are held by a worker, of stages half as large as with one per worker: as much as by the
-    first stage of 1F1B.
+    A worker holds at most 2W activations, of stages half as large as with one stage per worker: as much as
+    the first stage of 1F1B.
     """
     _check_multiple(asked, 2)
     workers = asked.stages // 2
@@ -121,11 +123,11 @@ def zero_bubble_v(asked: Asked) -> Schedule:
 def dualpipe_v(asked: Asked) -> Schedule:
     """Build DualPipeV (DeepSeek): DualPipe of the DeepSeek-V3 report, section 3.2.1, cut in half.
 
-    DualPipe feeds a pipeline from both ends and holds all weights twice; in the V each worker has both halves' stages
-    once. In the steady state a forward of one stage and a backward of the other come in turn, the forward first:
-    DualPipeV runs such a pair at the same time, to hide the communication inside its layers. Backwards are split while
-    the pipeline fills and empties. A worker holds at most 2W+1 activations, one more than in ZB-V. The published order
-    is of at least 2W micro-batches.
+    DualPipe feeds a pipeline from both ends and holds all weights twice; in the V each worker has one stage
+    of each half. In the steady state a forward of one stage and a backward of the other alternate, the
+    forward first: DualPipeV runs such a pair at the same time, to hide the communication inside its layers.
+    Backwards are split while the pipeline fills and empties. A worker holds at most 2W+1 activations, one
+    more than in ZB-V. The published order is for at least 2W micro-batches.
     """
     _check_multiple(asked, 2)
     workers = asked.stages // 2
@@ -133,9 +135,9 @@ def dualpipe_v(asked: Asked) -> Schedule:
     rows = []
     for down in range(workers):
         up, behind = asked.stages - 1 - down, workers - 1 - down
-        last = [up, down] * (down + 1)  # the stages of what remains when the last forward has run
+        last = [up, down] * (down + 1)  # the stages of the actions after the last forward
         whole, split = last[: down + 1], last[down + 1 :]
-        late = split + [down] * behind  # the stages of the W that are put off
+        late = split + [down] * behind  # the stages of the delayed W
         phases: list[_Phase] = [
             (2 * behind, [(down, _F)]),
             (down + 1, [(down, _F), (up, _F)]),
@@ -152,7 +154,7 @@ def dualpipe_v(asked: Asked) -> Schedule:
 
 
 def _numbered(phases: Iterable[_Phase]) -> list[Action]:
-    """The actions of the phases: the n-th forward, backward or W of a stage is of micro-batch n."""
+    """Return the actions of the phases: the n-th forward, backward or W of a stage is of micro-batch n."""
     counts: Counter[tuple[int, Kind]] = Counter()
     row = []
     for repeats, actions in phases:
@@ -167,7 +169,7 @@ def _numbered(phases: Iterable[_Phase]) -> list[Action]:
 
 
 def _existing(actions: Iterable[Action], micro_batches: int, stages: Iterable[int]) -> Row:
-    """The row of those actions whose micro-batch exists, and of the stages' updates."""
+    """Make a row of the actions whose micro-batch exists, and of the stages' updates."""
     row = [action for action in actions if (action.micro_batch or 0) < micro_batches]
     return Row([*row, *(Action(_U, None, k) for k in stages)])
 

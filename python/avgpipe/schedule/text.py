@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.row import COUNT, Action, Kind, Row
 
-# What torch's "compute and communication" form has beside the actions. Here, the runtime sends and receives by itself.
+# Tokens of torch's "compute and communication" form besides the actions. Here, the runtime sends and receives
+# itself.
 _TORCH_OWN = re.compile(rf"(?:{COUNT})(?:UNSHARD|RESHARD|REDUCE_GRAD|(?:SEND|RECV)_[FB](?:{COUNT}))")
 _TORCH_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
@@ -17,7 +18,7 @@ _TORCH_OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 def read_rows(text: str) -> list[list[Action]]:
-    """The actions of each row; those of row r are of stage r, unless the first cell has its stage in front."""
+    """Read the actions of each row; those of row r are of stage r, unless the first cell begins with its stage."""
     lines = _cells(text, "Schedule.to_csv", "stage, as F0,B0,U")
     names_stages = next(filter(None, lines[0]), "")[:1].isdigit()
     whose, wanted = ("worker", "worker, as 0F0,0B0,0U") if names_stages else ("stage", "stage, as F0,B0,U")
@@ -39,7 +40,7 @@ def read_rows(text: str) -> list[list[Action]]:
 
 
 def read_torch_rows(text: str) -> list[list[Action]]:
-    """The actions of each rank, and after them the updates of its stages, which torch's form does not have."""
+    """Read the actions of each rank, and append the updates of its stages, which torch's form does not have."""
     wanted = "rank, as 0F0,0B0"
     rows = [
         _read_row(f"row {r + 1} (rank {r})", line, _torch_actions, wanted)
@@ -52,7 +53,7 @@ def read_torch_rows(text: str) -> list[list[Action]]:
 
 
 def _torch_actions(cell: str) -> list[Action]:
-    """The actions of a cell: none where it says only what torch's runtime does, several where they overlap."""
+    """Return the actions of a cell: none for communication of torch's runtime, several where they overlap."""
     if _TORCH_OWN.fullmatch(cell):
         return []
     overlap = _TORCH_OVERLAP.fullmatch(cell)
@@ -64,7 +65,7 @@ def _torch_action(token: str) -> Action:
         action = Action.parse(token)
     except ValueError:
         raise ValueError(
-            f"{token!r} is not an action of torch's: write F, B, I or W between a stage and a micro-batch, as 2F3"
+            f"{token!r} is not an action of torch's form: write F, B, I or W between a stage and a micro-batch, as 2F3"
         ) from None
     if action.kind is Kind.UPDATE or action.stage < 0 or action.ahead:
         raise ValueError(f"{token!r} is not of torch's form but of avgpipe's: read it with Schedule.from_csv")
@@ -72,7 +73,7 @@ def _torch_action(token: str) -> Action:
 
 
 def torch_text(rows: Iterable[Row]) -> str:
-    """One line per rank, without the updates."""
+    """Format one line per rank, without the updates."""
     actions = ([str(action) for action in row if action.kind is not Kind.UPDATE] for row in rows)
     return "".join(f"{','.join(line)}\n" for line in actions)
 
@@ -81,7 +82,7 @@ def torch_text(rows: Iterable[Row]) -> str:
 
 
 def _cells(text: str, writer: str, wanted: str) -> list[list[str]]:
-    """The cells of each line, as spreadsheets write them too."""
+    """Split into the cells of each line, also in the form that spreadsheets write."""
     if not isinstance(text, str):
         raise TypeError(f"the CSV text is of type {type(text).__name__}: pass a str, as {writer} returns")
     lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
@@ -106,7 +107,7 @@ def _read_row(
 
 
 def _checked_stages(rows: list[list[Action]]) -> list[list[Action]]:
-    """The rows, if their stages are numbered from 0 without a gap."""
+    """Return the rows if their stages are numbered from 0 without a gap, else raise."""
     stages = {action.stage for row in rows for action in row}
     missing = next(k for k in range(len(stages) + 1) if k not in stages)
     if missing < len(stages):

@@ -1,6 +1,6 @@
-"""What ``avgpipe train`` trains: models of the papers with their data, by name, and tasks that a user's script makes.
+"""The workloads of ``avgpipe train``: models of the papers with their data, by name, and tasks of users' scripts.
 
-torch is imported when one is built.
+torch is imported only when a workload is built.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ Predict = Callable[[Any], Any]
 
 
 class DataNotFound(FileNotFoundError, ValueError):
-    """The data that a workload should read is not there. The message names the folder and what is missing."""
+    """The data of a workload are missing. The message names the folder and what is missing."""
 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What can be asked of a workload. None stands for the preset's value, or that of the script's function.
+    """Options of a workload. None means the preset's value, or that of the script's function.
 
     Attributes:
         preset: the size; None: ``DEFAULT_PRESET``.
-        data: the data folder; None: what the workload reads without one.
-        pretrained: a folder of weights to begin with, for workloads that can.
-        pipelines: how many train side by side.
-        batch: whether they share each batch, "global", or take turns, "per-pipeline"; as of ``avgpipe.Plan``.
-        rule: by which they are averaged, as of ``avgpipe.Plan``.
+        data: the data folder; None: the workload's default data.
+        pretrained: a folder of initial weights, for workloads that can load them.
+        pipelines: the number of pipelines that train side by side.
+        batch: whether pipelines share each batch, "global", or train on batches in turn, "per-pipeline"; see
+            ``avgpipe.Plan``.
+        rule: the averaging rule, see ``avgpipe.Plan``.
         batch_size: samples in a batch of the loader.
-        seed: seed of the initial weights and of everything else that is drawn.
-        epochs: how many to train.
-        max_batches: how many batches all pipelines together train at most, when the run ends before its epochs do; a
-            learning rate that decays reaches its end there.
+        seed: seed of the initial weights and of all other random numbers.
+        epochs: the number of epochs to train.
+        max_batches: the most batches to train on, over all pipelines, if the run ends before its epochs; a
+            decaying learning rate reaches its end there.
         optimizer: one of ``OPTIMIZERS``, with the preset's momentum, betas and weight decay.
-        lr: learning rate of a single pipeline, at its highest.
+        lr: peak learning rate of a single pipeline.
         lr_scaling: how the learning rate grows with the pipelines, one of ``LR_SCALINGS``.
-        loader_workers: processes that make batches ahead.
+        loader_workers: processes that prepare batches in advance.
     """
 
     preset: str | None = None
@@ -71,7 +72,7 @@ class BuildOptions:
 
     @property
     def batches_per_round(self) -> int:
-        """The batches from which every pipeline makes an update."""
+        """Return the number of batches in which every pipeline makes an update."""
         return 1 if self.batch == "global" else self.pipelines
 
     def __post_init__(self) -> None:
@@ -91,9 +92,9 @@ class BuildOptions:
 
 
 class BatchLoader(Protocol):
-    """Batches ``(inputs, targets)`` with the samples as dimension 0, and how many there are, at most.
+    """Batches ``(inputs, targets)`` with the samples as dimension 0, and the most that there can be.
 
-    A script's loader may not know: to ask for its length is a TypeError then.
+    A script's loader may not have a length, and then raises TypeError for it.
     """
 
     def __len__(self) -> int: ...
@@ -121,32 +122,35 @@ class AveragingOptimizer(Protocol):
 
 @dataclass(frozen=True)
 class Workload:
-    """A model as layers, its data and how it is trained.
+    """A model as layers, its data and its training.
 
     Attributes:
-        name, preset: what it was built from; a script's function has no presets, "".
-        layers: each gets exactly what the one before returned, and may state its ``compute_cost``; initial weights
-            depend on the seed alone. Or a model that the runtime splits into such layers itself.
-        loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over what ``loss_weight`` counts.
-        optimizer: makes the optimizer of some parameters, or of pairs (name, parameter) where its argument is called
-            ``named_params``, or several in a list; its learning rate fits the number of pipelines.
-        lr_scheduler: makes the scheduler of one of these optimizers, to step once after each of its steps; or None.
+        name, preset: what it was built from; "" for the preset of a script's function.
+        layers: each gets exactly the output of the layer before, and may have a ``compute_cost``; initial
+            weights depend on the seed only. Or a model that the runtime splits into such layers itself.
+        loss_fn: ``(output, targets)`` to a scalar, the mean over samples or over the items that ``loss_weight`` counts.
+        optimizer: makes the optimizer of some parameters, or of pairs (name, parameter) if its argument is
+            called ``named_params``, or several in a list; its learning rate is for this number of pipelines.
+        lr_scheduler: makes the scheduler of one of these optimizers, with a step after each of the
+            optimizer's; or None.
         clip_grad_norm: the largest norm of all gradients together, or None.
-        train_batches: ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on; where pipelines
-            take turns, batch j is for pipeline j % N.
-        valid_batches: for evaluation, in order; None: there is nothing to validate on.
-        metrics: what is reported of an evaluation, by name, from its mean loss and the means per sample of what
-            ``metric_fn`` returned; ``metric_name`` is among them unless ``decode`` makes it. Shares are in percent.
+        train_batches: maps ``(epoch, start=0)`` to the batches of an epoch (from 0) from batch ``start`` on;
+            if pipelines train on batches in turn, batch j is for pipeline j % N.
+        valid_batches: for evaluation, in order; None: there is no validation.
+        metrics: makes the metrics of an evaluation, by name, from its mean loss and the means per sample of
+            the values of ``metric_fn``; ``metric_name`` is among them unless ``decode`` makes it. Shares are
+            in percent.
         metric_name, lower_is_better: the metric by which runs are judged.
         batch_size: samples in a batch of the loader.
-        epochs: how many to train.
-        loss_weight: of targets, how many things the loss is the mean of; None: the samples.
-        metric_fn: ``(output, targets)`` to means over samples, by name; None: the loss says all.
-        decode: further metrics, by name, from translating or generating with the ``predict`` it is given, or None.
-        autocast: by device type, the dtype of ``torch.autocast`` that makes training there faster.
-        trivial: the best answer that looks at no input, and its ``metric_name`` on the validation data; None: it
-            scores nothing.
-        title: what is learnt from which data, where that depends on the data; or "".
+        epochs: the number of epochs to train.
+        loss_weight: maps targets to the number of items that the loss is the mean of; None: the samples.
+        metric_fn: maps ``(output, targets)`` to means over samples, by name; None: the loss is enough.
+        decode: makes further metrics, by name, by translating or generating with its argument ``predict``; or
+            None.
+        autocast: by device type, the dtype of ``torch.autocast`` that makes training faster there.
+        trivial: the best answer that ignores the input, and its ``metric_name`` on the validation data; None:
+            it has no score.
+        title: describes what is learnt from which data, if that depends on the data; or "".
     """
 
     name: str
@@ -172,20 +176,20 @@ class Workload:
 
     @property
     def label(self) -> str:
-        """Name and preset."""
+        """Return name and preset."""
         return f"{self.name} {self.preset}".rstrip()
 
 
 @dataclass(frozen=True)
 class WorkloadFacts:
-    """What is known of a workload before it is trained, of a built-in one before its data is read.
+    """Facts about a workload before training, for a built-in one before its data is read.
 
     Attributes:
-        name, preset, batch_size, epochs: as of ``Workload``.
-        layers: how many, so how many stages there can be.
-        settled: the options that were left open, or were given, as the preset has them.
+        name, preset, batch_size, epochs: see ``Workload``.
+        layers: the number of layers, which is the most stages.
+        settled: all options, given ones or the preset's.
         counts_batches: whether the number of batches in an epoch is known.
-        target: where training ends unless something else is asked for, or None.
+        target: where training ends by default, or None.
     """
 
     name: str
@@ -199,18 +203,18 @@ class WorkloadFacts:
 
 
 class WorkloadSource(Protocol):
-    """Where a workload comes from: a name, or a script's function."""
+    """The source of a workload: a name, or a script's function."""
 
     @property
     def name(self) -> str:
-        """What the workload is called, in titles and folders."""
+        """Return the name of the workload, for titles and folders."""
 
     @property
     def reference(self) -> str:
-        """What names it from any folder."""
+        """Return a name that is valid in any folder."""
 
     def check(self, options: BuildOptions) -> WorkloadFacts:
-        """Refuse what :meth:`build` would refuse."""
+        """Refuse options that :meth:`build` would refuse."""
 
     def build(self, options: BuildOptions) -> Workload:
         """Make the model, the data and the rest."""
@@ -222,7 +226,7 @@ def workload_names() -> tuple[str, ...]:
 
 
 def is_script(workload: str) -> bool:
-    """Whether this means a function of a script, as ``path/to/script.py:make`` or ``package.module:make``."""
+    """Return whether this names a function of a script, as ``path/to/script.py:make`` or ``package.module:make``."""
     return ":" in workload or workload.endswith(".py")
 
 
@@ -250,13 +254,13 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     Args:
         name: one of :func:`workload_names`, or a script's function, see :func:`is_script`.
         options: None: the defaults.
-        asked: fields of ``BuildOptions``, over those of ``options``.
+        asked: fields of ``BuildOptions``, which override ``options``.
 
     Raises:
         ValueError: an unknown name or preset, or a number out of range.
         DataNotFound: a ValueError that names the folder and the missing files.
         LibraryNotFound: a ValueError that names a library that is not installed.
-        ScriptError: a ValueError that names file and line of what is wrong with a script.
+        ScriptError: a ValueError that names file and line of the error in a script.
     """
     return find_workload(name).check(_with(options, asked))
 
@@ -264,8 +268,8 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
 def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
     """Read the data and make the model with its initial weights, the same on every rank.
 
-    The caller's random state stays as it is. Arguments and errors are those of :func:`check_workload`; ValueError is
-    raised for data that are not what they should be, too.
+    The caller's random state is unchanged. Arguments and errors are those of :func:`check_workload`;
+    ValueError is also raised for invalid data.
     """
     return find_workload(name).build(_with(options, asked))
 

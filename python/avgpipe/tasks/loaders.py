@@ -13,10 +13,10 @@ import torch
 from avgpipe.model.batch import pair
 from avgpipe.model.context import mix
 
-# Batches to go through once an epoch, or what makes those of an epoch (from 0).
+# Batches that can be iterated once an epoch, or a function that makes those of an epoch (from 0).
 Loader = Iterable[Any] | Callable[[int], Iterable[Any]]
 
-_MAKING, _TRAINING, _HELD_OUT = 1, 2, 3  # what random numbers are drawn for
+_MAKING, _TRAINING, _HELD_OUT = 1, 2, 3  # purposes of random numbers
 
 
 def training_batches(
@@ -24,7 +24,7 @@ def training_batches(
 ) -> LoaderBatches:
     """Return the batches of an epoch from batch ``start`` on.
 
-    ``most``: how many batches an epoch has at most, where the loader does not know.
+    ``most``: the most batches of an epoch, if the loader has no length.
     """
     if not isinstance(loader, Iterable):
         with Draws(mix(seed, _MAKING, epoch)):
@@ -33,7 +33,7 @@ def training_batches(
 
 
 def first_batch(loader: Loader, seed: int) -> tuple[Any, Any]:
-    """Return the inputs and targets with which training begins, and begin nothing."""
+    """Return the first inputs and targets of training, without an effect on it."""
     for batch in training_batches(loader, seed, None, 0):
         return pair(batch)
     raise ValueError("the loader has no batches: it must have at least one")
@@ -45,13 +45,13 @@ def held_out_batches(loader: Iterable[Any], seed: int) -> LoaderBatches:
 
 
 class LoaderBatches:
-    """The batches of a loader; all that is drawn for them follows from ``seed``, whatever is drawn meanwhile.
+    """The batches of a loader; all random numbers for them follow from ``seed``, whatever else draws meanwhile.
 
     Args:
         loader: The batches.
-        seed: Of the generators that the loader draws from.
+        seed: Seed of the generators that the loader draws from.
         start: The first batch to yield.
-        most: How many batches there are at most, where the loader does not know.
+        most: The most batches, if the loader has no length.
     """
 
     def __init__(self, loader: Iterable[Any], seed: int, start: int = 0, most: int | None = None) -> None:
@@ -59,13 +59,13 @@ class LoaderBatches:
 
     @property
     def are_counted(self) -> bool:
-        """Whether the loader knows how many batches it has."""
+        """Return whether the loader knows how many batches it has."""
         return _length(self._loader) is not None
 
     def __len__(self) -> int:
         known = _length(self._loader) if self.are_counted else self._most
         if known is None:
-            raise TypeError("the loader has no length: say how many batches to train (max_batches)")
+            raise TypeError("the loader has no length: give the number of batches to train (max_batches)")
         return max(0, known - self._start)
 
     def __iter__(self) -> Iterator[Any]:
@@ -83,15 +83,15 @@ class LoaderBatches:
 def _length(loader: Any) -> int | None:
     try:
         return len(loader)
-    except TypeError:  # also of a DataLoader whose dataset has none
+    except TypeError:  # also for a DataLoader whose dataset has none
         return None
 
 
 class Draws:
-    """Random numbers that follow from a seed alone, going on from one ``with`` block to the next.
+    """Random numbers that follow from a seed only, continuing from one ``with`` block to the next.
 
-    They are those of torch on the CPU, of Python's ``random`` and, where it is loaded, of NumPy. Outside of the blocks
-    all three go on as if nothing had been drawn inside.
+    They are those of torch on the CPU, of Python's ``random`` and, if it is loaded, of NumPy. Outside of the
+    blocks all three continue as if nothing had been drawn inside.
     """
 
     def __init__(self, seed: int) -> None:

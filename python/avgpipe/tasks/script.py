@@ -1,4 +1,4 @@
-"""Functions of a user's script that make what the commands train, named as ``path/to/script.py:make``."""
+"""Functions of a user's script that make tasks for the commands, named as ``path/to/script.py:make``."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from avgpipe.tasks import BuildOptions, Workload, WorkloadFacts
 from avgpipe.tasks.loaders import Draws, training_batches
 from avgpipe.tasks.task import Task, workload_of
 
-# Options that nobody but the function can heed, and others that it may want to know.
+# Options that only the function can apply, and others that it may need.
 _ITS_OWN = ("preset", "data", "pretrained", "batch_size", "optimizer", "lr", "lr_scaling", "loader_workers")
 _ALSO = ("seed", "epochs", "max_batches", "pipelines")
 _LINE_LETTERS = 80
 
 
 class ScriptError(ValueError):
-    """A script or its function does not make a task. The message names the file and the line."""
+    """A script or its function failed to make a task. The message names the file and the line."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Script:
 
     @classmethod
     def parse(cls, text: str) -> Script:
-        """Read ``path/to/script.py:make`` or ``package.module:make``. ScriptError for what is neither."""
+        """Parse ``path/to/script.py:make`` or ``package.module:make``. ScriptError for anything else."""
         place, colon, function = text.rpartition(":")
         if not (colon and place and function.isidentifier()):
             file = text.partition(":")[0] or "path/to/script.py"
-            raise ScriptError(f"{text!r} names no function of a script: write it as in {file}:make")
+            raise ScriptError(f"{text!r} names no function of a script: write {file}:make")
         if place.endswith(".py") or os.sep in place:
             return cls(Path(place).stem, os.path.abspath(place), function)
         return cls(place, None, function)
@@ -69,7 +69,7 @@ class Script:
         return f"{self.path or self.module}:{self.function}"
 
     def check(self, options: BuildOptions) -> WorkloadFacts:
-        """Call the function once for all questions about the same task."""
+        """Call the function once for all calls of this method about the same task."""
         facts = _facts(self, options.seed, tuple(self._arguments(options).items()))
         return replace(facts, epochs=options.epochs or facts.epochs)
 
@@ -81,7 +81,7 @@ class Script:
             return workload_of(task, self.name, options)
 
     def _make(self, seed: int, arguments: dict[str, Any]) -> Task:
-        """Call the function after ``torch.manual_seed``; the caller's random state stays as it is."""
+        """Call the function after ``torch.manual_seed``; the caller's random state is unchanged."""
         found = self._find()
         with _answering_for(found.file, found.place), Draws(seed):
             torch.manual_seed(seed)
@@ -93,7 +93,7 @@ class Script:
         raise ScriptError(f"{found.place}: returned {what} instead of {wanted}")
 
     def _arguments(self, options: BuildOptions) -> dict[str, Any]:
-        """The given options that the function has an argument for. ScriptError where none can heed an option."""
+        """Return the given options that the function has arguments for. ScriptError for one without effect."""
         found = self._find()
         taken = inspect.signature(found.function).parameters
         own = {name: value for name in _ITS_OWN if (value := getattr(options, name))}
@@ -157,7 +157,7 @@ def _imported(name: str) -> ModuleType:
         try:
             spec = importlib.util.find_spec(name)
         except ModuleNotFoundError as error:
-            if not f"{name}.".startswith(f"{error.name}."):  # something that its package imports
+            if not f"{name}.".startswith(f"{error.name}."):  # a module that its package imports is missing
                 raise
             spec = None
     if spec is None or not spec.origin:
@@ -170,9 +170,9 @@ def _imported(name: str) -> ModuleType:
 
 
 def _loaded(name: str, path: str) -> ModuleType:
-    """Run a file as ``python path`` does, once: what lies beside it can be imported.
+    """Run a file as ``python path`` does, once; it can import the files beside it.
 
-    It is the module ``name`` then, so that other processes, such as a DataLoader's, find what it defines.
+    It becomes the module ``name``, so that other processes, such as a DataLoader's, find its definitions.
     """
     known = sys.modules.get(name)
     if known is not None:
@@ -200,20 +200,20 @@ def _look_first_in(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-# ---- what is said when it goes wrong ---------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _answering_for(file: str, otherwise: str) -> Iterator[None]:
-    """Inside the user's code runs: what it prints goes to standard error, and what it raises is a ScriptError.
+    """Run the user's code inside: its prints go to standard error, and its errors become ScriptErrors.
 
-    Which names the innermost line of ``file``, or, where nothing of it was running, ``otherwise``.
+    They name the innermost line of ``file``, or ``otherwise`` if no code of it was running.
     """
     try:
         with redirect_stdout(sys.stderr):
             yield
     except (Exception, SystemExit) as error:
-        hint = '; what the script does by itself belongs under if __name__ == "__main__":'
+        hint = '; put what the script runs itself under if __name__ == "__main__":'
         said = f"{type(error).__name__}: {reason(error)}{hint if isinstance(error, SystemExit) else ''}"
         raise ScriptError(f"{_where(error, file) or otherwise}: {said}") from error
 

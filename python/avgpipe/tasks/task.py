@@ -1,4 +1,4 @@
-"""What a function of a user's script returns for the commands to train, and the workload that they make of it."""
+"""The result of a function of a user's script, and the workload that the commands make of it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ _FUNCTIONS = ("loss_fn", "optimizer", "metric_fn", "lr_scheduler", "loss_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data, its loss and its optimizer: what a script's function returns for the commands to train.
+    """A model, its data, its loss and its optimizer: returned by a script's function for the commands to train.
 
-    ``avgpipe train path/to/script.py:make`` calls ``make()`` in every worker, after ``torch.manual_seed``, so it must
-    make the same model and the same batches each time. What the loaders draw with torch's, Python's and NumPy's own
-    generators follows from the seed and the epoch, so ``DataLoader(..., shuffle=True)`` is fine.
+    ``avgpipe train path/to/script.py:make`` calls ``make()`` in every worker, after ``torch.manual_seed``, so
+    it must make the same model and the same batches each time. The global generators of torch, Python and
+    NumPy are seeded by seed and epoch for the loaders, so ``DataLoader(..., shuffle=True)`` is fine.
 
     Attributes:
-        model: What a ``Pipeline`` takes.
-        loader: Batches to train on, pairs (inputs, targets), to go through once an epoch; or a function that makes
-            those of an epoch (from 0). One without a length needs ``--max-batches``.
-        loss_fn: As of the ``Pipeline``.
-        optimizer: As of the ``Pipeline``.
-        held_out: Batches to validate on; without any, nothing is validated.
+        model: See ``Pipeline``.
+        loader: Batches to train on, pairs (inputs, targets), iterated once an epoch; or a function that makes
+            those of an epoch (from 0). A loader without a length needs ``--max-batches``.
+        loss_fn: See ``Pipeline``.
+        optimizer: See ``Pipeline``.
+        held_out: Batches to validate on; None: there is no validation.
         metric_fn: ``metric_fn(output, target)``, the mean over the samples it is given: a number, which is then called
             ``metric_name``, or a dict of numbers by name.
         metric_name: The metric by which runs are judged, "loss" or one of ``metric_fn``'s.
-        lower_is_better: Whether low metrics are good; None: those of the loss are.
-        lr_scheduler: As of the ``Pipeline``: it is stepped after each batch.
-        loss_weight: As of the ``Pipeline``.
-        clip_grad_norm: As of the ``Pipeline``.
-        autocast: As of the ``Pipeline``, unless ``--autocast`` says something else.
-        batch_size: Samples in a batch; None: those of the first one, which the loader is asked for before training.
-        epochs: How many to train, without ``--epochs``.
-        target: Where training ends without ``--target``: a metric, or as "loss=2.1" a loss.
+        lower_is_better: Whether low metrics are good; None: true for the loss.
+        lr_scheduler: See ``Pipeline``; it has a step after each batch.
+        loss_weight: See ``Pipeline``.
+        clip_grad_norm: See ``Pipeline``.
+        autocast: See ``Pipeline``; ``--autocast`` overrides it.
+        batch_size: Samples in a batch; None: those of the first batch, which is loaded before training.
+        epochs: Number of epochs, without ``--epochs``.
+        target: Where training ends without ``--target``: a metric, or a loss as "loss=2.1".
     """
 
     model: nn.Module | Sequence[nn.Module]
@@ -82,13 +82,13 @@ class Task:
 
 def _check_batches(name: str, batches: object, is_fine: bool) -> None:
     if isinstance(batches, Iterator):
-        raise TypeError(f"{name} can be gone through only once: give a DataLoader, a list or the like")
+        raise TypeError(f"{name} can be iterated only once: give a DataLoader, a list or the like")
     if not isinstance(batches, Iterable) and not is_fine:
-        raise TypeError(f"{name}={batches!r}: must be batches to go through, such as a DataLoader or a list")
+        raise TypeError(f"{name}={batches!r}: must be an iterable of batches, such as a DataLoader or a list")
 
 
 def workload_of(task: Task, name: str, options: BuildOptions) -> Workload:
-    """Return a task as the commands train it: its epochs and batches, and its model, loss, optimizer and metric."""
+    """Make a task's workload: its epochs and batches, and its model, loss, optimizer and metric."""
     held_out = task.held_out
     return Workload(
         name=name,

@@ -35,10 +35,7 @@ HUES = (
     ("#d8d0c1", "#7c6a4c"),  # brown
 )
 INK, GREYS = "#333333", ("#d6d6d6", "#7d7d7d")
-_ENTRY_IN, _LETTER_IN = (
-    0.55,
-    0.062,
-)  # widths in the legend: an entry's patch and spaces, a letter of its words
+_ENTRY_IN, _LETTER_IN = 0.55, 0.062  # in the legend: an entry's patch and spaces, a letter of its words
 _READABLE = 90  # most compute events in the fullest row; more become too narrow
 _WIDTH_IN, _BAR, _STRIP = 13.0, 0.66, 0.09  # inches; shares of a row's height
 _BAND = 0.45  # share of a bar's height: waiting is thinner than work

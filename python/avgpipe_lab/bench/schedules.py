@@ -237,9 +237,8 @@ def _our_row(row: Row, config: SchedulesConfig) -> tuple[float, list[float]]:
     # A stage for each module; the steady state is timed, which is most of a training.
     plan = replace(plan, partition=tuple(range(1, plan.stages)), warmup_rounds=0)
     forward_s, backward_s = stage_s(config, plan.stages)
-    per_batch = (
-        config.micro_batches // plan.micro_batches
-    )  # batches of the plan that make one batch of the comparison
+    # Batches of the plan that make one batch of the comparison.
+    per_batch = config.micro_batches // plan.micro_batches
     in_flight = plan.batches_in_flight
     # The first stage spends its backward on the weights alone.
     costs = Costs(forward_s, backward_s, input_backward_s=[0.0, *[backward_s / 2] * (plan.stages - 1)])

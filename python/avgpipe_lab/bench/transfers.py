@@ -39,11 +39,7 @@ process, nothing is copied."""
 _LATENCY_BYTES, _WORD_BYTES = 1024, 8
 _COPIES = 16  # most copies of the largest message that both processes hold
 _LATENCY_TRIPS = 1000  # round trips of a sample
-_SAMPLE_BYTES, _FEWEST, _MOST = (
-    2**26,
-    3,
-    400,
-)  # bytes of a sample in each direction, and its least and most trips
+_SAMPLE_BYTES, _FEWEST, _MOST = 2**26, 3, 400  # of a sample in each direction; least and most trips
 
 Exchange = Callable[[int], float]  # both ranks call it with a number of messages; returns seconds per message
 

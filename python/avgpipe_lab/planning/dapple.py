@@ -34,24 +34,26 @@ def dapple(
 ) -> Partition:
     """Method "dapple" of :func:`avgpipe.partition`, for batches of ``micro_batches``.
 
-    A stage's devices are chosen by one of three policies: fresh first fills machines that no stage uses yet, so that
-    the all-reduce of its replicas stays inside; append first fills the machines that the stages before left half used;
-    scatter first spreads evenly over all machines, for stages whose weights are small against their activations.
+    A stage's devices are chosen by one of three policies: fresh first fills machines without stages, so that
+    the all-reduce of the replicas stays inside; append first fills the machines that earlier stages left
+    partly used; scatter first spreads evenly over all machines, for stages whose weights are small compared
+    with their activations.
 
-    A stage on m devices takes 1/m of the seconds of one; a ring, 2 (m - 1) |w| / (m B), its all-reduce; a transfer the
-    bytes over as many links as both sides have machines. The optimum over all stages, devices and policies where there
-    are up to 20,000 plans; beyond, local search from stages of equal compute, and a note says so.
+    A stage on m devices takes 1/m of the seconds of one; its all-reduce, over a ring, 2 (m - 1) |w| / (m B);
+    a transfer the bytes over as many links as both sides have machines. The result is the optimum over all
+    stages, devices and policies if there are up to 20,000 plans; beyond, local search from stages of equal
+    compute, with a note.
 
     Args:
-        profile: Of the model.
-        stages: K; None: what is found best.
-        micro_batches: Of a batch.
-        workers: With ``link``, one machine of so many devices.
-        levels: Devices in a machine, and machines, in place of ``workers`` and ``link``.
-        link: Between two devices.
-        micro_batch_size: In samples.
-        memory_limit_bytes: Of a worker, for weights, gradients, optimizer state, and what is kept of the micro-batches
-            in flight.
+        profile: Profile of the model.
+        stages: Number of stages K; None: the optimum.
+        micro_batches: Micro-batches of a batch.
+        workers: With ``link``, the devices of a single machine.
+        levels: Devices in a machine, and machines, instead of ``workers`` and ``link``.
+        link: Link between two devices.
+        micro_batch_size: Samples of a micro-batch.
+        memory_limit_bytes: Memory of a worker, for weights, gradients, optimizer state, and the values kept
+            for the micro-batches in flight.
     """
     check_count("micro_batches", micro_batches)
     limit = limit_of(memory_limit_bytes)
@@ -87,33 +89,33 @@ def dapple(
 
 
 def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
-    """Per stage its workers: those that are used, numbered machine after machine, and in each stage after stage."""
+    """Return each stage's workers: only used ones count, machine by machine, and there stage by stage."""
     on_machines = zip(*(placed.taken for placed in layout))
     stages = [k for counts in on_machines for k, count in enumerate(counts) for _ in range(count)]
     return [[worker for worker, k in enumerate(stages) if k == stage] for stage in range(len(layout))]
 
 
-# ---- devices of a stage --------------------------------------------------------------------------------------------
+# ---- devices of a stage ----------------------------------------------------------------------------------------------
 
 
-Free = tuple[int, ...]  # by machine, devices that no stage has yet
-Taken = tuple[int, ...]  # by machine, devices of one stage
+Free = tuple[int, ...]  # free devices of each machine
+Taken = tuple[int, ...]  # devices of one stage on each machine
 Policy = Callable[[Free, int, int], Taken]
 
 
 def fresh_first(free: Free, size: int, count: int) -> Taken:
-    """From machines that no stage is on yet, then from the others: for stages whose all-reduce is long."""
+    """Take unused machines first, then the others: for stages whose all-reduce is long."""
     return _filled(free, sorted(range(len(free)), key=lambda m: free[m] < size), count)
 
 
 def append_first(free: Free, size: int, count: int) -> Taken:
-    """From machines that other stages are on already, then from fresh ones: leaves no machine half used."""
+    """Take partly used machines first, then unused ones: leaves no machine partly used."""
     return _filled(free, sorted(range(len(free)), key=lambda m: free[m] == size), count)
 
 
 def scatter_first(free: Free, size: int, count: int) -> Taken:
-    """Evenly from the machines with most free devices: for stages with few weights, which can do without fast links."""
-    # By how many are free on the machine still when each of its devices is taken.
+    """Spread evenly over the machines with most free devices: for stages with few weights and a short all-reduce."""
+    # Ordered by the number of devices that are free on the machine when each of its devices is taken.
     order = sorted((-level, m) for m, n in enumerate(free) for level in range(1, n + 1))
     taken = Counter(m for _, m in order[:count])
     return tuple(taken[m] for m in range(len(free)))
@@ -122,9 +124,9 @@ def scatter_first(free: Free, size: int, count: int) -> Taken:
 POLICIES: tuple[Policy, ...] = (fresh_first, append_first, scatter_first)
 
 
-@lru_cache(maxsize=100_000)  # a search asks for the same ones again and again
+@lru_cache(maxsize=100_000)  # a search repeats the same arguments
 def placements(free: Free, size: int, count: int) -> list[Taken]:
-    """What the policies make of it, each once. ``size``: devices of a machine. Needs ``count`` free ones."""
+    """Return the distinct results of the policies. ``size``: devices of a machine. Needs ``count`` free devices."""
     return list(dict.fromkeys(policy(free, size, count) for policy in POLICIES))
 
 
@@ -144,11 +146,11 @@ def added(one: Taken, other: Taken) -> Taken:
     return tuple(a + b for a, b in zip(one, other))
 
 
-# ---- latency of a synchronous batch --------------------------------------------------------------------------------
+# ---- latency of a synchronous batch ----------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
-    """A stage, or a transfer between two, which counts as a stage of its own.
+    """A stage, or a transfer between two, which counts as a stage.
 
     Seconds of a micro-batch, and of the all-reduce of a batch's gradients.
     """
@@ -159,7 +161,7 @@ class Span(NamedTuple):
 
 
 def latency_s(spans: Sequence[Span], micro_batches: int) -> float:
-    """T_w + T_s + T_e: until the pivot begins, while it works without a pause, and until all others are done.
+    """Return T_w + T_s + T_e: until the pivot begins, while it works without a pause, and until all others end.
 
     With pivot Q, T_w = sum_{s<=Q} F_s, T_s = (M - 1)(F_Q + B_Q), and T_e = max_s (AR_s + sum_{a=s..Q} B_a for
     s <= Q, AR_s - sum_{a=Q..s} B_a for s > Q).
@@ -181,8 +183,8 @@ def latency_s(spans: Sequence[Span], micro_batches: int) -> float:
 def pivot(spans: Sequence[Span], micro_batches: int) -> int:
     """Return the pivot, the stage with the fewest bubbles.
 
-    From the last on, a stage before takes over if its own steady phase is longer than that of the pivot and the
-    forwards and backwards of the stages between together.
+    From the last stage on, an earlier stage takes over if its own steady phase is longer than that of the
+    pivot plus the forwards and backwards of the stages between.
     """
     q, between_s = len(spans) - 1, 0.0
     for s in reversed(range(len(spans) - 1)):
@@ -196,7 +198,7 @@ def pivot(spans: Sequence[Span], micro_batches: int) -> int:
 
 
 class PlacedStage(NamedTuple):
-    """Layers ``first`` to ``last`` - 1, and the devices of each machine that they are on."""
+    """Layers ``first`` to ``last`` - 1, and the number of devices that they have on each machine."""
 
     first: int
     last: int
@@ -216,10 +218,10 @@ Value = tuple[float, float]
 
 
 class Model:
-    """What placed stages take and hold, for batches of ``micro_batches``.
+    """Time and memory of placed stages, for batches of ``micro_batches``.
 
     Attributes:
-        devices: Of each machine. One machine has the first level alone.
+        devices: Devices of each machine. A single machine has only the first level.
         size: Devices of a machine.
     """
 
@@ -233,7 +235,7 @@ class Model:
         self._weights = chain.parameter_bytes(*np.ogrid[: chain.layers + 1, : chain.layers + 1])
 
     def _stage_span(self, placed: PlacedStage) -> Span:
-        """Each of m replicas takes every m-th micro-batch; a ring over the slowest link makes the all-reduce."""
+        """Return the span of a stage: each of m replicas has every m-th micro-batch; the all-reduce is a ring."""
         first, last, _ = placed
         rate = self._levels[placed.machines > 1].bytes_per_s
         return Span(
@@ -243,26 +245,26 @@ class Model:
         )
 
     def _transfer_span(self, before: PlacedStage, after: PlacedStage) -> Span:
-        """Each pair of machines, or of devices inside one, carries its share at the same time as the others."""
+        """Return the span of a transfer, which pairs of machines or devices carry in parallel."""
         crosses = PlacedStage(0, 0, added(before.taken, after.taken)).machines > 1
         lanes = min(before.machines, after.machines) if crosses else min(before.workers, after.workers)
         seconds = self._levels[crosses].link.seconds(float(self.chain.boundary_bytes[after.first]) / lanes)
         return Span(seconds, seconds)
 
     def spans(self, layout: Layout) -> list[Span]:
-        """The stages, and between them their transfers."""
+        """Return the spans of the stages, and between them of their transfers."""
         found = [self._stage(layout[0])]
         for before, after in pairwise(layout):
             found += [self._transfer(before, after), self._stage(after)]
         return found
 
     def order(self, layout: Layout) -> Value:
-        """What plans are ordered by: among those that do not fit, or take the same time, what needs less is better."""
+        """Return the sort key of plans: among plans that do not fit, or take equal time, less memory is better."""
         most = max(self.bytes(layout))
         return (latency_s(self.spans(layout), self._micro_batches) if most <= self.limit else math.inf), most
 
     def bytes(self, layout: Layout) -> list[float]:
-        """Bytes of a worker of each stage."""
+        """Return the bytes of a worker of each stage."""
         found, behind = [], 0
         for placed in reversed(layout):
             found.append(float(self.held_bytes(placed.workers, behind)[placed.first, placed.last]))
@@ -270,17 +272,17 @@ class Model:
         return found[::-1]
 
     def held_bytes(self, workers: int, behind: int) -> Array:
-        """Bytes of each of m workers with n behind: it has 1 + ceil(n / m) in flight, at most its share of a batch."""
+        """Return the bytes of m workers with n behind: 1 + ceil(n / m) in flight, at most their share."""
         return self._table(min(math.ceil(self._micro_batches / workers), 1 + math.ceil(behind / workers)))
 
     def batch_s(self, workers: int, behind: int) -> Array:
-        """Seconds of a batch on a stage and of its all-reduce; math.inf where it does not fit."""
+        """Return seconds of a batch on a stage and of its all-reduce; math.inf if the stage does not fit."""
         rate = self._levels[workers > self.size].bytes_per_s
         seconds = self._micro_batches * self._compute_s / workers + ring_s(self._weights, workers, rate)
         return np.where(self.held_bytes(workers, behind) <= self.limit, seconds, math.inf)
 
     def cut_s(self) -> Array:
-        """Seconds of a batch's transfers, before each layer."""
+        """Return the seconds of a batch's transfers, before each layer."""
         once_s: Array = self._levels[-1].link.seconds(self.chain.boundary_bytes)
         return 2 * self._micro_batches * once_s
 
@@ -288,18 +290,18 @@ class Model:
         return table_of(self.chain.layers, lambda *block: self.chain.stage_bytes(*block, in_flight=in_flight))
 
 
-# ---- searching -----------------------------------------------------------------------------------------------------
+# ---- searching -------------------------------------------------------------------------------------------------------
 
 
 MOST_PLANS = 20_000
-_FEW = 8  # numbers of stages to begin from
-_STARTS = 6  # of local search
-_LOOKED_AT = 150_000  # stages of plans, from each start
+_FEW = 8  # numbers of stages to start from
+_STARTS = 6  # starts of local search
+_LOOKED_AT = 150_000  # most stages of plans that are evaluated from each start
 _STEPS = (-8, -4, -2, -1, 1, 2, 4, 8)
 
 
 def find(model: Model, stages: int | None) -> tuple[Value, Layout, bool]:
-    """The first plan by ``Model.order``, what that says of it, and whether all plans were looked at."""
+    """Return the value of the first plan by ``Model.order``, the plan, and whether all plans were evaluated."""
     exact = _plans(model, stages) <= MOST_PLANS
     if exact:
         best = min((model.order(layout), layout) for layout in _every(model, stages, (), model.devices))
@@ -310,7 +312,7 @@ def find(model: Model, stages: int | None) -> tuple[Value, Layout, bool]:
 
 
 def _plans(model: Model, stages: int | None) -> int:
-    """At most so many plans there are."""
+    """Return an upper bound of the number of plans."""
     layers, workers = model.chain.layers, sum(model.devices)
     policies = 1 if 1 in (len(model.devices), model.size) else len(POLICIES)
     counts = range(1, min(layers, workers) + 1) if stages is None else [stages]
@@ -318,7 +320,7 @@ def _plans(model: Model, stages: int | None) -> int:
 
 
 def _every(model: Model, stages: int | None, layout: Layout, free: Free) -> Iterator[Layout]:
-    """All plans that begin with ``layout``, which left those devices free."""
+    """Yield all plans that begin with ``layout``, which left the devices ``free``."""
     first = layout[-1].last if layout else 0
     if first == model.chain.layers and stages in (None, len(layout)):
         yield layout
@@ -332,7 +334,7 @@ def _every(model: Model, stages: int | None, layout: Layout, free: Free) -> Iter
 
 
 def _balanced(model: Model, stages: int | None) -> Iterator[Layout]:
-    """For each number of stages, those of which the slowest, or transfer, is quickest, on fresh machines first."""
+    """Yield, for each number of stages, the plan with the least bottleneck, on unused machines first."""
     layers, workers = model.chain.layers, sum(model.devices)
     divisions = Divisions(layers, model.batch_s, cut=model.cut_s())
     counts = (None, *range(1, min(layers, workers, _FEW) + 1))
@@ -347,7 +349,7 @@ def _balanced(model: Model, stages: int | None) -> Iterator[Layout]:
 
 
 def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, Layout]:
-    """Go from a plan to the best of its neighbours until none is better."""
+    """Move from a plan to the best of its neighbours until none is better."""
     best, looked = (model.order(layout), layout), 0
     while looked < _LOOKED_AT:
         nearby = [
@@ -364,9 +366,9 @@ def _improved(model: Model, stages: int | None, layout: Layout) -> tuple[Value, 
 
 
 def _near(model: Model, layout: Layout, any_number: bool) -> Iterator[Layout]:
-    """A cut moved, a stage with other devices, devices handed to the stage beside; two stages as one, or one as two.
+    """Yield neighbours: a cut moved, devices changed or handed to the stage beside, stages joined or split.
 
-    Among them are some with a stage that has no layers or no devices.
+    Some of them have a stage without layers or devices.
     """
     free, size = model.devices, model.size
     for placed in layout:
@@ -396,7 +398,7 @@ def _pair(first: int, cut: int, last: int, one: Taken, other: Taken) -> Layout:
 
 
 def _shares(model: Model, devices: Free, counts: set[int]) -> Iterator[tuple[Taken, Free]]:
-    """So many of the devices, and the rest of them."""
+    """Yield choices of ``counts`` of the devices, with the remaining ones."""
     for count in sorted(counts):
         if 1 <= count <= sum(devices):
             for taken in placements(devices, model.size, count):

@@ -1,4 +1,4 @@
-"""The best plan of one published system, which leaves fewer choices than the search over all plans has."""
+"""The best plan of one published system, which has fewer choices than the search over all plans."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from avgpipe.schedule import RECOMPUTE
 from avgpipe.systems import SYSTEMS
 
 PIPELINES = (1, 2, 3, 4)
-_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of a batch, for each replica of each pipeline
-_REFINED = 3  # plans whose cut is searched for, not only balanced
-_CLOSE = 1.01  # of two plans whose times are nearer, the one that needs less memory
+_PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # micro-batches to try, per replica of each pipeline
+_REFINED = 3  # plans with a search for the cut, which others only balance
+_CLOSE = 1.01  # of two plans with closer times, choose the one with less memory
 _ADVANCES = "advance-forward"
 _seconds = attrgetter("batch_s")
 
@@ -31,20 +31,20 @@ _seconds = attrgetter("batch_s")
 def best_of_system(
     system: str, profile: Profile, cluster: Cluster, batch_size: int, given: Mapping[str, Any] | None = None
 ) -> Forecast:
-    """Return the plan of a system on all workers that is predicted to take least time and fits into their memory.
+    """Return the plan of a system on all workers that fits into their memory and is predicted to be fastest.
 
-    Tried are micro-batches, pipelines, advance and recomputation, as far as the system leaves them open; the cut is
-    searched for. Systems whose pipelines have workers of their own are predicted as one of these alone.
+    It tries micro-batches, pipelines, advance and recomputation, as far as the system leaves them open, and
+    searches for the cut. Systems whose pipelines have their own workers are predicted as one such pipeline.
 
     Args:
-        system: Its name.
-        profile: Of the model.
+        system: Name of the system.
+        profile: Profile of the model.
         cluster: The workers, and the memory of each.
         batch_size: Samples of a batch.
-        given: Options of ``Plan`` that are not to be chosen.
+        given: Options of ``Plan`` that are fixed.
 
     Raises:
-        ValueError: Nothing fits into the memory (by how much), or the system cannot be what is given.
+        ValueError: Nothing fits into the memory (by how much), or the system rejects the given options.
     """
     options = dict(given or {})
     sizes = list(_sizes(system, cluster.workers, batch_size, options))
@@ -96,7 +96,7 @@ def _sizes(system: str, workers: int, batch_size: int, given: Mapping[str, Any])
 
 
 def _ways(system: str, options: Mapping[str, Any]) -> Iterator[Plan]:
-    """Yield the plans of a size: recomputation, and 1F1B in place of the own advance, need less memory."""
+    """Yield the plans of a size; recomputation, and 1F1B instead of the schedule's advance, need less memory."""
     schedule = options.get("schedule", SYSTEMS[system]["schedule"])
     own = {"recompute": RECOMPUTE, "advance": (None, 0) if schedule == _ADVANCES else (None,)}
     tried = {name: (options[name],) if name in options else values for name, values in own.items()}
@@ -106,9 +106,9 @@ def _ways(system: str, options: Mapping[str, Any]) -> Iterator[Plan]:
 
 
 def _rough(ways: Sequence[OnCluster]) -> Forecast | None:
-    """Return the quickest way to fit with a first cut; None where none fits.
+    """Return the fastest variant that fits, with a first cut; None if none fits.
 
-    Ways that need less memory are looked at only where memory is what decides.
+    Variants that need less memory are considered only if memory is the limit.
     """
     found: list[Forecast] = []
     for problem in ways:
@@ -121,7 +121,7 @@ def _rough(ways: Sequence[OnCluster]) -> Forecast | None:
 
 
 def _refined(problem: OnCluster, chooses: bool) -> tuple[Cut, list[Plan]]:
-    """Return the best cut of a plan, and the plan, if it ``chooses`` also with the advance that is best for the cut."""
+    """Return the best cut of a plan, and the plan, with the best advance for the cut if it ``chooses`` that, too."""
     cut, _, _ = CutSearch(problem, problem.limits).best()
     plan = problem.plan
     if not chooses or plan.schedule != _ADVANCES or plan.stages == 1:

@@ -33,24 +33,24 @@ def pipedream(
 ) -> Partition:
     """Method "pipedream" of :func:`avgpipe.partition`; the exact optimum with up to ``workers`` workers.
 
-    The bottleneck of layers i to j on m workers is T = max(sum of T_l, W(m)) / m, with W(m) = 4 (m - 1) |w| / (m B) for
-    the synchronisation of their weights; a cut behind layer i costs 2 C_i. As the paper's table A(j, m), it takes
-    O(layers^2 workers^2).
+    The bottleneck of layers i to j on m workers is T = max(sum of T_l, W(m)) / m, with W(m) = 4 (m - 1) |w| /
+    (m B) for the synchronisation of their weights; a cut behind layer i costs 2 C_i. Like the paper's table
+    A(j, m), it takes O(layers^2 workers^2).
 
-    Workers that would not make the bottleneck shorter stay unused. On several levels a stage has whole units of a
-    level, and each of its units is cut further in the same way over the units inside; what crosses a cut takes the
-    cut's level.
+    Workers that would not shorten the bottleneck stay unused. With several levels a stage has whole units of
+    a level, and each of its units is divided further in the same way over the units inside; transfers at a
+    cut use the link of the cut's level.
 
     Args:
-        profile: Of the model.
-        stages: K, with one level only; None: what is found best.
-        workers: The most to use.
-        levels: Of the network, in place of ``workers`` and ``link``.
-        link: Between two workers.
-        micro_batch_size: In samples.
-        memory_limit_bytes: Of a worker, for gradients and optimizer state, and for each micro-batch in flight a version
-            of the weights and what is kept for its backward. In flight on each of m workers with n behind are 1 +
-            ceil(n / m); inside units, n / m is rounded up to a power of 2.
+        profile: Profile of the model.
+        stages: Number of stages K, with one level only; None: the optimum.
+        workers: The most workers to use.
+        levels: Levels of the network, instead of ``workers`` and ``link``.
+        link: Link between two workers.
+        micro_batch_size: Samples of a micro-batch.
+        memory_limit_bytes: Memory of a worker, for gradients and optimizer state, and for each micro-batch in
+            flight a version of the weights and the values kept for its backward. In flight on each of m
+            workers with n behind are 1 + ceil(n / m); inside units, n / m is rounded up to a power of 2.
     """
     nets = network(profile, stages, workers, levels, link)
     total = math.prod(level.units for level in nets)
@@ -96,10 +96,10 @@ class Piece(NamedTuple):
 
 
 class _Search:
-    """Divisions of the chain over the units of each level: workers, or above all units of the level below.
+    """Divisions of the chain over the units of each level: workers, or on higher levels units of the level below.
 
-    ``behind``: workers that micro-batches still have before them, over those that share them with a unit.
-    ``by_bytes``: the bottleneck is the worker that needs most memory.
+    ``behind``: number of later workers, divided by the number of workers that share them with a unit.
+    ``by_bytes``: minimize the memory of the worker that needs most.
     """
 
     def __init__(self, chain: Chain, levels: Levels, limit: float, by_bytes: bool = False) -> None:
@@ -112,7 +112,7 @@ class _Search:
         self.divided = cache(self._divided)
 
     def _divided(self, n: int, behind: int) -> Divisions:
-        """Over the units of level ``n``."""
+        """Return the divisions over the units of level ``n``."""
         level = self._levels[n]
 
         def stage(own: int, after: int) -> Array:
@@ -128,7 +128,7 @@ class _Search:
         )
 
     def _of_unit(self, n: int, behind: int) -> Array:
-        """The bottleneck of layers on one unit of level ``n``; math.inf where they do not fit."""
+        """Return the bottleneck of layers on one unit of level ``n``; math.inf if they do not fit."""
         if n:
             inside = self.divided(n - 1, behind)
             return least_of([inside.least(own) for own in self._counts(n - 1)])
@@ -141,14 +141,14 @@ class _Search:
         return range(1, self._levels[n].units + 1)
 
     def _behind(self, n: int, own: int, after: int, behind: int) -> int:
-        """Workers behind each of ``own`` units of level ``n`` that ``after`` follow; few numbers, so few tables."""
+        """Return the workers behind each of ``own`` units with ``after`` behind, rounded to few values."""
         if not self._counts_bytes:
             return 0
         share = math.ceil((behind + after * self._workers[n]) / own)
         return 1 << (share - 1).bit_length() if n and share else share
 
     def pieces(self, n: int, blocks: Sequence[Block], behind: int) -> list[Piece]:
-        """The stages of ``blocks``, which are on units of level ``n``, with their workers."""
+        """Return the stages of ``blocks``, which are on units of level ``n``, with their workers."""
         found: list[Piece] = []
         taken = 0
         for block in blocks:
@@ -164,7 +164,7 @@ class _Search:
         return found
 
     def _inside(self, n: int, block: Block, behind: int) -> list[Piece]:
-        """How a unit of level ``n`` divides the layers of a block."""
+        """Return how a unit of level ``n`` divides the layers of a block."""
         first, last = block.first, block.last
         if n == 0:
             return [Piece(first, last, (0,), self._compute_s[first, last])]
@@ -174,17 +174,17 @@ class _Search:
 
 
 def _sync_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
-    """W_l(m) = 4 (m - 1) |w_l| / (m B)."""
+    """Return W_l(m) = 4 (m - 1) |w_l| / (m B)."""
     return 4 * (workers - 1) * size_bytes / (workers * bytes_per_s)
 
 
 def _worker_bytes(chain: Chain, behind: int, first: Any, last: Any) -> Any:
-    """PipeDream's memory: for each micro-batch in flight a version of the weights beside what it holds."""
+    """Return PipeDream's memory: for each micro-batch in flight, its held bytes and a version of the weights."""
     return chain.stage_bytes(first, last, in_flight=1 + behind, versions=1 + behind)
 
 
 def _numbered(pieces: Sequence[Piece]) -> list[list[int]]:
-    """Per stage its workers, when those that nobody uses are left out."""
+    """Return the workers of each stage, numbered without the unused ones."""
     numbers = {w: n for n, w in enumerate(sorted(w for piece in pieces for w in piece.placed))}
     return [[numbers[w] for w in piece.placed] for piece in pieces]
 
@@ -193,7 +193,7 @@ def _numbered(pieces: Sequence[Piece]) -> list[list[int]]:
 
 
 class Shape(NamedTuple):
-    """``width`` pipelines, and of each the samples of a micro-batch, and how many of these make its part of a batch."""
+    """``width`` pipelines, the samples of a micro-batch, and the micro-batches of each pipeline's share of a batch."""
 
     width: int
     samples: int
@@ -212,29 +212,30 @@ def pipedream_2bw(
     link: LinkProfile | None = None,
     memory_limit_bytes: float | None = None,
 ) -> Partition:
-    """Method "2bw" of :func:`avgpipe.partition`: the fastest that fits, exactly.
+    """Method "2bw" of :func:`avgpipe.partition`: the fastest plan that fits, exactly.
 
-    For every width w, depth d with w d <= workers, micro-batch size b, with and without recomputation: a stage takes
-    max(compute + incoming transfers, all-reduce / m) per micro-batch, the slowest stage t, and the workers w b / t
-    samples per second. m = batch_size / (w b) must be whole, and at least d, for two versions of the weights to be
-    enough. Recomputation makes compute 4/3 of itself.
+    For every width w, depth d with w d <= workers, micro-batch size b, with and without recomputation: a
+    stage takes max(compute + incoming transfers, all-reduce / m) per micro-batch, t is that of the slowest
+    stage, and the workers process w b / t samples per second. m = batch_size / (w b) must be whole, and at
+    least d, so that two versions of the weights are enough. Recomputation multiplies compute by 4/3.
 
     Args:
-        profile: Of the model.
-        stages: The depth; None: what is found best.
-        workers: The most to use.
-        batch_size: In samples; None: one micro-batch of the largest measured size for each worker.
-        micro_batch_sizes: To try; None: those of the profile.
-        recompute: Whether to; None: both are tried.
-        link: Between two workers.
-        memory_limit_bytes: Of a worker, for two versions of the weights, gradients and optimizer state, and of d - k
-            micro-batches in flight on stage k all that is kept, or with recomputation the inputs, and the rest once.
-            The published 2 |W| / d leaves gradients and optimizer state out, which would not fit.
+        profile: Profile of the model.
+        stages: The depth; None: the optimum.
+        workers: The most workers to use.
+        batch_size: Samples of a batch; None: one micro-batch of the largest measured size for each worker.
+        micro_batch_sizes: Sizes to try; None: those of the profile.
+        recompute: Whether to recompute; None: both are tried.
+        link: Link between two workers.
+        memory_limit_bytes: Memory of a worker, for two versions of the weights, gradients and optimizer
+            state, and for d - k micro-batches in flight on stage k all kept values, or with recomputation
+            their inputs, and the rest once. The published 2 |W| / d leaves out gradients and optimizer state,
+            which would not fit.
     """
     net = network(profile, stages, workers, None, link)[0]
     limit = limit_of(memory_limit_bytes)
     if recompute not in (None, True, False):
-        raise ValueError(f"recompute={recompute!r}: must be True, False, or None for what is faster")
+        raise ValueError(f"recompute={recompute!r}: must be True, False, or None for the faster one")
     batch = batch_size if batch_size is not None else net.units * profile.micro_batch_sizes[-1]
     check_count("batch_size", batch)
     sizes = list(profile.micro_batch_sizes if micro_batch_sizes is None else micro_batch_sizes)
@@ -273,7 +274,7 @@ def pipedream_2bw(
 def _shapes(
     batch: int, sizes: Sequence[int], workers: int, depth: int, recompute: bool | None
 ) -> list[Shape]:
-    """Shapes whose micro-batches make the batch, at least ``depth`` of them, with as many workers for each pipeline."""
+    """Return the shapes with a whole number of micro-batches in a batch, at least ``depth`` per pipeline."""
     again = (False, True) if recompute is None else (recompute,)
     found = [
         Shape(width, size, batch // (width * size), r)
@@ -291,14 +292,14 @@ def _shapes(
 
 
 class _Shaped:
-    """The stages of a shape: what they take and hold, by first layer and the one after the last."""
+    """The stages of a shape: their time and memory, by first layer and the one after the last."""
 
     def __init__(self, chain: Chain, shape: Shape, net: Level, stages: int | None) -> None:
         self.shape, self._chain, self._stages = shape, chain, stages
         self._most = stages or min(net.units // shape.width, shape.micro_batches, chain.layers)
 
         def stage_s(first: Any, last: Any) -> Any:
-            """Seconds of a micro-batch; incoming are the activation and, from the stage after, the gradient."""
+            """Return the seconds of a micro-batch, with incoming activations and gradients."""
             compute_s = chain.compute_s(first, last) * (_RECOMPUTE if shape.recompute else 1)
             reduce_s = ring_s(chain.parameter_bytes(first, last), shape.width, net.bytes_per_s)
             transfer_s = chain.transfer_s[first] + chain.transfer_s[last]
@@ -307,18 +308,18 @@ class _Shaped:
         self.stage_s = table_of(chain.layers, stage_s)
 
     def bytes(self, own: int, behind: int) -> Array:
-        """Bytes of a worker with ``behind`` stages after its own."""
+        """Return the bytes of a worker with ``behind`` stages after its own."""
         bytes_of = partial(
             self._chain.stage_bytes, in_flight=behind + 1, versions=2, recompute=self.shape.recompute
         )
         return table_of(self._chain.layers, bytes_of)
 
     def where_fits(self, limit: float) -> Callable[[int, int], Array]:
-        """Seconds of a micro-batch, math.inf beyond the memory limit."""
+        """Return the seconds of a micro-batch, math.inf beyond the memory limit."""
         if limit == math.inf:
             return lambda own, behind: self.stage_s
         return lambda own, behind: np.where(self.bytes(own, behind) <= limit, self.stage_s, math.inf)
 
     def divided(self, stage: Callable[[int, int], Array]) -> tuple[float, list[Block]]:
-        """The stages whose bottleneck, of what ``stage`` says, is least."""
+        """Return the stages with the least bottleneck, by the costs ``stage``."""
         return Divisions(self._chain.layers, stage, replicas=1).best(self._most, self._stages)

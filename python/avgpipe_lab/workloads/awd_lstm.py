@@ -1,8 +1,9 @@
 """The workload ``awd-lstm``: a word-level language model on a text, AWD-LSTM, in three sizes.
 
-Merity, Keskar, Socher, ICLR 2018, arXiv 1708.02182. The model is a list of layers, batch first everywhere: T is the
-length of a segment, b the rows. Between layers travels one tensor [b, T, features]; only the last LSTM adds its
-activation penalties, two numbers per row, which take less room than the outputs from which they are made.
+Merity, Keskar, Socher, ICLR 2018, arXiv 1708.02182. The model is a list of layers, batch first everywhere: T
+is the length of a segment, b the rows. One tensor [b, T, features] passes between layers; only the last LSTM
+adds its activation penalties, two numbers per row, which are smaller than the outputs that they are made
+from.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ class AWDLSTMConfig:
 
 @dataclass(frozen=True)
 class LanguagePreset:
-    """A size of model and how it is trained.
+    """A size of model and its training.
 
     Attributes:
         model: its vocabulary is that of the data.
         training: batches are of rows.
         length: tokens per row of one pipeline's batch.
-        published: train as in the paper: with lengths that vary and the learning rate with them, and from a decoder's
-            bias of zero. Otherwise the bias begins with the words' frequencies: from zero it takes some thousand small
-            steps to get there, and meanwhile the LSTMs saturate to do its work: in a short run most of the loss.
-        source_bytes: how much of the standard library to read when there is no data folder.
-        vocabulary: how many types to keep; None: all.
-        train_tokens, valid_tokens: how many of each split to read, from its beginning; None: all.
+        published: train as in the paper: with segment lengths that vary, learning rates in proportion, and an
+            initial decoder bias of zero. Otherwise the bias begins with the words' frequencies: from zero it
+            takes thousands of small steps to reach them, and meanwhile the LSTMs saturate to replace it,
+            which is most of the loss in a short run.
+        source_bytes: bytes of the standard library to read if there is no data folder.
+        vocabulary: number of types to keep; None: all.
+        train_tokens, valid_tokens: tokens of each split to read, from its beginning; None: all.
     """
 
     model: AWDLSTMConfig
@@ -112,7 +114,7 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
         ]
 
     published: dict[str, Any] = {}
-    if preset.published:  # a longer segment has more tokens for its mean gradient
+    if preset.published:  # the mean gradient of a longer segment is over more tokens
         row = len(train) // (options.batches_per_round * recipe.batch_size)
         factors = [
             n / preset.length for epoch in range(recipe.epochs) for n in jittered(row - 1, epoch=epoch)
@@ -132,7 +134,7 @@ def build(name: str, preset: LanguagePreset, options: BuildOptions) -> Built:
     }
 
 
-# ---- the model -----------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def awd_lstm_layers(
@@ -141,15 +143,15 @@ def awd_lstm_layers(
     """Make [embedding, LSTM, ..., LSTM, decoder]: int64 tokens [b, T] to logits [b, T, vocabulary].
 
     The decoder's weight is the embedding's weight, the same Parameter. In training, with alpha or beta, the
-    output is ``(logits, penalties)`` as :class:`AWDLSTMLoss` wants it. Initial weights depend on the seed
-    alone; the caller's random state stays as it is.
+    output is ``(logits, penalties)`` for :class:`AWDLSTMLoss`. Initial weights depend on the seed only; the
+    caller's random state is unchanged.
 
-    ``decoder_bias``: where the decoder's bias begins, [vocabulary]; None: zero, as in the paper.
+    ``decoder_bias``: initial bias of the decoder, [vocabulary]; None: zero, as in the paper.
     """
     uniform = tokens.uniform_from(seed)
     weight = uniform(config.vocabulary, config.embedding, bound=0.1)
     layers: list[nn.Module] = [DroppedEmbedding(weight, config.embedding_dropout, config.input_dropout)]
-    # the last LSTM gives the tied decoder its input
+    # the output of the last LSTM is the input of the tied decoder
     sizes = [config.embedding, *[config.hidden] * (config.lstm_layers - 1), config.embedding]
     for inputs, hidden in pairwise(sizes):
         last = len(layers) == config.lstm_layers
@@ -175,7 +177,7 @@ class DroppedEmbedding(nn.Module):
         super().__init__()
         self.weight = weight
         self.word_dropout, self.dropout = word_dropout, dropout
-        self.compute_cost = float(weight.shape[1])  # it only looks up
+        self.compute_cost = float(weight.shape[1])  # a lookup only
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = F.embedding(tokens, self.weight)
@@ -188,8 +190,8 @@ class WeightDropLSTM(tokens.LSTM):
     """One LSTM layer, [b, T, inputs] to [b, T, hidden], with DropConnect on its hidden-to-hidden weights.
 
     One weight mask serves a whole forward; locked dropout follows the output. The hidden state is carried
-    from batch to batch without gradient. Evaluation carries a state of its own, which begins at zero when the
-    layer is switched from training to evaluation. A batch with another number of rows begins at zero too.
+    from batch to batch without gradient. Evaluation carries a separate state, which begins at zero when the
+    layer is switched from training to evaluation. A batch with another number of rows begins at zero, too.
 
     With ``penalties`` the output in training is ``(x, penalties)``: for each row the mean square of the
     dropped output and of the raw output's difference from one time step to the next, float [b, 2].
@@ -223,13 +225,13 @@ class WeightDropLSTM(tokens.LSTM):
 
 def _penalties(raw: Tensor, dropped: Tensor) -> Tensor:
     activation = at_least_float32(dropped).square().mean((1, 2))
-    changes = at_least_float32(raw).diff(dim=1)  # none in a single step
+    changes = at_least_float32(raw).diff(dim=1)  # empty for a single step
     temporal = changes.square().mean((1, 2)) if changes.shape[1] else torch.zeros_like(activation)
     return torch.stack((activation, temporal), 1)
 
 
 class TiedDecoder(tokens.Projection):
-    """Features [b, T, embedding] to logits [b, T, vocabulary] by the embedding's weight; penalties pass."""
+    """Map features [b, T, embedding] to logits [b, T, vocabulary] with the embedding's weight; pass penalties on."""
 
     def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> Any:
         return super().forward(x) if isinstance(x, Tensor) else (super().forward(x[0]), x[1])

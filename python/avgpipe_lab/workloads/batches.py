@@ -17,7 +17,7 @@ from avgpipe.model.context import mix
 
 MakeBatch = Callable[[Tensor, torch.Generator], tuple[Any, Any]]
 
-_ORDER, _DRAW = 1, 2  # what a generator is for
+_ORDER, _DRAW = 1, 2  # purposes of generators
 _POOL_BATCHES = 50
 
 
@@ -28,11 +28,11 @@ class SampleBatches(Dataset[tuple[Any, Any]]):
     Attributes:
         order: int64 [samples], the indices of an epoch in their order; see :func:`shuffled` and :func:`by_length`.
         batch_size: samples in a batch.
-        make: of indices, int64 [n], and a generator for what is drawn, makes ``(inputs, targets)``. The generator
-            follows from seed, epoch and batch alone. With workers it must be picklable.
-        seed, epoch: what the generators are made from.
-        start: the first batch to yield, for going on in the middle of an epoch.
-        workers: processes that make batches ahead; 0: they are made when they are asked for.
+        make: makes ``(inputs, targets)`` of indices, int64 [n], with a generator for random numbers. The generator
+            depends on seed, epoch and batch only. With workers ``make`` must be picklable.
+        seed, epoch: seeds of the generators.
+        start: the first batch to yield, for resuming in the middle of an epoch.
+        workers: processes that prepare batches in advance; 0: batches are made on request.
     """
 
     order: Tensor
@@ -51,7 +51,7 @@ class SampleBatches(Dataset[tuple[Any, Any]]):
         return -(-len(self.order) // self.batch_size) - self.start
 
     def __getitem__(self, batch: int) -> tuple[Any, Any]:
-        """Make batch ``batch`` of the epoch, whatever ``start`` is."""
+        """Make batch ``batch`` of the epoch, for any ``start``."""
         indices = self.order[batch * self.batch_size : (batch + 1) * self.batch_size]
         return self.make(indices, generator(_DRAW, self.seed, self.epoch, batch))
 
@@ -59,7 +59,7 @@ class SampleBatches(Dataset[tuple[Any, Any]]):
         wanted = range(self.start, self.start + len(self))
         if not self.workers:
             return map(self.__getitem__, wanted)
-        # A batch here is what the loader calls a sample, so its workers make whole batches, in order.
+        # A batch here is a sample of the DataLoader, so its workers make whole batches, in order.
         workers = min(self.workers, max(1, len(wanted)))
         draw = generator(_DRAW, self.seed, self.epoch, -1)
         return iter(DataLoader(self, batch_size=None, sampler=wanted, num_workers=workers, generator=draw))
@@ -67,7 +67,7 @@ class SampleBatches(Dataset[tuple[Any, Any]]):
 
 @dataclass(frozen=True)
 class TensorRows:
-    """Makes batches of the rows of tensors: ``data`` is a pytree ``(inputs, targets)`` of them; nothing is drawn."""
+    """Makes batches of the rows of tensors: ``data`` is a pytree ``(inputs, targets)``; draws nothing."""
 
     data: tuple[Any, Any]
 
@@ -77,7 +77,7 @@ class TensorRows:
 
 @dataclass(frozen=True)
 class RaggedRows:
-    """Rows of different lengths, one after another: thousands of small tensors would be slow to hand to loader workers.
+    """Rows of different lengths, concatenated: thousands of small tensors would be slow to send to loader workers.
 
     Attributes:
         values: int64 [of all rows together, ...].
@@ -100,14 +100,14 @@ class RaggedRows:
 
 
 def generator(*words: int) -> torch.Generator:
-    """Return a generator of these numbers alone."""
+    """Return a generator seeded by these numbers only."""
     return torch.Generator().manual_seed(mix(*words))
 
 
 def shuffled(samples: int, batch_size: int, seed: int, epoch: int, *, drop_last: bool = False) -> Tensor:
-    """Return a permutation of ``range(samples)``, another one in each epoch.
+    """Return a permutation of ``range(samples)``, a different one in each epoch.
 
-    ``drop_last``: without what fills no batch, unless there is no whole one.
+    ``drop_last``: leave out samples that do not fill a batch, unless there is no full batch.
     """
     kept = max(1, samples // batch_size) * batch_size if drop_last else samples
     return torch.randperm(samples, generator=generator(_ORDER, seed, epoch))[:kept]
@@ -116,8 +116,8 @@ def shuffled(samples: int, batch_size: int, seed: int, epoch: int, *, drop_last:
 def by_length(lengths: Tensor, batch_size: int, seed: int, epoch: int) -> Tensor:
     """Return a permutation in which a batch's samples are of similar length, so that little of it is padding.
 
-    Samples are shuffled, those of 50 batches at a time are sorted by length, and then the batches are shuffled;
-    what does not fill a batch comes last.
+    Samples are shuffled, those of 50 batches at a time are sorted by length, and then the batches are
+    shuffled; samples that do not fill a batch are last.
     """
     draw = generator(_ORDER, seed, epoch)
     pools = torch.split(torch.randperm(len(lengths), generator=draw), _POOL_BATCHES * batch_size)
@@ -137,23 +137,24 @@ def continued_batches(
 ) -> list[tuple[Tensor, Tensor]]:
     """Cut a text into ``pipelines * batch_size`` contiguous rows, and these into batches, segment by segment.
 
-    For truncated back-propagation through time. Pipeline i owns rows ``i * batch_size`` to ``(i + 1) * batch_size -
-    1``. Batch j is segment ``j // pipelines`` of pipeline ``j % pipelines``, and row r of a pipeline's batch goes on
-    where row r of its previous batch ended, so a recurrent layer can carry its state. What does not fill the rows,
-    less than one token per row, is left out.
+    For truncated back-propagation through time. Pipeline i has rows ``i * batch_size`` to
+    ``(i + 1) * batch_size - 1``. Batch j is segment ``j // pipelines`` of pipeline ``j % pipelines``, and row
+    r of a pipeline's batch continues row r of its previous batch, so a recurrent layer can carry its state.
+    Tokens that do not fill the rows, less than one per row, are left out.
 
     Args:
         tokens: int64 [tokens].
         batch_size: rows of one pipeline's batch.
-        lengths: of the tokens that a row predicts, makes the T of each segment, such as :func:`segment_lengths`.
-        pipelines: how many pipelines take turns, each with rows of its own.
-        name: what the message calls the text.
+        lengths: maps the number of tokens that a row predicts to the T of each segment, see
+            :func:`segment_lengths`.
+        pipelines: number of pipelines that train on batches in turn, each with its own rows.
+        name: name of the text in the message.
 
     Returns:
         ``(inputs, targets)``, both int64 [batch_size, T]; targets are the next tokens.
 
     Raises:
-        ValueError: too short a text.
+        ValueError: the text is too short.
     """
     rows = pipelines * batch_size
     row_length = len(tokens) // rows
@@ -171,9 +172,9 @@ def continued_batches(
 def segment_lengths(total: int, base: int, jitter: bool = False, seed: int = 0, epoch: int = 0) -> list[int]:
     """Return lengths that sum to ``total``: as even as possible and at most ``base``, or jittered around it.
 
-    With jitter epochs cut a text at different places: each length is drawn around ``base`` with probability 0.95, else
-    around ``base / 2``, from a normal distribution of deviation 5 (Merity, Keskar, Socher 2018, section 4.1), and
-    kept between 5 and ``base + 10``; the last is what remains.
+    With jitter, epochs cut a text at different places: each length is drawn around ``base`` with probability
+    0.95, else around ``base / 2``, from a normal distribution of deviation 5 (Merity, Keskar, Socher 2018,
+    section 4.1), and limited to 5 to ``base + 10``; the last is the remainder.
     """
     if not jitter:
         count = -(-total // base)

@@ -1,7 +1,7 @@
 """The workload ``bert``: transformers' BERT, trained to recognise paraphrases or to fill in masked text.
 
-The data folder decides: sentence pairs are classified; a text, or this Python's own source, is learnt from with masks.
-Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
+The data folder decides: sentence pairs are classified; a text, or this Python's own source, is learnt with
+masks. Model and sizes: Devlin, Chang, Lee, Toutanova, NAACL 2019, arXiv 1810.04805.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _MASKED, _MASK, _RANDOM = 0.15, 0.8, 0.1
 
 @dataclass(frozen=True)
 class BertTask:
-    """A size of model and how it is trained for one task.
+    """A size of model and its training for one task.
 
     Attributes:
         model: sizes of the encoder, fields of ``transformers.BertConfig``; feed-forward layers are four times as wide.
         training: batches are of segments of text, or of pairs.
-        pieces: how many subwords to learn from the training text.
-        length: pieces of a segment of text, or of a pair at most.
-        dropout: everywhere.
-        max_bytes: how much of a text to read, None: all.
-        frequency_bias: begin with the pieces' frequencies in the decoder's bias. From zero, a short run spends most
-            of its steps on learning them.
+        pieces: number of subwords to learn from the training text.
+        length: pieces of a segment of text, or the most pieces of a pair.
+        dropout: dropout rate, everywhere.
+        max_bytes: bytes of a text to read, None: all.
+        frequency_bias: initialise the decoder's bias with the pieces' frequencies. From zero, a short run
+            spends most of its steps on learning them.
     """
 
     model: dict[str, int]
@@ -54,14 +54,15 @@ class BertTask:
     frequency_bias: bool = False
 
     def config(self, pieces: int) -> Any:
-        """Make the ``transformers.BertConfig`` for so many pieces."""
+        """Make the ``transformers.BertConfig`` for ``pieces`` pieces."""
         return library("transformers", "bert").BertConfig(
             **self.model,
             vocab_size=pieces,
             intermediate_size=4 * self.model["hidden_size"],
             hidden_dropout_prob=self.dropout,
             attention_probs_dropout_prob=self.dropout,
-            # the paper's 0.02 at its 768; so that a narrower model's attention begins as sharp as there
+            # the paper's 0.02 at its width of 768, scaled so that a narrower model's attention begins as
+            # sharp
             initializer_range=0.02 * math.sqrt(768 / self.model["hidden_size"]),
             pad_token_id=Subwords.pad,
         )
@@ -69,7 +70,7 @@ class BertTask:
 
 @dataclass(frozen=True)
 class BertPreset:
-    """``pairs``: when the data are sentence pairs. ``masked``: when they are a text."""
+    """``pairs``: the task if the data are sentence pairs. ``masked``: the task if they are a text."""
 
     pairs: BertTask
     masked: BertTask
@@ -113,7 +114,7 @@ def check(name: str, preset: BertPreset, options: BuildOptions) -> tuple[int, Re
         works = f"{data.TEXT_FOLDER}, or with sentence pairs: {', '.join(data.MRPC_FILES)}"
         data.find_text(options.data, works)
     layers = int(huggingface.config_of(options.pretrained, "bert", task.model)["num_hidden_layers"])
-    return layers + 2, task.training  # embeddings before and a head behind the encoder
+    return layers + 2, task.training  # with embeddings before and a head after the encoder
 
 
 def build(name: str, preset: BertPreset, options: BuildOptions) -> Built:
@@ -151,10 +152,10 @@ def _masked(options: BuildOptions, task: BertTask) -> Built:
     source = "Python's standard library" if options.data is None else options.data.resolve().name
     loss = tokens.TokenLoss()
     order, valid_order = partial(shuffled, len(rows)), torch.arange(len(valid_rows))
-    # the same whatever seed and batch size are
+    # the same for any seed and batch size
     masked = mask_pieces(valid_rows, vocabulary, valid_order, generator(0))
     blind = -float(log_shares[masked[1][masked[1] != IGNORED]].double().mean())
-    train = partial(mask_pieces, rows, vocabulary)  # other pieces each time
+    train = partial(mask_pieces, rows, vocabulary)  # different pieces each time
     return Samples(order, train, TensorRows(masked), valid_order), {
         "layers": model,
         "loss_fn": loss,
@@ -167,7 +168,7 @@ def _masked(options: BuildOptions, task: BertTask) -> Built:
     }
 
 
-# ---- the model and its pieces --------------------------------------------------------------------------------------
+# ---- the model and its pieces ----------------------------------------------------------------------------------------
 
 
 def _model(
@@ -181,10 +182,10 @@ def _model(
 
 
 def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encode, Vocabulary]:
-    """Load a model of class ``kind`` with a folder's weights, what makes lines into its pieces, and which those are.
+    """Load a model of class ``kind`` with a folder's weights, the function from lines to pieces, and its vocabulary.
 
     Raises:
-        ValueError: as :func:`load_pretrained`, and for a tokenizer without the pieces that BERT needs.
+        ValueError: see :func:`load_pretrained`, and for a tokenizer without the pieces that BERT needs.
     """
     head = {"num_labels": 2} if kind == PAIRS_MODEL else {}
     model, tokenizer = huggingface.load_pretrained(kind, folder, "bert", seed=seed, **head)
@@ -196,13 +197,13 @@ def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encod
     return model, lambda lines: encode(list(lines))["input_ids"], Vocabulary(len(tokenizer), *numbers)
 
 
-# ---- masked text (section 3.1 and appendix A.1) --------------------------------------------------------------------
+# ---- masked text (section 3.1 and appendix A.1) ----------------------------------------------------------------------
 
 
 def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) -> Tensor:
     """Cut a text's pieces, line after line, into rows ``<s> piece ... piece </s>``; int64 [rows, length].
 
-    What is left at the end and fills no row is left out: so nothing is padded, and no attention needs a mask. Raises
+    A rest that fills no row is left out: so nothing is padded, and no attention needs a mask. Raises
     ValueError for a text that fills no row.
     """
     pieces = torch.tensor([piece for line in lines for piece in line], dtype=torch.int64)
@@ -217,22 +218,22 @@ def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) ->
 def mask_pieces(
     rows: Tensor, vocabulary: Vocabulary, indices: Tensor, draw: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Make a batch of rows with 15 % of each one's pieces masked, rounded and at least one.
+    """Make a batch of rows in which 15 % of each row's pieces are masked, rounded and at least one.
 
-    80 % of them become ``<mask>``, 10 % any piece, 10 % stay as they are.
+    80 % of them become ``<mask>``, 10 % any piece, 10 % are unchanged.
 
     Args:
         rows: int64 [rows, T] with at least one piece each.
         vocabulary: the pieces.
         indices: int64 [n], the rows of the batch.
-        draw: all that is drawn comes from it.
+        draw: the generator of all random numbers.
 
     Returns:
         Inputs and targets [n, T]; targets are the masked pieces, elsewhere ``IGNORED``.
     """
     rows = rows[indices]
     special = torch.isin(rows, torch.tensor([vocabulary.pad, vocabulary.begin, vocabulary.end]))
-    # Different pieces of a row: those with the smallest of its random numbers.
+    # Distinct pieces of a row: those with the smallest of its random numbers.
     order = torch.rand(rows.shape, generator=draw).masked_fill(special, 2.0).argsort(1)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(rows.shape[1]).expand_as(order))
     wanted = ((~special).sum(1, keepdim=True) * _MASKED).round().clamp(min=1)
@@ -244,16 +245,16 @@ def mask_pieces(
     return read, rows.masked_fill(~masked, IGNORED)
 
 
-# ---- sentence pairs ------------------------------------------------------------------------------------------------
+# ---- sentence pairs --------------------------------------------------------------------------------------------------
 
 
 def joined(
     first: list[int], second: list[int], vocabulary: Vocabulary, length: int
 ) -> tuple[list[int], list[int]]:
-    """Make pieces ``<s> first </s> second </s>``, and for each 0 or 1: which sentence it is of.
+    """Make pieces ``<s> first </s> second </s>``, and for each 0 or 1, the number of its sentence.
 
-    At most ``length`` (5 or more) pieces. A pair that is too long loses pieces from the end of its longer sentence,
-    one at a time, as in BERT's own fine-tuning: so neither sentence is lost while both still fit in part.
+    The result has at most ``length`` (5 or more) pieces. A pair that is too long loses pieces from the end of
+    its longer sentence, one at a time, as in BERT's own fine-tuning: so each sentence keeps a part.
     """
     room = length - 3
     n = min(len(first), max(room - len(second), (room + 1) // 2))
@@ -266,7 +267,7 @@ def joined(
 class PairRows:
     """Makes batches of joined pairs, padded to the longest of the batch.
 
-    Inputs: what BERT reads, ``input_ids``, ``attention_mask`` and ``token_type_ids``, int64 [n, T]. Targets: the
+    Inputs: BERT's ``input_ids``, ``attention_mask`` and ``token_type_ids``, int64 [n, T]. Targets: the
     labels, int64 [n].
     """
 
@@ -291,13 +292,13 @@ class PairRows:
 
 
 def confusion(logits: Tensor, labels: Tensor) -> dict[str, Any]:
-    """Return shares of the pairs, from which accuracy and F1 are made; logits [n, 2], labels [n]."""
+    """Return shares of the pairs for accuracy and F1; logits [n, 2], labels [n]."""
     predicted, true = logits.argmax(-1) == 1, labels == 1
     shares = {"correct": predicted == true, "predicted": predicted, "true": true, "both": predicted & true}
     return {name: share.double().mean() for name, share in shares.items()}
 
 
 def pair_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
-    """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 where there are none and none is predicted."""
+    """Make accuracy and F1 of the paraphrases, in percent; F1 is 0 if there are none and none is predicted."""
     either = means["predicted"] + means["true"]
     return {"accuracy": 100 * means["correct"], "f1": 200 * means["both"] / either if either else 0.0}

@@ -1,13 +1,13 @@
 """The workload ``captioning``: S2VT learns to describe clips, PipeDream's last workload (Narayanan et al., SOSP 2019).
 
-The clips are synthetic, for want of a video data set that everyone may have, and made when they are needed; no figure
-of a run here compares with one that is published for real videos.
+The clips are synthetic, as there is no video data set that everyone may use, and made on demand; figures of
+these runs cannot be compared with published ones for real videos.
 
-S2VT, sequence to sequence, video to text (Venugopalan et al., ICCV 2015, arXiv 1505.00487): two LSTMs run over one
-stretch of time (section 3.2, figure 2). The first reads the frames and then zeros; the second reads what the first says
-next to a word's embedding, zeros while there are frames and the caption's words afterwards, and what it says then gives
-the next word. Each clip's words begin right after *its own* last frame, so what pads a shorter clip or caption comes
-after everything that counts, where no LSTM has been yet.
+S2VT, sequence to sequence, video to text (Venugopalan et al., ICCV 2015, arXiv 1505.00487): two LSTMs run
+over one stretch of time (section 3.2, figure 2). The first reads the frames and then zeros; the second reads
+the first one's output next to a word's embedding, zeros during the frames and the caption's words afterwards,
+and its output then gives the next word. Each clip's words begin right after *its own* last frame, so the
+padding of a shorter clip or caption follows all real steps, where it cannot influence them.
 
 b clips, F frames of the longest, D features of a frame, T words of the longest caption, H features of an LSTM.
 """
@@ -29,7 +29,7 @@ from avgpipe_lab.workloads.batches import RaggedRows, by_length, generator
 from avgpipe_lab.workloads.recipe import Built, Recipe, Samples
 from avgpipe_lab.workloads.tokens import Projection, Uniform
 
-PAD, BOS, EOS = 0, 1, 2  # numbers of the words that are none
+PAD, BOS, EOS = 0, 1, 2  # numbers of the special words
 
 _OTHERS = ("<pad>", "<bos>", "<eos>", "a", "the", "it", "then", "slowly")
 _words = str.split
@@ -41,13 +41,13 @@ _OBJECTS = _words("ball box car chair book hat drum bike lamp boat")
 VOCABULARY = (*_OTHERS, *_KINDS, *_SUBJECTS, *_ON_OBJECTS, *_ALONE, *_OBJECTS)
 _NUMBER = {word: number for number, word in enumerate(VOCABULARY)}
 
-_PROJECTION, _NOISE, _SCRIPT = 11, 12, 13  # what a generator is for
+_PROJECTION, _NOISE, _SCRIPT = 11, 12, 13  # purposes of generators
 
 Range = tuple[int, int]
 Event = tuple[str, str, str, str]  # kind, subject, action, and object or <pad>
 
 _BOUND = 0.08  # of the initial weights, as in the authors' configuration
-_FORGET_BIAS = 1.0  # so that what was seen is still there some ten frames later from the beginning
+_FORGET_BIAS = 1.0  # so that an untrained LSTM remembers a frame for some ten frames
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class S2VTConfig:
     """Sizes; the defaults are the paper's for frames described by VGG's fc7 (sections 3.3 and 4.2).
 
     Attributes:
-        vocabulary: words that can be said.
-        features: D, numbers that describe a frame.
+        vocabulary: number of words.
+        features: D, features of a frame.
         embedding: features of an embedded frame, and of an embedded word.
         hidden: H, features of each LSTM.
-        video_lstms: LSTMs that see the frames alone; published: 1.
-        dropout: of what each LSTM is given, and of the last one's output.
+        video_lstms: LSTMs that read only the frames; published: 1.
+        dropout: dropout of each LSTM's input, and of the last one's output.
     """
 
     vocabulary: int
@@ -73,13 +73,13 @@ class S2VTConfig:
 
 @dataclass(frozen=True)
 class CaptioningPreset:
-    """A size of model, how many clips there are, and how it is trained.
+    """A size of model, the number of clips, and its training.
 
     Attributes:
         model: its vocabulary is that of the clips, or larger, to cost as much as with real captions.
         training: of one pipeline.
-        train, valid: how many clips; they are the same for every seed of a run.
-        decoded: for how many validation clips captions are generated.
+        train, valid: numbers of clips; they are the same for every seed of a run.
+        decoded: number of validation clips that captions are generated for.
         noise: see :class:`Clips`.
         events: fewest and most events of a clip.
         frames: fewest and most frames of an event; a slow one has twice as many.
@@ -146,15 +146,15 @@ def build(name: str, preset: CaptioningPreset, options: BuildOptions) -> Built:
 
 @dataclass(frozen=True)
 class Clips:
-    """Makes batches of clips; their features are made when they are asked for, always the same.
+    """Makes batches of clips; their features are made on demand, always the same.
 
-    Inputs: what S2VT reads. Targets: the words that it should say, int64 [n, T], padded with PAD.
+    Inputs: the input of S2VT. Targets: the words of the captions, int64 [n, T], padded with PAD.
 
     Attributes:
-        shown: of each frame of a clip the words of the event that it shows, [4], PAD for none.
+        shown: for each frame of a clip the words of the event that it shows, [4], PAD for none.
         captions: their words, each ends with EOS.
         projection: float32 [words, D], what each word adds to a frame's features; zeros for PAD.
-        noise: standard deviation of what else is in each feature; that of what a word adds is 1.
+        noise: standard deviation of the noise in each feature; that of a word's contribution is 1.
         first: the number of the first clip among those of all sets.
     """
 
@@ -177,12 +177,13 @@ class Clips:
 def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
     """Make the clips for training and validation. No two clips have the same events.
 
-    Behind a clip stand a few events in order, each with a subject, what kind of subject it is, an action and, for some
-    actions, an object. A frame's features are a random projection of the event that it shows, the same for the whole
-    data set, with much noise added; an event lasts several frames. The caption tells the events: "a red dog chases the
-    ball then it sleeps slowly then a small cat eats". So each word but the function words is in the frames, and in
-    the right order there: the subject is "it" when it is the one of the event before, and an event that lasts twice as
-    long is done "slowly". Guessing by word frequencies cannot find that out.
+    A clip is made from a few events in order, each with a subject, a kind of subject, an action and, for some
+    actions, an object. A frame's features are a random projection of the event that it shows, the same for
+    the whole data set, with much noise added; an event lasts several frames. The caption describes the
+    events: "a red dog chases the ball then it sleeps slowly then a small cat eats". So each word except the
+    function words is in the frames, in the right order: the subject is "it" if it is that of the event
+    before, and an event that lasts twice as long is done "slowly". Guessing by word frequencies cannot find
+    that out.
     """
     projection = torch.randn(len(VOCABULARY), preset.model.features, generator=generator(_PROJECTION, 0))
     projection[PAD] = 0
@@ -203,13 +204,13 @@ def make_clips(preset: CaptioningPreset) -> tuple[Clips, Clips]:
 def _draw_script(
     draw: random.Random, preset: CaptioningPreset
 ) -> tuple[tuple[Event, ...], list[int], list[str]]:
-    """The events of a clip, how many frames each lasts, and the caption."""
-    events: list[Event] = [("", "", "", "")]  # before the first is none
+    """Draw the events of a clip, the number of frames of each, and the caption."""
+    events: list[Event] = [("", "", "", "")]  # there is no event before the first
     frames: list[int] = []
     words: list[str] = []
     for _ in range(draw.randint(*preset.events)):
         event = before = events[-1]
-        while event == before:  # nobody could see where the one ends
+        while event == before:  # the frames would not show where one event ends
             again = bool(frames) and draw.random() < 0.4
             who = before[:2] if again else (draw.choice(_KINDS), draw.choice(_SUBJECTS))
             action = draw.choice(_ON_OBJECTS + _ALONE)
@@ -224,7 +225,7 @@ def _draw_script(
 
 
 def baseline_accuracy(train: Tensor, valid: Tensor) -> float:
-    """Return the word accuracy in percent of always saying the most frequent word of each position in captions."""
+    """Return the word accuracy in percent of always choosing the most frequent word of each position in captions."""
     seen = torch.stack([(train == word).sum(0) for word in range(len(VOCABULARY))])  # [words, positions]
     seen[PAD] = 0
     best = seen.argmax(0)[: valid.shape[1]]
@@ -244,24 +245,24 @@ def exact_matches(clips: Clips, count: int, batch_size: int, predict: Predict) -
     return {"exact_match": 100 * matches / count}
 
 
-# ---- the model -----------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def s2vt_layers(config: S2VTConfig, *, seed: int = 0) -> list[nn.Module]:
     """Make [frame embedding, LSTMs over the video, LSTM with the words, word output].
 
-    Input: a dict of ``frames`` float [b, F, D], ``lengths`` int64 [b] (frames of each clip, 1 to F) and ``target``
-    int64 [b, T], what was said so far, the first of which begins a sentence. What ``frames`` has after a clip's last
-    frame is not looked at. Output: logits [b, T, vocabulary] of the word that follows each. With the plain int ``at``
-    in the input: only the logits [b, vocabulary] of the word that follows ``target[:, at]``.
+    Input: a dict of ``frames`` float [b, F, D], ``lengths`` int64 [b] (frames of each clip, 1 to F) and
+    ``target`` int64 [b, T], the words so far, the first of which begins a sentence. ``frames`` after a clip's
+    last frame are ignored. Output: logits [b, T, vocabulary] of the word that follows each. With the plain
+    int ``at`` in the input: only the logits [b, vocabulary] of the word that follows ``target[:, at]``.
 
-    Initial weights depend on the seed alone; the caller's random state stays as it is.
+    Initial weights depend on the seed only; the caller's random state is unchanged.
     """
     V, D, E, H, p = config.vocabulary, config.features, config.embedding, config.hidden, config.dropout
     uniform = tokens.uniform_from(seed)
     video = [VideoLSTM(E if n == 0 else H, H, p, uniform) for n in range(config.video_lstms)]
     words = WordLSTM(uniform(V, E, bound=_BOUND), H, p, uniform)
-    # so an embedding's features begin as large as a frame's
+    # so that an embedding's initial features are as large as a frame's
     frames = FrameEmbedding(uniform(E, D, bound=(3 / D) ** 0.5))
     return [frames, *video, words, Projection(uniform(V, H, bound=_BOUND), dropout=p)]
 
@@ -297,12 +298,13 @@ class OneBiasLSTM(nn.Module):
 
 
 class VideoLSTM(nn.Module):
-    """``x`` [b, F + T, inputs] to [b, F + T, H]."""
+    """Maps ``x`` [b, F + T, inputs] to [b, F + T, H]."""
 
     def __init__(self, inputs: int, hidden: int, dropout: float, uniform: Uniform) -> None:
         super().__init__()
         self.lstm = OneBiasLSTM(inputs, hidden, dropout, uniform)
-        # It runs over frames and words, about as many; the layers before and behind only over the ones.
+        # It runs over frames and words, about equally many; layers before it only over frames, layers behind
+        # only over words.
         self.compute_cost = 2.0 * 4 * hidden * (inputs + hidden)
 
     def forward(self, inputs: dict[str, Any]) -> Any:
@@ -312,7 +314,7 @@ class VideoLSTM(nn.Module):
 class WordLSTM(VideoLSTM):
     """Join ``x`` [b, F + T, H] with the embedded words.
 
-    Returns the steps of words alone, [b, T, H], or with ``at`` that step, [b, H].
+    Returns the steps of words only, [b, T, H], or with ``at`` that step, [b, H].
     """
 
     def __init__(self, embedding: nn.Parameter, hidden: int, dropout: float, uniform: Uniform) -> None:

@@ -1,4 +1,4 @@
-"""Data folders: their files, and the texts in them; or, without a folder, the Python standard library's source."""
+"""Data folders: their files and texts; or, without a folder, the source of the Python standard library."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _SPLITS = ("train", "valid")
 _TEXT_NAMES = ("{}.txt", "{}.txt.gz", "wiki.{}.tokens", "wiki.{}.tokens.gz")
 TEXT_FOLDER = "a folder with train.txt and valid.txt (.txt.gz and wiki.<split>.tokens are read too)"
 
-# Folders of the standard library that are not everywhere, not the library's, or tables rather than programs.
+# Folders of the standard library that are not everywhere, not the library's, or tables instead of programs.
 _SKIPPED = re.compile(r"(.*/)?((site|dist)-packages|tests?|idlelib|turtledemo|lib2to3|encodings|pydoc_data)/")
 
 # In this order: one or more line ends (blank lines make no token), indentation, words, single signs.
 _SOURCE_TOKEN = re.compile(r"(?:[ \t]*\n)+|^ +|\w+|[^\w\s]", re.MULTILINE)
 
-# Names of a split of translations before the language; the first that is there is read.
+# Names of a split of translations before the language; the first existing one is read.
 _TRANSLATIONS = {"train": ("train",), "valid": ("val", "valid", "dev")}
 TRANSLATIONS_FOLDER = "a folder with train.{en,de} and val.{en,de}, a sentence a line (.gz is read too)"
 
@@ -36,22 +36,22 @@ MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
 _MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 _MRPC_ROW = re.compile("([01])\t([^\t]*\t[^\t]*)\t([^\t]*)\t([^\t]*)")
 
-# ---- files ---------------------------------------------------------------------------------------------------------
+# ---- files -----------------------------------------------------------------------------------------------------------
 
 
 def find_files(
     folder: str | Path, wanted: Mapping[str, Sequence[str]], works: str, *, kind: str = "data folder"
 ) -> dict[str, Path]:
-    """Find in a folder, for each key, the first file there is of some names.
+    """Find in a folder, for each key, the first existing file of several names.
 
     Args:
         folder: where to look.
         wanted: the names by key.
-        works: what to give instead, for the message.
-        kind: what the message calls the folder.
+        works: a valid alternative, for the message.
+        kind: name of the folder in the message.
 
     Raises:
-        DataNotFound: the folder, or all files of a key, are not there.
+        DataNotFound: the folder, or all files of a key, do not exist.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -65,7 +65,7 @@ def find_files(
 
 
 def read_bytes(file: Path) -> bytes:
-    """Read a file, unpacked where its name ends in .gz. Raises ValueError for what cannot be read."""
+    """Read a file, decompressed if its name ends in .gz. Raises ValueError for a file that cannot be read."""
     try:
         raw = file.read_bytes()
         return gzip.decompress(raw) if file.suffix == ".gz" else raw
@@ -83,11 +83,11 @@ def read_file(file: Path) -> str:
 
 
 def _lines(file: Path) -> list[str]:
-    # Not splitlines(): it also divides at signs that may stand inside a sentence.
+    # Not splitlines(): it also splits at characters that may occur inside a sentence.
     return [line.removesuffix("\r") for line in read_file(file).removesuffix("\n").split("\n")]
 
 
-# ---- running text --------------------------------------------------------------------------------------------------
+# ---- running text ----------------------------------------------------------------------------------------------------
 
 
 class Corpus(NamedTuple):
@@ -112,12 +112,12 @@ def load_text(
         path: a folder with ``train`` and ``valid``, each as ``.txt``, ``.txt.gz`` or ``wiki.<split>.tokens``, UTF-8.
             Tokens are split at white space, and each line ends with ``<eos>``. None: the source of this Python's
             standard library, tokenised into words, signs, indentation and line ends (``<eos>``), and divided by file.
-        vocabulary_size: keep so many types of train, ``<unk>`` among them; the others become ``<unk>``. None: all.
-            Types that train lacks become ``<unk>`` in any case.
-        max_bytes: how much of the standard library to read, in whole files. Folders are always read whole.
+        vocabulary_size: keep this number of types of train, with ``<unk>``; the others become ``<unk>``.
+            None: all. Types that train lacks become ``<unk>`` in any case.
+        max_bytes: bytes of the standard library to read, in whole files. Folders are always read whole.
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: a file is not readable as text.
     """
     read = {split: [read_file(file)] for split, file in find_text(path).items()}
@@ -137,15 +137,15 @@ def load_text(
 
 
 def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str, str]:
-    """Read "train" and "valid" as they stand in their files, with one kind of line end.
+    """Read "train" and "valid" unchanged from their files, with one kind of line end.
 
     Args:
-        path: a folder as :func:`load_text` reads it, or None: the standard library's source, file after file.
-        max_bytes: how much to read; of a folder's files the first lines, eight tenths for train and one for valid; of
-            the standard library whole files. None: all.
+        path: a folder for :func:`load_text`, or None: the standard library's source, file after file.
+        max_bytes: bytes to read; of a folder's files the first lines, eight tenths for train and one for
+            valid; of the standard library whole files. None: all.
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: a file is not readable as text, or has no words.
     """
     if path is None:
@@ -162,7 +162,7 @@ def read_text(path: str | Path | None, max_bytes: int | None = None) -> dict[str
 
 
 def split_words(text: str, *, source: bool = False) -> list[str]:
-    """Split a text into words as :func:`load_text` counts them, every line's end one of them.
+    """Split a text into the words that :func:`load_text` counts, with a word for every line's end.
 
     ``source``: a program's text, in which indentation and single signs are words and blank lines are not.
     """
@@ -172,7 +172,7 @@ def split_words(text: str, *, source: bool = False) -> list[str]:
 
 
 def find_text(path: str | Path | None, works: str = TEXT_FOLDER) -> dict[str, Path]:
-    """Find the file of each split in a folder, without reading them; of None there are none. Raises DataNotFound."""
+    """Find the file of each split in a folder, without reading them; none for None. Raises DataNotFound."""
     wanted = {split: [name.format(split) for name in _TEXT_NAMES] for split in _SPLITS}
     return {} if path is None else find_files(path, wanted, works)
 
@@ -183,7 +183,7 @@ def _ended(text: str) -> str:
 
 
 def _first_lines(text: str, limit_bytes: int) -> str:
-    """Whole lines of at most ``limit_bytes`` together, or the first that has words."""
+    """Return whole lines of at most ``limit_bytes`` together, or the first one with words."""
     raw = text.encode()
     kept = raw[: raw.rfind(b"\n", 0, limit_bytes) + 1].decode()
     first = re.match(r"\s*[^\n]*\n", text)
@@ -191,7 +191,7 @@ def _first_lines(text: str, limit_bytes: int) -> str:
 
 
 def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
-    """The files of each split, read."""
+    """Read the files of each split."""
     root = Path(sysconfig.get_path("stdlib"))
     names = sorted(file.relative_to(root).as_posix() for file in root.rglob("*.py"))
     files: dict[str, list[str]] = {"train": [], "valid": []}
@@ -208,7 +208,7 @@ def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
     return files
 
 
-# ---- translations and paraphrases ----------------------------------------------------------------------------------
+# ---- translations and paraphrases ------------------------------------------------------------------------------------
 
 
 def find_translations(folder: str | Path) -> dict[str, Path]:
@@ -225,7 +225,7 @@ def read_translations(folder: str | Path) -> dict[str, list[tuple[str, str]]]:
     """Read sentences and their translations, of "train" and "valid".
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: a file cannot be read as text, has an empty line, or two files do not have the same number of lines.
     """
     files, pairs = find_translations(folder), {}
@@ -245,7 +245,7 @@ def read_translations(folder: str | Path) -> dict[str, list[tuple[str, str]]]:
 
 
 class Paraphrase(NamedTuple):
-    """Two sentences; ``label`` is 1 where the one is a paraphrase of the other, else 0."""
+    """Two sentences; ``label`` is 1 if one is a paraphrase of the other, else 0."""
 
     first: str
     second: str
@@ -253,7 +253,7 @@ class Paraphrase(NamedTuple):
 
 
 def has_paraphrases(folder: Path) -> bool:
-    """Tell whether a folder holds any of the corpus's files."""
+    """Return whether a folder holds any of the corpus's files."""
     return any((folder / name).is_file() for name in MRPC_FILES)
 
 
@@ -271,7 +271,7 @@ def read_paraphrases(folder: str | Path) -> dict[str, list[Paraphrase]]:
     (Wang et al., 2018, arXiv 1804.07461): the rows that ``dev_ids.tsv`` names.
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: a file is of another format or truncated (the message names file and line), or a split is empty.
     """
     file, dev = find_paraphrases(folder).values()

@@ -1,21 +1,21 @@
 """The workload ``gnmt``: translation from English to German with Google's model, in three sizes.
 
-Wu et al. 2016, arXiv 1609.08144, section 3, in the form that most train: the first encoder layer is bidirectional,
-residual connections begin with the third layer of either side, and the decoder's first layer asks the encoder by
-normalised additive attention (Bahdanau, Cho, Bengio, ICLR 2015, arXiv 1409.0473; weight norm as in Luong, Brevdo, Zhao
-2017). The answer, the context, is an input of every later decoder layer; it is not fed back into the first, so that
-layer needs no loop over time.
+Wu et al. 2016, arXiv 1609.08144, section 3, in the usual form: the first encoder layer is bidirectional,
+residual connections begin with the third layer of either side, and the decoder's first layer queries the
+encoder by normalised additive attention (Bahdanau, Cho, Bengio, ICLR 2015, arXiv 1409.0473; weight norm as in
+Luong, Brevdo, Zhao 2017). The result, the context, is an input of every later decoder layer; it is not fed
+back into the first, so that layer needs no loop over time.
 
-Batch first everywhere: b sentence pairs, S source pieces, T target pieces, H features. Between layers travels a
-dict with what later layers need:
+Batch first everywhere: b sentence pairs, S source pieces, T target pieces, H features. Between layers passes
+a dict with the values that later layers need:
 
 | after | ``x`` | and |
 |---|---|---|
 | an encoder layer | [b, S, H] (of the first LSTM [b, S, 2H]) | ``lengths`` [b], ``target`` [b, T] |
 | a decoder layer | [b, T, H] | ``context`` [b, T, H], unless it is the last |
 
-and ``at``, if the input has it. No padding reaches a real position: the backward direction runs over each
-sentence reversed by its own length, the attention sees no source padding, and all else looks back only.
+and ``at``, if the input has it. Padding never influences a real position: the backward direction runs over
+each sentence reversed by its own length, attention ignores source padding, and everything else is causal.
 """
 
 from __future__ import annotations
@@ -50,9 +50,10 @@ class GNMTConfig:
         hidden: H.
         encoder_layers, decoder_layers: LSTM layers on each side.
         dropout: of the inputs of every LSTM.
-        tied_output: the output projection is the embedding too; it saves a small data set many weights.
-        embedding_bound: the embedding's initial values are uniform within it. 0.1 is published for H = 1024; small
-            models with it spend most of a short run on learning to tell words apart.
+        tied_output: the output projection shares the embedding's weight, which reduces the weights for a
+            small data set.
+        embedding_bound: the embedding's initial values are uniform within it. 0.1 is published for H = 1024;
+            with it, small models spend most of a short run on learning to distinguish words.
     """
 
     vocabulary: int
@@ -66,19 +67,19 @@ class GNMTConfig:
 
 @dataclass(frozen=True)
 class TranslationPreset:
-    """A size of model and how it is trained and judged.
+    """A size of model, its training and its evaluation.
 
     Attributes:
         model: its vocabulary is that of the pieces.
         training: batches are of sentence pairs.
         vocabulary: pieces to learn from both languages of the training text together.
-        pairs: how many sentence pairs to train on, from the beginning of the data; None: all.
+        pairs: number of sentence pairs to train on, from the beginning of the data; None: all.
         max_length: pieces of the longest sentence to train on. Longer pairs are left out and counted in the
             workload's title; evaluation takes all.
-        unigram_bias: begin with the pieces' frequencies in the output's bias, which a short run would otherwise
-            spend most of its steps on learning.
-        decoded: how many validation sentences are translated for BLEU, from the first on; None: all.
-        beam: of that translation, see :func:`beam_search`.
+        unigram_bias: initialise the output's bias with the pieces' frequencies, which a short run would
+            otherwise spend most of its steps on learning.
+        decoded: number of validation sentences that are translated for BLEU, from the first on; None: all.
+        beam: beam of that translation, see :func:`beam_search`.
     """
 
     model: GNMTConfig
@@ -144,7 +145,7 @@ def build(name: str, preset: TranslationPreset, options: BuildOptions) -> Built:
 
 
 def read(name: str, options: BuildOptions) -> tuple[dict[str, Pairs], Subwords]:
-    """Read the sentence pairs, and learn pieces from them: those of any run with these options."""
+    """Read the sentence pairs, and learn pieces from them: the same for all runs with these options."""
     preset = PRESETS[name][options.preset or DEFAULT_PRESET]
     check(name, preset, options)
     assert options.data is not None
@@ -156,10 +157,10 @@ def read(name: str, options: BuildOptions) -> tuple[dict[str, Pairs], Subwords]:
 
 @dataclass(frozen=True)
 class PairBatch:
-    """Makes padded batches of sentence pairs, the rows of both of which end with the end.
+    """Makes padded batches of sentence pairs, whose rows in both languages end with EOS.
 
-    The inputs: ``source`` int64 [b, S], ``lengths`` int64 [b] of it, and ``target`` int64 [b, T], which begins with
-    the begin. The targets: int64 [b, T], the pieces that follow, with the end.
+    The inputs: ``source`` int64 [b, S], its ``lengths`` int64 [b], and ``target`` int64 [b, T], which begins
+    with BOS. The targets: int64 [b, T], the pieces that follow, with EOS.
     """
 
     source: RaggedRows
@@ -167,7 +168,7 @@ class PairBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Pieces of each pair in both languages, with the ends."""
+        """Return the pieces of each pair in both languages, with EOS."""
         return self.source.lengths + self.target.lengths
 
     def __call__(self, indices: Tensor, generator: torch.Generator) -> tuple[dict[str, Tensor], Tensor]:
@@ -177,7 +178,7 @@ class PairBatch:
 
 
 def ended(rows: Iterable[list[int]]) -> RaggedRows:
-    """Put the end behind each row."""
+    """Append EOS to each row."""
     return RaggedRows.of([[*row, Subwords.end] for row in rows])
 
 
@@ -189,10 +190,10 @@ def translate(
     Args:
         predict: ``Pipeline.predict`` (then every rank must call this, and gets the same), or a module of
             :func:`gnmt_layers` in evaluation mode, such as ``nn.Sequential(*layers).eval()``.
-        sentences: what to translate.
+        sentences: sentences to translate.
         subwords: the pieces that the model was trained with.
         beam: hypotheses kept per sentence, see :func:`beam_search`.
-        batch_size: sentences that are translated together; similar lengths are.
+        batch_size: sentences to translate together, which have similar lengths.
     """
     if not sentences:
         return []
@@ -202,7 +203,7 @@ def translate(
     for chunk in torch.split(source.lengths.argsort(stable=True), batch_size):
         inputs = {"source": source.padded(chunk), "lengths": source.lengths[chunk]}
         longest = int(inputs["lengths"][-1]) - 1
-        most = longest + longest // 2 + 5  # half as many pieces again, and five
+        most = longest + longest // 2 + 5  # half more pieces, plus five
         pieces.update(zip(chunk.tolist(), (found.pieces for found in search(inputs, max_length=most))))
     return subwords.decode([pieces[row] for row in range(len(sentences))])
 
@@ -215,19 +216,19 @@ def bleu(pairs: Pairs, subwords: Subwords, beam: int, predict: Predict) -> dict[
     return {"bleu": float(score)}
 
 
-# ---- the model -----------------------------------------------------------------------------------------------------
+# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None = None) -> list[nn.Module]:
     """Make [embedding, encoder LSTMs, decoder LSTMs, output]: a dict of tokens to logits [b, T, vocabulary].
 
-    The input has ``source`` int64 [b, S], whatever beyond ``lengths`` int64 [b] (1 to S), and ``target`` int64
-    [b, T], the pieces before those to be predicted. With an int ``at`` only the logits of that target position
-    are made, [b, vocabulary]. The decoder's embedding is the encoder's, the same Parameter, and so is the
-    projection with ``tied_output``. Initial weights, uniform within 1 / sqrt(H) but for the embedding, depend on
-    the seed alone; the caller's random state stays as it is.
+    The input has ``source`` int64 [b, S], with any values beyond ``lengths`` int64 [b] (1 to S), and
+    ``target`` int64 [b, T], the pieces before those to be predicted. With an int ``at`` only the logits of
+    that target position are made, [b, vocabulary]. The decoder's embedding is the encoder's, the same
+    Parameter, and so is the projection with ``tied_output``. Initial weights, uniform within 1 / sqrt(H)
+    except for the embedding, depend on the seed only; the caller's random state is unchanged.
 
-    ``output_bias``: where the projection's bias begins, [vocabulary]; None: zero.
+    ``output_bias``: initial bias of the projection, [vocabulary]; None: zero.
     """
     H, p = config.hidden, config.dropout
     uniform = tokens.uniform_from(seed)
@@ -245,9 +246,9 @@ def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None
     return [SourceEmbedding(embedding), *encoder, attention, *decoder, Output(weight, output_bias)]
 
 
-# Each layer's ``compute_cost`` is its multiply-adds per token. Element-wise work counts as those that take a CPU as
-# long, forward and backward, for it is a third of a small model's time: measured with H = 128, a vocabulary of 2,000
-# and sentences of 17 pieces, on one core.
+# Each layer's ``compute_cost`` is its multiply-adds per token. Element-wise work counts as the multiply-adds
+# that take a CPU as long, forward and backward, as it is a third of a small model's time: measured with H =
+# 128, a vocabulary of 2,000 and sentences of 17 pieces, on one core.
 _PER_DROPPED, _PER_ATTENTION_UNIT, _PER_LOGIT = 100.0, 115.0, 50.0
 _LENGTH = 20  # pieces of a sentence
 
@@ -257,7 +258,7 @@ def _lstm_cost(inputs: int, hidden: int) -> float:
 
 
 class SourceEmbedding(nn.Module):
-    """``source`` [b, S] to ``x`` [b, S, H]."""
+    """Maps ``source`` [b, S] to ``x`` [b, S, H]."""
 
     def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
@@ -269,9 +270,9 @@ class SourceEmbedding(nn.Module):
 
 
 class ResidualLSTM(nn.Module):
-    """``x`` [b, S or T, inputs] to [b, S or T, H], with itself added where ``residual``.
+    """Maps ``x`` [b, S or T, inputs] to [b, S or T, H], with ``x`` added if ``residual``.
 
-    The decoder's ``context`` is an input too, and dropped by the ``last``.
+    The decoder's ``context`` is an input, too, and the ``last`` layer drops it.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class ResidualLSTM(nn.Module):
 
 
 class BidirectionalLSTM(ResidualLSTM):
-    """``x`` [b, S, H] to [b, S, 2H]: one LSTM over the sentence, another over the sentence reversed."""
+    """Maps ``x`` [b, S, H] to [b, S, 2H]: one LSTM over the sentence, another over the sentence reversed."""
 
     def __init__(self, inputs: int, hidden: int, uniform: Uniform, dropout: float, residual: bool) -> None:
         super().__init__(inputs, hidden, uniform, dropout, residual)
@@ -304,7 +305,7 @@ class BidirectionalLSTM(ResidualLSTM):
 
 
 def reverse(x: Tensor, lengths: Tensor) -> Tensor:
-    """Reverse the first ``lengths`` [b] positions of [b, S, features]; the others stay."""
+    """Reverse the first ``lengths`` [b] positions of [b, S, features]; the others are unchanged."""
     at = torch.arange(x.shape[1], device=x.device)
     mirrored = lengths[:, None] - 1 - at
     index = torch.where(mirrored >= 0, mirrored, at)
@@ -312,7 +313,7 @@ def reverse(x: Tensor, lengths: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Normalised additive attention: which parts of a memory answer a query.
+    """Normalised additive attention of queries over a memory.
 
     score = g v / |v| . tanh(W q + U m + c); the weights are its softmax over the memory's real positions.
     """
@@ -336,7 +337,7 @@ class Attention(nn.Module):
 
 
 class AttentionLSTM(nn.Module):
-    """The decoder's first layer: embeds ``target``, and asks ``x``, the encoder's output, for the contexts."""
+    """The decoder's first layer: embeds ``target``, and queries ``x``, the encoder's output, for the contexts."""
 
     def __init__(self, embedding: nn.Parameter, memory: int, uniform: Uniform, dropout: float) -> None:
         super().__init__()
@@ -354,7 +355,7 @@ class AttentionLSTM(nn.Module):
 
 
 class Output(tokens.Projection):
-    """``x`` [b, T, H] to logits [b, T, vocabulary], or of position ``at`` alone [b, vocabulary]."""
+    """Maps ``x`` [b, T, H] to logits [b, T, vocabulary], or for position ``at`` only to [b, vocabulary]."""
 
     def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         super().__init__(weight, bias)

@@ -1,7 +1,8 @@
 """The workload ``gpt``: transformers' GPT-2, a decoder-only language model over pieces of words, in three sizes.
 
-Radford, Narasimhan, Salimans, Sutskever, 2018 (GPT) and Radford, Wu, Child, Luan, Amodei, Sutskever, 2019 (GPT-2). The
-embedding is the output layer's weight too, the same Parameter in the first and in the last layer.
+Radford, Narasimhan, Salimans, Sutskever, 2018 (GPT) and Radford, Wu, Child, Luan, Amodei, Sutskever, 2019
+(GPT-2). The embedding is also the output layer's weight, the same Parameter in the first and in the last
+layer.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ MODEL = "GPT2LMHeadModel"
 
 @dataclass(frozen=True)
 class GPTPreset:
-    """A size of model and how it is trained.
+    """A size of model and its training.
 
     Attributes:
-        model: fields of ``transformers.GPT2Config``. As many pieces as its vocabulary are learnt from the training
-            text, or fewer where it is short; a segment has as many as the model has positions.
+        model: fields of ``transformers.GPT2Config``. As many pieces as its vocabulary are learnt from the
+            training text, or fewer if it is short; a segment has as many as the model has positions.
         training: batches are of segments.
-        max_bytes: how much of the text to read, None: all.
+        max_bytes: bytes of the text to read, None: all.
     """
 
     model: dict[str, Any]
@@ -56,8 +57,8 @@ _ONCE = partial(_COSINE, batch_size=16, epochs=1, weight_decay=0.1, betas=(0.9, 
 
 PRESETS = {
     "gpt": {
-        # One pass over little text: what counts is how many pieces are seen in the time, so the models are narrow. They
-        # want larger initial weights than the 0.02 that suits GPT-2's width, and no dropout.
+        # One pass over little text: the number of pieces trained in the time decides, so the models are
+        # narrow. They need larger initial weights than the 0.02 that suits GPT-2's width, and no dropout.
         "tiny": GPTPreset(
             {**_TINY, **_NO_DROPOUT, "initializer_range": 0.06}, _ONCE(lr=8e-3), max_bytes=4_000_000
         ),
@@ -73,7 +74,7 @@ PRESETS = {
 def check(name: str, preset: GPTPreset, options: BuildOptions) -> tuple[int, Recipe]:
     layers = int(config_of(options.pretrained, "gpt2", preset.model)["n_layer"])
     find_text(options.data)
-    return layers + 2, preset.training  # the embedding before the blocks, the output layer behind
+    return layers + 2, preset.training  # with the embedding before and the output layer after the blocks
 
 
 def build(name: str, preset: GPTPreset, options: BuildOptions) -> Built:
@@ -91,14 +92,14 @@ def build(name: str, preset: GPTPreset, options: BuildOptions) -> Built:
         "metric_fn": pieces_and_words,
         "metric_name": "perplexity",
         "lower_is_better": True,
-        "autocast": {"cuda": torch.bfloat16},  # CPUs gain only where they have instructions for it
+        "autocast": {"cuda": torch.bfloat16},  # CPUs gain only if they have instructions for it
         "trivial": ("the pieces' frequencies", baseline_perplexity(train, valid)),
         "title": f"the next piece of the text of {'Python' if options.data is None else options.data.name}",
     }
 
 
 def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, Encode]:
-    """The model, and what makes lines, each with its end, into its pieces."""
+    """Return the model, and the function from lines, each with its end, to pieces."""
     if options.pretrained is None:
         subwords = Subwords.learn(train.split("\n"), preset.model["vocab_size"])
         model = new_model(MODEL, preset.config(), options.seed)
@@ -109,7 +110,7 @@ def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, E
     return model, lambda lines: plain([f"{line}\n" for line in lines])["input_ids"]
 
 
-# ---- a text as segments of a fixed number of pieces ----------------------------------------------------------------
+# ---- a text as segments of a fixed number of pieces ------------------------------------------------------------------
 
 
 class Pieces(NamedTuple):
@@ -126,7 +127,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(text: str, encode: Encode, *, source: bool = False) -> Pieces:
-    """Write a text in the pieces that ``encode`` makes of its lines, each line's end among them.
+    """Encode a text by the lines with ``encode``, with each line's end.
 
     ``source``: words are counted as in a program, see :func:`avgpipe_lab.workloads.data.split_words`.
     """
@@ -140,13 +141,14 @@ def pieces_of(text: str, encode: Encode, *, source: bool = False) -> Pieces:
 def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cut a text into segments: segment s reads the pieces ``s T`` to ``(s + 1) T - 1`` and predicts each one's next.
 
-    So every piece but the very first is predicted once. The last segment is filled up with targets ``IGNORED``.
+    So every piece but the very first is predicted once. The last segment is filled up with targets
+    ``IGNORED``.
 
     Returns:
         Inputs and targets, int64 [segments, T], and the words of the predicted pieces, float32 [segments].
 
     Raises:
-        ValueError: a text of less than two pieces.
+        ValueError: the text has less than two pieces.
     """
     numbers, words = pieces
     if len(numbers) < 2:
@@ -157,26 +159,27 @@ def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, targets, F.pad(words[1:], fill).view(-1, length).sum(1)
 
 
-# ---- loss and metric -----------------------------------------------------------------------------------------------
+# ---- loss and metric -------------------------------------------------------------------------------------------------
 
 
 def pieces_and_words(output: Tensor, targets: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    """Return the predicted pieces, and the words that they are, per segment."""
+    """Return the number of predicted pieces, and of their words, per segment."""
     numbers, words = targets
     return {"pieces": (numbers != IGNORED).sum(1).double().mean(), "words": words.double().mean()}
 
 
 def word_perplexity(loss: float, means: dict[str, float]) -> dict[str, float]:
-    """Make the perplexity per word, each line's end one of them: exp of all nats over all words.
+    """Make the perplexity per word, with a word for each line's end: exp of all nats over all words.
 
-    So texts in other pieces, or in whole words, have comparable values. ``piece_perplexity`` is that per piece.
+    So texts in other pieces, or in whole words, have comparable values. ``piece_perplexity`` is that per
+    piece.
     """
     per_word = loss * means["pieces"] / means["words"]
     return {"perplexity": perplexity(per_word), "piece_perplexity": perplexity(loss)}
 
 
 def baseline_perplexity(train: Pieces, valid: Pieces) -> float:
-    """Return the perplexity per word of telling the frequencies of the pieces of ``train``, one added to each count."""
+    """Return the perplexity per word of predicting the frequencies of pieces in ``train``, with one added to each."""
     size = 1 + int(max(train.numbers.max(), valid.numbers.max()))
     nats = -log_frequencies(train.numbers, size)[valid.numbers].double().sum()
     return perplexity(float(nats / valid.words.double().sum()))

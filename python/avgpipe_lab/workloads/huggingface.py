@@ -27,7 +27,7 @@ Encode = Callable[[Sequence[str]], list[list[int]]]  # the numbers of each line'
 
 
 class Vocabulary(NamedTuple):
-    """How many pieces there are, and the numbers of the special ones."""
+    """The number of pieces, and the numbers of the special ones."""
 
     size: int
     pad: int
@@ -37,10 +37,10 @@ class Vocabulary(NamedTuple):
 
 
 class Subwords:
-    """Pieces of words learnt from text: byte-level BPE, so every text can be written in them.
+    """Pieces of words learnt from text: byte-level BPE, which can encode every text.
 
-    Byte-pair encoding: Sennrich, Haddow, Birch, ACL 2016, arXiv 1508.07909. A word and the space before it belong
-    together; the first word of a line has one too, so that a word has the same pieces everywhere.
+    Byte-pair encoding: Sennrich, Haddow, Birch, ACL 2016, arXiv 1508.07909. A word includes the space before
+    it; the first word of a line gets one, too, so that a word has the same pieces everywhere.
     """
 
     SPECIAL = ("<pad>", "<s>", "</s>", "<mask>")
@@ -48,7 +48,7 @@ class Subwords:
 
     def __init__(self, tokenizer: Any) -> None:
         """Wrap a ``tokenizers.Tokenizer``; see :meth:`learn`."""
-        tokenizer.encode_special_tokens = True  # "<s>" in a text is three signs, not the beginning
+        tokenizer.encode_special_tokens = True  # "<s>" in a text is three characters, not the special piece
         self._tokenizer = tokenizer
 
     @classmethod
@@ -56,8 +56,8 @@ class Subwords:
         """Learn from lines. The same lines give the same pieces in every process.
 
         Args:
-            lines: what to learn from.
-            size: how many pieces, the special ones and one for each byte among them; a short text gives fewer.
+            lines: lines to learn from.
+            size: number of pieces, with the special ones and one for each byte; a short text gives fewer.
             lowercase: whether all text is lower-cased first.
 
         Raises:
@@ -89,16 +89,16 @@ class Subwords:
     def decode(self, rows: Iterable[Sequence[int]]) -> list[str]:
         """Return the text of each row; special pieces are left out, and bytes that are no UTF-8 become U+FFFD.
 
-        ``decode(encode(lines))`` are the lines again, in lower case where the pieces are.
+        ``decode(encode(lines))`` returns the lines, in lower case if the pieces are.
         """
         texts = self._tokenizer.decode_batch([list(row) for row in rows], skip_special_tokens=True)
         return [text.removeprefix(" ") for text in texts]
 
 
 def new_model(kind: str, config: Any, seed: int = 0) -> Any:
-    """Make a transformers model of class ``kind`` whose initial weights depend on the seed alone.
+    """Make a transformers model of class ``kind`` whose initial weights depend on the seed only.
 
-    The caller's random state stays as it is.
+    The caller's random state is unchanged.
     """
     transformers = library("transformers", kind)
     with torch.random.fork_rng(devices=[]):
@@ -110,7 +110,7 @@ def check_pretrained(folder: str | Path, model_type: str) -> dict[str, Any]:
     """Read the configuration in a folder that ``save_pretrained`` of a model and of its tokenizer wrote.
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: it holds a model of another type.
     """
     works = f"one that save_pretrained of a {model_type} model and of its tokenizer wrote"
@@ -126,7 +126,7 @@ def check_pretrained(folder: str | Path, model_type: str) -> dict[str, Any]:
 
 
 def config_of(folder: Path | None, model_type: str, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return ``sizes``, and over them the configuration of a pretrained folder; see :func:`check_pretrained`."""
+    """Return ``sizes``, overridden by the configuration of a pretrained folder; see :func:`check_pretrained`."""
     return sizes if folder is None else {**sizes, **check_pretrained(folder, model_type)}
 
 
@@ -139,7 +139,7 @@ def load_pretrained(kind: str, folder: str | Path, model_type: str, *, seed: int
         The model and the tokenizer.
 
     Raises:
-        ValueError: as :func:`check_pretrained`, and for files that do not fit together.
+        ValueError: see :func:`check_pretrained`, and for files that do not fit together.
     """
     check_pretrained(folder, model_type)
     transformers = library("transformers", kind)
@@ -151,9 +151,9 @@ def load_pretrained(kind: str, folder: str | Path, model_type: str, *, seed: int
                 folder, local_files_only=True, dtype=torch.float32, output_loading_info=True, **options
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # whatever a broken file makes these libraries raise
+    except Exception as error:  # these libraries raise many types for a broken file
         raise ValueError(f"pretrained folder {folder} cannot be loaded as {kind}: {reason(error)}") from None
-    # A head may be missing, and what pools for one.
+    # A head may be missing, and the pooling layer before it.
     body = f"{model.base_model_prefix}."
     lost = sorted(key for key in found["missing_keys"] if key.startswith(body) and ".pooler." not in key)
     if lost:
@@ -161,5 +161,7 @@ def load_pretrained(kind: str, folder: str | Path, model_type: str, *, seed: int
         raise ValueError(f"the weights in {folder} lack {some}")
     if len(tokenizer) > model.config.vocab_size:
         numbers = f"{len(tokenizer)} pieces and its model only {model.config.vocab_size}"
-        raise ValueError(f"the tokenizer in {folder} has {numbers}: they are not of the same {model_type}")
+        raise ValueError(
+            f"the tokenizer in {folder} has {numbers}: they do not belong to the same {model_type}"
+        )
     return model, tokenizer

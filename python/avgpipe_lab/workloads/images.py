@@ -1,8 +1,8 @@
 """The workloads ``resnet``, ``vgg`` and ``alexnet``: classes of images, in three sizes each.
 
-The images are CIFAR-10's, as an archive of JPEG files, or MNIST's, as idx files. The networks are lists of layers from
-images [b, C, H, W] to logits [b, classes]. A layer is a convolution with what follows it, a residual block, or a fully
-connected layer, so one tensor passes from layer to layer.
+The images are CIFAR-10's, as an archive of JPEG files, or MNIST's, as idx files. The networks are lists of
+layers from images [b, C, H, W] to logits [b, classes]. A layer is a convolution with the operations that
+follow it, a residual block, or a fully connected layer, so one tensor passes from layer to layer.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Image = tuple[int, ...]  # channels, height and width
 
 
 def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 0) -> list[nn.Module]:
-    """Make a network's layers with initial weights that depend on the seed alone.
+    """Make a network's layers with initial weights that depend on the seed only.
 
-    The caller's random state stays as it is.
+    The caller's random state is unchanged.
 
-    Weights are normal with variance 2 over the fan-in (He et al. 2015, section 2.2), biases zero. Those of the last
-    layer have a deviation of 0.01, so that at first every class is about as likely. A layer's ``compute_cost`` are the
-    multiply-adds of its forward for one image.
+    Weights are normal with variance 2 over the fan-in (He et al. 2015, section 2.2), biases zero. Those of
+    the last layer have a deviation of 0.01, so that at first every class is about equally likely. A layer's
+    ``compute_cost`` is the number of multiply-adds of its forward for one image.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -54,11 +54,11 @@ def network_layers(network: ConvNet, image: Image, classes: int, *, seed: int = 
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         nn.init.normal_(modules[-1].weight, std=0.01)
-    with torch.device("meta"), torch.no_grad():  # only to count
+    with torch.device("meta"), torch.no_grad():  # for counting only
         value = torch.empty(1, *image)
         for layer, counted in zip(layers, network.layers(image, classes)):
             with FlopCounterMode(display=False) as counter:
-                value = counted.eval()(value)  # one image may be too few for a batch norm in training
+                value = counted.eval()(value)  # one image may be too few for batch norm in training mode
             layer.compute_cost = max(1.0, counter.get_total_flops() / 2)
     return layers
 
@@ -86,8 +86,8 @@ class ResNet:
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions with the input added: [b, inputs, H, W] to [b, outputs, H, W].
 
-    Where there are more outputs than inputs these have half the size, and the shortcut takes every second pixel and
-    adds channels of zeros (the paper's option A).
+    If there are more outputs than inputs, they have half the size, and the shortcut takes every second pixel
+    and adds channels of zeros (the paper's option A).
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -106,15 +106,15 @@ class ResidualBlock(nn.Module):
 class VGG:
     """VGG-16 (Simonyan and Zisserman, ICLR 2015, arXiv 1409.1556, table 1, configuration D), with batch norm.
 
-    The paper has no norm, and begins its deep networks with the weights of a shallower one that was trained before; the
+    The paper has no norm, and initialises its deep networks with the weights of a trained shallower one; the
     norm makes that unnecessary.
 
     Attributes:
         convolutions: 3x3 convolutions before each pooling.
-        widths: their channels.
+        widths: channels of these convolutions.
         hidden: features of the fully connected layers before the last.
         dropout: after each of these.
-        side: to which images are scaled first, the paper's 224; None: they are taken as they are.
+        side: size that images are scaled to first, the paper's 224; None: they are not scaled.
     """
 
     convolutions: tuple[int, ...] = (2, 2, 3, 3, 3)
@@ -151,7 +151,7 @@ class AlexNet:
         hidden: features of the fully connected layers before the last.
         dropout: after each of these.
         response_norm: local response normalisation after the first two convolutions (section 3.3).
-        side: to which images are scaled first, the paper's 224; None: they are taken as they are.
+        side: size that images are scaled to first, the paper's 224; None: they are not scaled.
     """
 
     widths: tuple[int, int, int, int, int] = (96, 256, 384, 384, 256)
@@ -185,25 +185,26 @@ class AlexNet:
         return layers + _classifier(e * math.prod(left), self.hidden, classes, self.dropout)
 
 
-ConvNet = ResNet | VGG | AlexNet  # each makes the layers for images of some size and a number of classes
+ConvNet = ResNet | VGG | AlexNet  # each makes the layers for a size of images and a number of classes
 
 
 def upscale(side: int | None) -> list[nn.Module]:
-    """Return what makes images [b, C, H, W] to [b, C, side, side], bilinearly; nothing where ``side`` is None.
+    """Return layers that scale images [b, C, H, W] to [b, C, side, side], bilinearly; none if ``side`` is None.
 
-    It is part of a model's first layer: so the batches that are loaded, and sent, stay as small as the data's images.
+    They are part of a model's first layer: so the batches that are loaded, and sent, stay as small as the
+    data's images.
     """
     return [] if side is None else [nn.Upsample((side, side), mode="bilinear")]
 
 
 def _convolution(inputs: int, outputs: int, stride: int = 1, *, relu: bool = True) -> nn.Sequential:
-    """A 3x3 convolution, its batch norm, and ReLU."""
+    """Make a 3x3 convolution, its batch norm, and ReLU."""
     layers: list[nn.Module] = [nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)]
     return nn.Sequential(*layers, *([nn.ReLU(inplace=True)] if relu else []))
 
 
 def _classifier(features: int, hidden: Sequence[int], classes: int, dropout: float) -> list[nn.Module]:
-    """Fully connected layers with ReLU and dropout after each but the last: [b, ...] to logits [b, classes]."""
+    """Make fully connected layers, all but the last with ReLU and dropout: [b, ...] to logits [b, classes]."""
     *inner, last = (nn.Linear(*pair) for pair in pairwise([features, *hidden, classes]))
     before = [nn.Sequential(nn.Flatten(), linear, nn.ReLU(), nn.Dropout(dropout)) for linear in inner]
     return [*before, nn.Sequential(nn.Flatten(), last)]
@@ -219,8 +220,8 @@ IMAGE_FOLDER = (
 _IDX = {"train-images-idx3-ubyte": 2051, "train-labels-idx1-ubyte": 2049}  # the magic number of each file
 _MEMBER = re.compile(r"(?:\./)?train/([\w-]+)/[\w-]+\.jpe?g")
 
-_HELD_OUT = 10  # one image of so many is kept for validation
-_SPLIT_KEY = 20090408  # fixed: every seed of training keeps the same images for validation
+_HELD_OUT = 10  # one image of this many is kept for validation
+_SPLIT_KEY = 20090408  # fixed: the validation images are the same for every training seed
 
 
 class ImageSet(NamedTuple):
@@ -258,7 +259,8 @@ class ImageData:
         return tuple(self.train.images.shape[1:])
 
 
-# The label of each image, the names of the classes, and what decodes the images at indices [n] to [n, C, H, W].
+# The label of each image, the names of the classes, and a decoder of the images at indices [n] to [n, C, H,
+# W].
 _Encoded = tuple[Tensor, list[str], Callable[[Tensor], Tensor]]
 
 
@@ -266,7 +268,7 @@ def find_images(folder: str | Path) -> tuple[Path, ...]:
     """Find the archive, or the idx files of images and labels, without reading them.
 
     Raises:
-        DataNotFound: the folder, or one of the files, is not there.
+        DataNotFound: the folder, or one of the files, does not exist.
         LibraryNotFound: an archive needs Pillow.
     """
     names = _IDX if any(Path(folder).glob("train-*-idx?-ubyte*")) else ("train.tar",)
@@ -280,16 +282,16 @@ def find_images(folder: str | Path) -> tuple[Path, ...]:
 def read_images(folder: str | Path, limit: int | None = None, held_out_limit: int | None = None) -> ImageData:
     """Read a folder's images into memory; nothing is unpacked to disk.
 
-    A tenth of them, the same whatever the limits, is for validation: the end of a fixed permutation, in which the
-    others come first.
+    A tenth of them, the same for any limits, is for validation: the end of a fixed permutation, which begins
+    with the others.
 
     Args:
-        folder: what :func:`find_images` finds files in.
-        limit: train on the first so many of the permutation; the others are not decoded. None: all.
-        held_out_limit: at most so many images for validation.
+        folder: a folder for :func:`find_images`.
+        limit: train on this many first images of the permutation; the others are not decoded. None: all.
+        held_out_limit: the most images for validation.
 
     Raises:
-        DataNotFound: the folder, or one of its files, is not there.
+        DataNotFound: the folder, or one of its files, does not exist.
         ValueError: a file is damaged or of another format, or has less than two images.
         LibraryNotFound: an archive needs Pillow.
     """
@@ -303,7 +305,7 @@ def read_images(folder: str | Path, limit: int | None = None, held_out_limit: in
     images = decode(torch.cat((train, valid)))
     parts = torch.split(images, [len(train), len(valid)])
     train_set, valid_set = map(ImageSet, parts, (labels[train], labels[valid]))
-    mirrored = len(files) == 1  # a mirrored digit is none
+    mirrored = len(files) == 1  # a mirrored digit is not a digit
     return ImageData(train_set, valid_set, tuple(classes), *_mean_and_std(train_set.images), mirrored)
 
 
@@ -311,10 +313,11 @@ def read_images(folder: str | Path, limit: int | None = None, held_out_limit: in
 class ImageBatch:
     """Makes a normalised batch ``(images, labels)`` of the samples at some indices.
 
-    images float32 [n, C, H, W], each channel less ``mean`` and over ``std``; labels int64 [n]. Each image is
-    shifted by up to ``padding`` pixels in both directions, the mean coming in at the edges, and with ``mirrored``
-    one of two is mirrored: what He et al. (2016, section 4.2) train with on CIFAR-10. The generator draws alike for
-    every image, so that the batch follows from it and the indices.
+    images float32 [n, C, H, W], each channel minus ``mean`` and divided by ``std``; labels int64 [n]. Each
+    image is shifted by up to ``padding`` pixels in both directions, filled with the mean at the edges, and
+    with ``mirrored`` mirrored with probability 1/2: the augmentation of He et al. (2016, section 4.2) for
+    CIFAR-10. The generator draws equally much for every image, so that the batch follows from it and the
+    indices.
     """
 
     samples: ImageSet
@@ -364,7 +367,7 @@ def _archive(file: Path) -> _Encoded:
 
 
 def _decode(file: Path, raw: memoryview, members: list[tarfile.TarInfo]) -> Tensor:
-    """RGB images uint8 [n, 3, H, W]."""
+    """Decode RGB images to uint8 [n, 3, H, W]."""
     image_module = library("PIL.Image", "reading JPEG images")
     images = []
     for member in members:
@@ -389,7 +392,7 @@ def _idx(images_file: Path, labels_file: Path) -> _Encoded:
 
 
 def _idx_array(file: Path, magic: int) -> Tensor:
-    """uint8, with as many dimensions as the magic number's last byte says."""
+    """Read a uint8 array, with as many dimensions as the magic number's last byte."""
     raw = read_bytes(file)
     begin = 4 * (1 + magic % 256)
     found, *shape = np.frombuffer(raw[:begin].ljust(begin, b"\0"), ">i4").tolist()
@@ -400,13 +403,13 @@ def _idx_array(file: Path, magic: int) -> Tensor:
 
 
 def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of each channel of images uint8 [n, C, H, W], float32 [C], the pixels being 0 to 1."""
+    """Return mean and deviation of each channel of images uint8 [n, C, H, W], float32 [C], for pixels 0 to 1."""
     sums = torch.zeros(2, images.shape[1], dtype=torch.float64)
-    for some in torch.split(images, 500):  # as floats the whole would take four times its room
+    for some in torch.split(images, 500):  # all images as floats would take four times the memory
         pixels = some.float() / 255
         sums += torch.stack((pixels.mean((0, 2, 3)), pixels.square().mean((0, 2, 3)))).double() * len(some)
     mean, square = sums / len(images)
-    # a channel of one value alone is not blown up
+    # a channel with one single value is not amplified
     return mean.float(), (square - mean.square()).clamp_min((1 / 255) ** 2).sqrt().float()
 
 
@@ -415,14 +418,14 @@ def _mean_and_std(images: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class ImagePreset:
-    """A size of model and how it is trained.
+    """A size of model and its training.
 
     Attributes:
-        model: for images and classes of any number.
+        model: the network, for any images and number of classes.
         training: how it is trained.
-        limit: train on so many images; None: all.
-        held_out_limit: validate on so many; None: all.
-        padding: shift images by up to so many pixels.
+        limit: number of images to train on; None: all.
+        held_out_limit: number of images to validate on; None: all.
+        padding: the most pixels that images are shifted by.
     """
 
     model: ConvNet
@@ -445,7 +448,7 @@ def _small(model: ConvNet, lr: float) -> ImagePreset:
     return ImagePreset(model, replace(_SHORT, lr=lr, batch_size=64, epochs=6))
 
 
-# On a CPU the norm takes longer than all the rest.
+# On a CPU the response normalisation takes longer than everything else.
 _SMALL_ALEXNET = partial(AlexNet, stem=(5, 1, 2), response_norm=False)
 
 PRESETS = {
@@ -458,7 +461,8 @@ PRESETS = {
     "vgg": {
         "tiny": _tiny(VGG((1, 1, 2, 2, 2), (16, 32, 64, 64, 64), (64,), dropout=0.0), lr=0.05),
         "small": _small(VGG(widths=(16, 32, 64, 128, 128), hidden=(128,), dropout=0.1), lr=0.05),
-        # Simonyan and Zisserman 2015, section 3.1: the network for ImageNet. When they lower the rate is not published.
+        # Simonyan and Zisserman 2015, section 3.1: the network for ImageNet. The times of lower rates are not
+        # published.
         "paper": ImagePreset(VGG(side=224), _PAPER(256, 74, lr=0.01, milestones=_LOWERED)),
     },
     "alexnet": {
@@ -472,7 +476,7 @@ PRESETS = {
 
 def check(name: str, preset: ImagePreset, options: BuildOptions) -> tuple[int, Recipe]:
     if options.data is None:
-        raise DataNotFound(f"{name} needs images, and there are none in the package; give {IMAGE_FOLDER}")
+        raise DataNotFound(f"{name} needs images, which the package does not contain; give {IMAGE_FOLDER}")
     find_images(options.data)
     with torch.device("meta"):
         layers = preset.model.layers((3, 32, 32), 10)
@@ -486,7 +490,8 @@ def build(name: str, preset: ImagePreset, options: BuildOptions) -> Built:
     blind = data.valid.labels == data.train.labels.bincount().argmax()
     train = ImageBatch(data.train, data.mean, data.std, preset.padding, data.mirrored)
     valid, valid_order = ImageBatch(data.valid, data.mean, data.std), torch.arange(len(data.valid.labels))
-    # A last batch of a few images would be normalised by their statistics; the next epoch has other ones in it.
+    # A small last batch would be normalised by the statistics of few images; the next epoch has different
+    # ones in it.
     order = partial(shuffled, samples, drop_last=True)
     return Samples(order, train, valid, valid_order), {
         "layers": network_layers(preset.model, data.shape, classes, seed=options.seed),
@@ -500,5 +505,5 @@ def build(name: str, preset: ImagePreset, options: BuildOptions) -> Built:
 
 
 def accuracy(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
-    """Return the share of right answers, 0 to 1, of logits [b, classes] and labels [b]."""
+    """Return the share of correct answers, 0 to 1, of logits [b, classes] and labels [b]."""
     return {"accuracy": (logits.argmax(1) == labels).double().mean()}

@@ -1,4 +1,4 @@
-"""How presets are trained: sizes of batches, optimizers, and the course of the learning rate."""
+"""The training of presets: sizes of batches, optimizers, and learning-rate schedules."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class Recipe:
 
     Attributes:
         batch_size: samples in a batch of the loader.
-        epochs: of all pipelines together.
+        epochs: epochs, over all pipelines together.
         optimizer: SGD has ``momentum``, the Adams ``betas``; "muon" is :class:`MuonAdamW`.
-        lr: learning rate of a single pipeline, at its highest.
-        lr_scaling: how the learning rate grows with the number of pipelines; None: as :meth:`scaled_lr` says.
-        weight_decay: of parameters of two and more dimensions; biases and the weights of norms have none but with
-            NT-ASGD.
+        lr: peak learning rate of a single pipeline.
+        lr_scaling: how the learning rate grows with the number of pipelines; None: see :meth:`scaled_lr`.
+        weight_decay: weight decay of parameters with two and more dimensions; biases and the weights of norms
+            have it only with NT-ASGD.
         clip_grad_norm: the largest norm of all gradients together, or None.
         warmup: linear warm-up over this share of the steps.
-        decay: what follows. "steps": a tenth at each of the ``milestones``, shares of the steps.
+        decay: the schedule after warm-up. "steps": a factor of a tenth at each of the ``milestones``, shares
+            of the steps.
     """
 
     batch_size: int
@@ -53,17 +54,18 @@ class Recipe:
     milestones: tuple[float, ...] = (0.5, 0.75)
 
     def with_options(self, options: BuildOptions) -> Recipe:
-        """Return this with what the options override."""
+        """Return this recipe with the options applied."""
         names = ("batch_size", "epochs", "optimizer", "lr", "lr_scaling")
         return replace(self, **{name: getattr(options, name) or getattr(self, name) for name in names})
 
     def scaled_lr(self, options: BuildOptions) -> float:
         """Return the learning rate of each of N pipelines: lr, lr sqrt(N) or lr N.
 
-        Pipelines that take turns move the reference by the mean of updates from N batches, which want a rate like that
-        of an N-fold batch. Where they share a batch, updates that are linear in the gradient add up to one pipeline's,
-        at its rate, and so do those of one optimizer for all; the Adams of pipelines of their own divide by second
-        moments, which see the greater noise of smaller shares.
+        If each pipeline trains on its own batches, the reference moves by the mean of updates from N batches,
+        which need a learning rate as for an N-fold batch. If pipelines share a batch, updates that are linear
+        in the gradient add up to one pipeline's, at its rate, and so do those of one optimizer for all; a
+        separate Adam per pipeline divides by second moments, which include the greater noise of smaller
+        shares.
         """
         n, divides = options.pipelines, self.optimizer in ("adam", "adamw")
         own = divides and not RULES[options.rule].tries
@@ -71,7 +73,7 @@ class Recipe:
         return self.lr * {"none": 1.0, "sqrt": math.sqrt(n), "linear": n}[scaling]
 
     def lr_factor(self, steps: int, step: int) -> float:
-        """Return what the learning rate is multiplied with at ``step`` (from 0) of ``steps``."""
+        """Return the factor of the learning rate at ``step`` (from 0) of ``steps``."""
         warmup = math.ceil(self.warmup * steps)
         if step < warmup:
             return (step + 1) / (warmup + 1)
@@ -83,9 +85,9 @@ class Recipe:
         return 1 - done if self.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
 
     def optimizer_for(self, options: BuildOptions, model: Model) -> partial[Optimizer]:
-        """Return what makes the optimizer of some of the ``model``'s parameters.
+        """Return a function that makes the optimizer of some of the ``model``'s parameters.
 
-        For Muon it takes them as pairs (name, parameter), since it has to know which ones they are.
+        For Muon it takes them as pairs (name, parameter), since it needs their names.
         """
         lr = self.scaled_lr(options)
         if self.optimizer == "muon":
@@ -93,9 +95,9 @@ class Recipe:
         return partial(_optimizer, self, lr)
 
     def lr_scheduler_for(self, epoch_batches: int, options: BuildOptions) -> partial[LambdaLR] | None:
-        """Return what makes the scheduler of an optimizer; None: the rate stays as it is.
+        """Return a function that makes the scheduler of an optimizer; None: the rate is constant.
 
-        The course ends with the last epoch, each of ``epoch_batches`` of all pipelines together, or with
+        The schedule ends with the last epoch, each of ``epoch_batches`` of all pipelines together, or with
         ``options.max_batches``.
         """
         if self.warmup == 0 and self.decay == "none":
@@ -113,7 +115,8 @@ def _optimizer(training: Recipe, lr: float, params: Iterable[nn.Parameter]) -> O
         {"params": [p for p in params if p.dim() > 1], "weight_decay": training.weight_decay},
         {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
     ]
-    # Both even where one is empty: so every stage has the same groups, and a checkpoint fits any other cut.
+    # Both groups even if one is empty: so every stage has the same groups, and a checkpoint fits any other
+    # cut.
     if training.optimizer == "sgd":
         return SGD(groups, lr=lr, momentum=training.momentum)
     kind = Adam if training.optimizer == "adam" else AdamW
@@ -137,9 +140,9 @@ class Samples(NamedTuple):
     """Independent samples, whose batches are the same for any number of stages and pipelines.
 
     Attributes:
-        order: of batch size, seed and epoch, the order in which an epoch trains on its samples.
+        order: takes batch size, seed and epoch; returns the order in which an epoch trains on its samples.
         train, valid: make batches of samples.
-        valid_order: the samples of the validation in their order.
+        valid_order: the samples of the validation, in order.
     """
 
     order: Callable[[int, int, int], Tensor]
@@ -157,15 +160,15 @@ class Samples(NamedTuple):
         return train, lambda: valid
 
 
-# of ``Workload``, to train and to validate
+# fields of ``Workload``, to train and to validate
 Batches = tuple[Callable[..., BatchLoader], Callable[[], BatchLoader]]
-Built = tuple[Samples | Batches, dict[str, Any]]  # what a workload's ``build`` returns
+Built = tuple[Samples | Batches, dict[str, Any]]  # result of a workload's ``build``
 
 
 def make_workload(
     name: str, options: BuildOptions, recipe: Recipe, data: Samples | Batches, fields: dict[str, Any]
 ) -> Workload:
-    """Make a workload that is trained as ``recipe``, to which the options were applied, and ``fields`` say."""
+    """Make a workload with the training of ``recipe``, to which the options were applied, and with ``fields``."""
     train, valid = data.batches(recipe.batch_size, options) if isinstance(data, Samples) else data
     loss = fields["loss_fn"]
     common = {
@@ -184,12 +187,13 @@ def make_workload(
 class MuonAdamW(Optimizer):
     """Muon for the groups with ``muon=True``, AdamW for the others: one optimizer with one state.
 
-    A step is that of ``torch.optim.Muon`` over the ones and of ``torch.optim.AdamW`` over the others, bit for bit, and
-    a group has that class's options, with its defaults. Muon (Jordan et al. 2024) makes the momentum of a matrix about
-    orthogonal; times 0.2 sqrt(max(rows, columns)) its elements are as large as AdamW's steps, so that both share one
-    learning rate and one weight decay (Liu et al. 2025, arXiv 2502.16982, section 2.2). A parameter is one matrix: what
-    is stacked in it, as the four gates of an LSTM or queries, keys and values, is made orthogonal together, and the
-    kernels of a convolution are a matrix with a row for each output.
+    A step is that of ``torch.optim.Muon`` over the former and of ``torch.optim.AdamW`` over the latter, bit
+    for bit, and a group has that class's options, with its defaults. Muon (Jordan et al. 2024) makes the
+    momentum of a matrix about orthogonal; times 0.2 sqrt(max(rows, columns)) its elements are as large as
+    AdamW's steps, so that both share one learning rate and one weight decay (Liu et al. 2025, arXiv
+    2502.16982, section 2.2). A parameter is one matrix: matrices stacked in it, such as the four gates of an
+    LSTM or queries, keys and values, are made orthogonal together, and the kernels of a convolution are a
+    matrix with a row for each output.
 
     Args:
         params: Parameters, or groups of them. Those of Muon have two or more dimensions, of which the first is rows.
@@ -239,22 +243,23 @@ class MuonAdamW(Optimizer):
         state = {matrix: self.state[p] for p, matrix in stepped}
         _part(Muon, {**group, "params": [matrix for _, matrix in stepped]}, state).step()
         for p, matrix in stepped:
-            if matrix.data_ptr() != p.data_ptr():  # no view of a kernel whose channels come last
+            if matrix.data_ptr() != p.data_ptr():  # a channels-last kernel has no such view
                 p.copy_(matrix.view_as(p))
 
 
 def _part(kind: type[Muon] | type[AdamW], group: dict[str, Any], state: Any) -> Any:
-    """Make an optimizer for one step of a group: it follows whatever was loaded or copied."""
+    """Make an optimizer for one step of a group, with the group's current options and state."""
     part: Any = kind([{**group}])
     part.state = state
     return part
 
 
 def hidden_matrices(model: Model) -> frozenset[str]:
-    """Name the parameters that Muon is for: matrices and kernels of neither embeddings nor the output layer.
+    """Return the names of parameters for Muon: matrices and kernels of neither embeddings nor the output layer.
 
-    An embedding is held by a module whose class has ``Embedding`` in its name, or is called ``embedding``. The output
-    layer is what holds the last weight of two or more dimensions. What is tied to one of them is no hidden matrix.
+    An embedding belongs to a module whose class has ``Embedding`` in its name, or which is called
+    ``embedding``. The output layer holds the last weight of two or more dimensions. Parameters tied to one of
+    them are not hidden matrices.
     """
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     classes = {name: type(module).__name__ for name, module in whole.named_modules(remove_duplicate=False)}
@@ -273,11 +278,11 @@ class NTASGD(SGD):
 
     Non-monotonically triggered averaged SGD (Merity, Keskar, Socher, ICLR 2018, section 3, algorithm 1). The mean
     counts the weights at the trigger and after every later step, ``param_groups[...]["averaged"]`` in all (0 before
-    the trigger). Training goes on with the plain weights; :meth:`averages` puts the means in their place. torch's ASGD
+    the trigger). Training continues with the plain weights; :meth:`averages` swaps in the means. torch's ASGD
     with ``t0`` computes nearly this, but it applies a change of the learning rate one step late, which spoils learning
     rates that follow the length of a segment.
 
-    Losses seen by :meth:`observe` are in ``param_groups[0]``, so ``state_dict`` holds all there is.
+    Losses passed to :meth:`observe` are in ``param_groups[0]``, so ``state_dict`` holds everything.
     """
 
     def __init__(self, params: Any, lr: float, *, weight_decay: float = 0.0, window: int = 5) -> None:
@@ -291,7 +296,7 @@ class NTASGD(SGD):
         return bool(self.param_groups[0]["averaged"] > 0)
 
     def trigger(self) -> None:
-        """Begin to average, with the weights as they are; nothing happens the second time."""
+        """Begin to average, with the current weights; a second call does nothing."""
         if self.triggered:
             return
         for group in self.param_groups:
@@ -301,7 +306,7 @@ class NTASGD(SGD):
                     self.state[p]["ax"] = p.detach().clone()
 
     def observe(self, loss: float) -> None:
-        """Note a validation loss; trigger when it is worse than the best that is at least ``window`` losses older."""
+        """Note a validation loss; trigger if it is worse than the best that is at least ``window`` losses older."""
         group = self.param_groups[0]
         losses = group["validation_losses"]
         group["validation_losses"] = [*losses, loss]

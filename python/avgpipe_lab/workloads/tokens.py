@@ -1,4 +1,4 @@
-"""What models of sequences of tokens share: initial weights, LSTMs, loss and metrics per token, and beam search."""
+"""Shared parts of models of token sequences: initial weights, LSTMs, loss and metrics per token, and beam search."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 from avgpipe.tasks import Predict
 
-IGNORED = -100  # a target that no loss counts
+IGNORED = -100  # target that losses ignore
 
 
-Uniform = Callable[..., nn.Parameter]  # of a shape and ``bound``: initial weights between -bound and bound
+Uniform = Callable[..., nn.Parameter]  # maps a shape and ``bound`` to weights between -bound and bound
 
 
 def uniform_from(seed: int) -> Uniform:
-    """Return what draws initial weights, which depend on the seed alone; the caller's random state stays as it is."""
+    """Return a function that draws initial weights from the seed only; the caller's random state is unchanged."""
     generator = torch.Generator("cpu").manual_seed(seed)
 
     def uniform(*shape: int, bound: float) -> nn.Parameter:
         weight = torch.empty(shape)
-        # on the meta device there is nothing to draw, and its tensors would not take a CPU generator
+        # on the meta device nothing is drawn, and its tensors would not accept a CPU generator
         return nn.Parameter(weight if weight.is_meta else weight.uniform_(-bound, bound, generator=generator))
 
     return uniform
@@ -34,14 +34,14 @@ def uniform_from(seed: int) -> Uniform:
 def run_lstm(
     x: Tensor, weights: list[Tensor], training: bool, state: list[Tensor] | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run one LSTM layer over x [b, T, inputs] with the operator that nn.LSTM calls too.
+    """Run one LSTM layer over x [b, T, inputs] with the operator that nn.LSTM also calls.
 
     Args:
         x: the inputs.
         weights: input-to-hidden [4 hidden, inputs] and hidden-to-hidden [4 hidden, hidden] weights and both biases
             [4 hidden], the gates in torch's order: input, forget, cell, output. They may be masked or derived.
         training: whether a backward follows.
-        state: h and c [1, b, hidden] to begin with; none: zero.
+        state: initial h and c [1, b, hidden]; none: zero.
 
     Returns:
         The outputs [b, T, hidden], and h and c after them.
@@ -66,7 +66,7 @@ class LSTM(nn.Module):
 
 
 class Projection(nn.Module):
-    """Features [..., n] to [..., m] by a weight [m, n], which may be another layer's too, and a bias [m], at first 0.
+    """Maps features [..., n] to [..., m] by a weight [m, n], possibly shared with a layer, and a bias [m], initially 0.
 
     With dropout of the features.
     """
@@ -83,12 +83,12 @@ class Projection(nn.Module):
 class TokenLoss(nn.Module):
     """Mean cross entropy in nats per token that counts, of logits [b, T, vocabulary] and targets int64 [b, T].
 
-    The targets may be the first of a tuple, beside what a metric wants.
+    The targets may be the first of a tuple, with further values for a metric.
 
     Args:
         ignored: the target of tokens that do not count.
-        smoothing: in training so much of each label's probability is spread over the vocabulary (Szegedy et al.,
-            CVPR 2016, section 7).
+        smoothing: the share of each label's probability that is spread over the vocabulary in training
+            (Szegedy et al., CVPR 2016, section 7).
     """
 
     def __init__(self, ignored: int = IGNORED, smoothing: float = 0.0) -> None:
@@ -121,7 +121,7 @@ def token_metrics(loss: float, means: dict[str, float]) -> dict[str, float]:
 
 
 def at_least_float32(x: Tensor) -> Tensor:
-    """Widen what autocast leaves with 8 bits."""
+    """Widen 16-bit results of autocast."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -131,7 +131,7 @@ def perplexity(loss: float) -> float:
 
 
 def shifted(targets: Tensor, begin: int, pad: int = 0) -> Tensor:
-    """Return what a decoder reads to predict ``targets`` [b, T]: the pieces before, the first of which is ``begin``."""
+    """Return the input of a decoder that predicts ``targets`` [b, T]: ``begin``, then the pieces before each."""
     return F.pad(targets[:, :-1], (1, 0), value=begin).masked_fill(targets == pad, pad)
 
 
@@ -141,10 +141,10 @@ def log_frequencies(tokens: Tensor, vocabulary: int) -> Tensor:
     return (counts / counts.sum()).log().float()
 
 
-# ---- beam search ---------------------------------------------------------------------------------------------------
+# ---- beam search -----------------------------------------------------------------------------------------------------
 
 
-Source = Mapping[str, Tensor]  # what a model is given of sentences, which are dimension 0 of every tensor
+Source = Mapping[str, Tensor]  # input of a model; sentences are dimension 0 of every tensor
 
 
 class Hypothesis(NamedTuple):
@@ -169,15 +169,15 @@ def beam_search(
     ``predict`` is called once per step for all live hypotheses of all unfinished sentences: with ``source``'s
     tensors, a row per hypothesis, ``target`` int64 [rows, t] (begin and the pieces so far) and ``at`` = t - 1; it
     returns the logits of the next piece [rows, vocabulary]. A sentence is finished when ``beam`` hypotheses have
-    ended, or when none can become better than the best that has. With beam 1 this is greedy search.
+    ended, or when none can become better than the best ended one. With beam 1 this is greedy search.
 
     Args:
         predict: such as ``Pipeline.predict``, or a module in evaluation mode.
-        source: what else the model is given, by name; the sentences are dimension 0 of every tensor.
+        source: other inputs of the model, by name; the sentences are dimension 0 of every tensor.
         begin, end: the pieces that begin and end a sequence.
         beam: hypotheses kept per sentence.
         max_length: pieces of the longest sequence, without begin and end.
-        length_penalty: a in :func:`penalty`; 0: log-probabilities are compared as they are.
+        length_penalty: a in :func:`penalty`; 0: plain log-probabilities are compared.
 
     Raises:
         ValueError: numbers out of range, or output that is not [rows, vocabulary].
@@ -186,19 +186,19 @@ def beam_search(
         found = f"{beam}, {max_length} and {length_penalty}"
         raise ValueError(f"beam must be at least 1, max_length and length_penalty at least 0, got {found}")
     samples = next(iter(source.values())).shape[0]
-    best: dict[int, Hypothesis] = {}  # of the sentences in which a hypothesis has ended
+    best: dict[int, Hypothesis] = {}  # for sentences with an ended hypothesis
     ended = [0] * samples
-    alive = torch.arange(samples)  # [n], the unfinished sentences, each with w hypotheses of as many pieces
+    alive = torch.arange(samples)  # [n], the unfinished sentences, each with w hypotheses of equal length
     prefix = torch.full((samples, 1, 1), begin)  # [n, w, pieces]
     scores = torch.zeros(samples, 1, dtype=torch.float64)  # [n, w], log-probabilities, best first
-    for length in range(1, max_length + 2):  # of a hypothesis with the piece that comes now, without begin
+    for length in range(1, max_length + 2):  # pieces of a hypothesis after this step, without begin
         if not len(alive):
             break
         total = scores[:, :, None] + _log_probabilities(predict, source, alive, prefix)
-        if length > max_length:  # nothing but the end may follow
+        if length > max_length:  # only the end may follow
             total[:, :, :end] = total[:, :, end + 1 :] = -torch.inf
         _, w, vocabulary = total.shape
-        # Of 2 beam candidates at most w <= beam are ends, so enough others are among them.
+        # Of 2 beam candidates at most w <= beam are ends, so enough others remain.
         scores, index = total.flatten(1).topk(min(2 * beam, w * vocabulary))
         origin, piece = index // vocabulary, index % vocabulary
         is_end = piece == end
@@ -211,7 +211,7 @@ def beam_search(
         scores, origin, piece = (part.gather(1, others) for part in (scores, origin, piece))
         prefix = prefix.gather(1, origin[:, :, None].expand(-1, -1, length))
         prefix = torch.cat((prefix, piece[:, :, None]), 2)
-        # A log-probability only falls, and no penalty is larger than that of the longest sequence.
+        # A log-probability only decreases, and no penalty is larger than that of the longest sequence.
         reachable = (scores[:, 0] / penalty(max_length + 1, length_penalty)).tolist()
         going_on = [
             row
@@ -223,13 +223,13 @@ def beam_search(
 
 
 def penalty(length: int, a: float) -> float:
-    """Return ((5 + length) / 6) ** a (equation 14), which divides a log-probability; ``length`` counts the end."""
+    """Return ((5 + length) / 6) ** a (equation 14), which divides a log-probability; ``length`` includes the end."""
     return float(((5 + length) / 6) ** a)
 
 
 @torch.no_grad()
 def _log_probabilities(predict: Predict, source: Source, alive: Tensor, prefix: Tensor) -> Tensor:
-    """Log-probabilities of the next piece, float64 [n, w, vocabulary]."""
+    """Return the log-probabilities of the next piece, float64 [n, w, vocabulary]."""
     n, w, t = prefix.shape
     rows = alive.repeat_interleave(w)
     inputs = {name: part[rows.to(part.device)] for name, part in source.items()}

@@ -83,7 +83,7 @@ def test_schedules_of_epochs_are_refused(settings: Any) -> None:
         made = one(params)
         return {"optimizer": made, "lr_scheduler": halving(made, **settings)}
 
-    with pytest.raises(ValueError, match="cannot follow stages, which step theirs after every batch"):
+    with pytest.raises(ValueError, match="is not possible, as stages step theirs after every batch"):
         Configured(form).optimizer(parameters())
 
 

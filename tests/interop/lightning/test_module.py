@@ -207,7 +207,7 @@ def test_another_strategy_is_refused(tmp_path: Path) -> None:
 
 
 def test_sixteen_bits_of_the_trainers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"precision='bf16-mixed' is the pipeline's business"):
+    with pytest.raises(ValueError, match=r"precision='bf16-mixed' must be set in the pipeline"):
         trainer(tmp_path, 1, precision="bf16-mixed").fit(module(), TRAINING)
 
 

@@ -67,7 +67,7 @@ def test_a_limit_is_kept_to_or_said_to_be_too_small(system: str) -> None:
             continue
         assert max(found.memory_bytes) <= share * need
         assert found.batch_s >= 0.98 * free.batch_s
-    with pytest.raises(ValueError, match="nothing fits; the plan that needs least needs"):
+    with pytest.raises(ValueError, match="nothing fits; the smallest plan needs"):
         best_of_system(system, p, cluster_of(2, memory=1.0), BATCH)
 
 

@@ -1,4 +1,4 @@
-"""What transformers' TrainingArguments mean to a pipeline, and those that it cannot follow."""
+"""Conversion of transformers' TrainingArguments to options of a pipeline, and refusal of those without one."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from avgpipe.runtime.extension import Extension
 # untyped on purpose: types would be checked against whichever release is installed
 _optimization: Any = importlib.import_module("transformers.optimization")
 
-# By name of an argument that must not be set: the way out.
+# Alternatives to arguments that must not be set.
 _REFUSED: Mapping[str, str] = {
-    "fsdp": "stages share out the weights: leave it out",
-    "deepspeed": "stages share out the weights: leave it out",
-    "parallelism_config": "the plan says how ranks work together: leave it out",
+    "fsdp": "stages already divide the weights: leave it out",
+    "deepspeed": "stages already divide the weights: leave it out",
+    "parallelism_config": "the plan defines how ranks work together: leave it out",
     "activation_checkpointing": "use Plan(recompute='always')",
     "gradient_checkpointing": "use Plan(recompute='always')",
-    "auto_find_batch_size": "raise the plan's micro_batches, which holds down memory for the same batch",
+    "auto_find_batch_size": "raise the plan's micro_batches, which reduces memory for the same batch",
     "fp16_full_eval": "evaluation is in the dtype of the weights: leave it out",
     "bf16_full_eval": "evaluation is in the dtype of the weights: leave it out",
-    "neftune_noise_alpha": "its noise is added by a hook on the model, of which stages hold copies: leave it out",
+    "neftune_noise_alpha": "a hook on the model adds its noise, and stages hold copies of the model: leave it out",
     "use_liger_kernel": "it makes the loss inside the model: leave it out",
 }
 _NEEDS_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -39,7 +39,7 @@ def check_arguments(args: Any) -> None:
     kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
     if kind in _NEEDS_METRIC:
         raise ValueError(
-            f"TrainingArguments(lr_scheduler_type={kind!r}) waits for metrics, and stages step their schedules after "
+            f"TrainingArguments(lr_scheduler_type={kind!r}) needs metrics, and stages step their schedules after "
             "every update: use another schedule, such as 'cosine'"
         )
     if args.label_names not in (None, ["labels"]):
@@ -49,7 +49,7 @@ def check_arguments(args: Any) -> None:
 
 
 def pipeline_options_of(args: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a Pipeline that say the same as ``args``."""
+    """Return the keyword arguments of a Pipeline that correspond to ``args``."""
     options: dict[str, Any] = {
         "device": "cpu" if args.device.type == "cpu" else args.device,
         "seed": args.seed,
@@ -67,7 +67,7 @@ def pipeline_options_of(args: Any) -> dict[str, Any]:
 
 
 def scheduler_of(args: Any, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
-    """Return what makes the learning-rate schedule of a stage's optimizer, of so many updates."""
+    """Return a function that makes the learning-rate schedule of a stage's optimizer, for ``steps`` updates."""
     return partial(
         _optimization.get_scheduler,
         args.lr_scheduler_type,

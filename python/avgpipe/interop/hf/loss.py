@@ -1,8 +1,8 @@
-"""The loss of a model of transformers, for micro-batches whose losses make up that of the batch.
+"""The loss of a transformers model, for micro-batches whose losses add up to that of the batch.
 
-A model's forward makes its loss of labels that only the last stage has. What most heads make is one of three: the cross
-entropy of the next tokens, of tokens, or a mean over samples. Which one it is follows from the model's ``loss_type``;
-that it is this one is proved on a tiny input.
+A model's forward computes its loss from labels that only the last stage has. Most heads use one of three
+losses: the cross entropy of the next tokens, of tokens, or a mean over samples. The model's ``loss_type``
+names it, and a forward on a tiny input confirms it.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ _losses: Any = importlib.import_module("transformers.loss.loss_utils")
 _outputs: Any = importlib.import_module("transformers.modeling_outputs")
 _utils: Any = importlib.import_module("transformers.utils")
 
-IGNORED = -100  # a label that counts for nothing
+IGNORED = -100  # label that the loss ignores
 
-# Of (outputs, labels, num_items_in_batch): the loss of some samples, divided by the items of all the batch.
+# Maps (outputs, labels, num_items_in_batch) to the loss of some samples, divided by the items of all the
+# batch.
 ItemLoss = Callable[[Any, Tensor, Tensor], Tensor]
-Count = Callable[[Tensor], Tensor]  # of labels, those that are items
+Count = Callable[[Tensor], Tensor]  # counts the labels that are items
 
 
 class TrainerLoss:
@@ -37,9 +38,9 @@ class TrainerLoss:
     Args:
         function: ``function(outputs, labels, num_items_in_batch)``, where ``outputs`` is an output object of
             transformers.
-        count: how many items labels are.
-        divides: whether ``function`` divides by its last argument; None: the first micro-batch tells. One that does not
-            is taken for a mean over samples.
+        count: Counts the items of labels.
+        divides: Whether ``function`` divides by its last argument; None: decided at the first micro-batch. A
+            function that does not is treated as a mean over samples.
     """
 
     def __init__(self, function: ItemLoss, count: Count, divides: bool | None = True) -> None:
@@ -70,7 +71,7 @@ def counted(labels: Tensor) -> Tensor:
 
 
 def counted_behind_first(labels: Tensor) -> Tensor:
-    """Count as :func:`counted`, without the first position, which nothing predicts."""
+    """Count as :func:`counted`, without the first position, which is never predicted."""
     return counted(labels[..., 1:])
 
 
@@ -83,13 +84,14 @@ def trainer_loss(
     """Return the loss that transformers' Trainer would train ``model`` with.
 
     Args:
-        model: of transformers, or a PeftModel around one; any module where there is a ``compute_loss_func``.
-        compute_loss_func: that of the Trainer: ``compute_loss_func(outputs, labels, num_items_in_batch=)``.
+        model: A transformers model, or a PeftModel around one; any module if there is a
+            ``compute_loss_func``.
+        compute_loss_func: The Trainer's ``compute_loss_func(outputs, labels, num_items_in_batch=)``.
         smoother: transformers' LabelSmoother, if labels are smoothed.
-        count: the Trainer's rule of what an item of a sequence is, by default that of the model's own loss.
+        count: The Trainer's rule for the items of a sequence; by default that of the model's own loss.
 
     Raises:
-        ValueError: for a model whose loss is another one than those that are known here.
+        ValueError: For a model with another loss than those known here.
     """
     given: Any = model
     base = given.get_base_model() if hasattr(given, "get_base_model") else given
@@ -104,8 +106,8 @@ def trainer_loss(
         )
     if head not in _OF_HEADS:
         raise ValueError(
-            f"the loss of {type(base).__name__} is not known to a pipeline, whose last stage alone has labels: give "
-            "compute_loss_func(outputs, labels, num_items_in_batch)"
+            f"the loss of {type(base).__name__} is not known to a pipeline, in which only the last stage has labels: "
+            "give compute_loss_func(outputs, labels, num_items_in_batch)"
         )
     function = _OF_HEADS[head](base.config, shifts)
     _prove(base, TrainerLoss(function, own_count))
@@ -120,11 +122,11 @@ def trainer_loss(
 
 
 def _as_outputs(output: Any) -> Any:
-    """Return an output object: a pipeline returns a tensor where it would hold nothing else."""
+    """Return an output object: a pipeline returns a tensor instead of an output object with one."""
     return _outputs.CausalLMOutput(logits=output) if isinstance(output, Tensor) else output
 
 
-# ---- what heads make -----------------------------------------------------------------------------------------------
+# ---- losses of heads -------------------------------------------------------------------------------------------------
 
 
 def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
@@ -135,7 +137,7 @@ def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
     def loss(outputs: Any, labels: Tensor, items: Tensor) -> Tensor:
         logits = outputs["logits"]
         value: Tensor = function(logits, labels, logits.shape[-1], num_items_in_batch=items)
-        routing = outputs.get("aux_loss")  # a mean of its own, which weighs as the tokens do
+        routing = outputs.get("aux_loss")  # a separate mean, weighted like the tokens
         if routing is not None:
             value = value + coefficient * routing * count(labels) / items
         return value
@@ -161,11 +163,11 @@ _OF_HEADS: dict[Any, Callable[[Any, bool], ItemLoss]] = {
 }
 
 
-# ---- the proof -----------------------------------------------------------------------------------------------------
+# ---- the proof -------------------------------------------------------------------------------------------------------
 
 
 def _prove(model: Any, loss: TrainerLoss) -> None:
-    """Raise ValueError unless the model's forward makes this loss of a tiny input."""
+    """Raise ValueError unless the model's forward computes this loss on a tiny input."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model = twin_of(model)
     dtype = next(iter(model.parameters())).dtype
@@ -183,10 +185,10 @@ def _prove(model: Any, loss: TrainerLoss) -> None:
         ) from error
     finally:
         if hasattr(model.config, "problem_type"):
-            model.config.problem_type = kind  # which a first look at labels fixes
+            model.config.problem_type = kind  # the first labels set it
     if not math.isclose(expected, found, rel_tol=math.sqrt(torch.finfo(dtype).eps)):
         raise ValueError(
-            f"{type(model).__name__} makes the loss {expected:.6g} of a tiny input, where its kind of head makes "
+            f"{type(model).__name__} has the loss {expected:.6g} on a tiny input, but its kind of head has "
             f"{found:.6g}: give compute_loss_func(outputs, labels, num_items_in_batch)"
         )
 

@@ -1,4 +1,4 @@
-"""A Trainer of transformers whose steps a Pipeline makes."""
+"""A transformers Trainer whose steps are made by a Pipeline."""
 
 from __future__ import annotations
 
@@ -25,36 +25,38 @@ _accelerate: Any = importlib.import_module("accelerate.utils")
 
 _log = logging.getLogger("avgpipe")
 _LABELS = "labels"
-_STATE = "pipeline"  # a checkpoint's folder for what the model's own files do not have
+_STATE = "pipeline"  # folder in a checkpoint for the state that the model's own files lack
 
 
 class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its base is untyped here
     """transformers' Trainer, whose model is trained as pipelines of stages.
 
-    It takes the arguments of ``transformers.Trainer``, all but ``model`` and ``args`` by name, and trains to the same
-    losses and weights. Forward, backward, clipping, the optimizer's step and the schedule's run inside the stages, so
-    callbacks such as ``on_pre_optimizer_step`` come after the step. Every update ends before the next begins:
-    evaluation, callbacks and checkpoints see exactly the weights of ``state.global_step`` updates.
+    It takes the arguments of ``transformers.Trainer``, all but ``model`` and ``args`` by name, and trains to
+    the same losses and weights. Forward, backward, clipping, the optimizer's step and the schedule's run
+    inside the stages, so callbacks such as ``on_pre_optimizer_step`` run after the step. Every update ends
+    before the next begins: evaluation, callbacks and checkpoints get exactly the weights of
+    ``state.global_step`` updates.
 
-    Every rank has the whole of each batch and the same data loader. To accelerate, and to whatever else asks for it, a
-    rank is from then on the only process, but that rank 0 alone logs and saves. ``model`` holds the trained weights,
-    on every rank, after :meth:`train` and each save.
+    Every rank has the whole of each batch and the same data loader. From then on accelerate treats each rank
+    as the only process, except that only rank 0 logs and saves. ``model`` holds the trained weights, on every
+    rank, after :meth:`train` and each save.
 
     Args:
-        model: as of Trainer; a PeftModel trains, and saves, its adapters alone. It stays on its device: stages are
-            copies on the devices of the ranks. One on the meta device needs ``avgpipe.WeightsFrom`` among
-            the extensions in ``pipeline_options``, and is given values when it is saved and at the end.
-        args: as of Trainer. What a pipeline cannot follow is refused.
-        plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
-        optimizers: two functions as of :class:`avgpipe.Pipeline`, ``optimizer(params)`` or
+        model: See Trainer; a PeftModel trains and saves its adapters only. It stays on its device: stages are
+            copies on the devices of the ranks. A model on the meta device needs ``avgpipe.WeightsFrom`` among
+            the extensions in ``pipeline_options``, and gets values when it is saved and at the end.
+        args: See Trainer. Arguments that a pipeline cannot follow are refused.
+        plan: Cut, schedule and averaging, with a schedule that flushes. Several pipelines share each batch.
+        optimizers: Two functions as for :class:`avgpipe.Pipeline`, ``optimizer(params)`` or
             ``optimizer(named_params)``, and ``lr_scheduler(optimizer)``; None: those of ``args``.
-        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``extensions``, which replace those
-            that follow from ``args``, an extension those of its class.
-        compute_loss_func: as of Trainer. ``num_items_in_batch`` is 1, and what the function returns is divided by the
-            batch's labels that count; a function that does not divide by it is taken for a mean over samples.
+        pipeline_options: Further arguments of :class:`avgpipe.Pipeline`, such as ``extensions``. They
+            override those that follow from ``args``, an extension those of its class.
+        compute_loss_func: See Trainer. ``num_items_in_batch`` is 1, and the result is divided by the number
+            of labels of the batch that count; a function that does not divide by it is treated as a mean over
+            samples.
 
     Raises:
-        ValueError: for arguments that a pipeline cannot follow, and for a model whose loss is not known.
+        ValueError: For arguments that a pipeline cannot follow, and for a model whose loss is unknown.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         self._functions, self._pipeline_options = optimizers, dict(pipeline_options or {})
         self._pipeline: Pipeline | None = None
         self._loss: TrainerLoss | None = None
-        self._parts: list[Any] = []  # batches that make an update with others
+        self._parts: list[Any] = []  # batches collected for the next update
         self._result: BatchResult | None = None
         self._all_have_rates = True  # whether no rank has frozen parameters only
         super().__init__(model, args, **trainer_arguments)
@@ -85,18 +87,18 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         super().create_accelerator_and_postprocess()
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise ValueError(
-                "accelerate was started with FSDP or DeepSpeed, and stages share out the weights: run accelerate "
+                "accelerate was started with FSDP or DeepSpeed, but stages already divide the weights: run accelerate "
                 "config without them"
             )
-        # Stages take what they need to their devices, and nothing calls the model itself.
+        # Stages move their inputs to their devices, and the model itself is never called.
         self.accelerator.device_placement = False
         self.accelerator.prepare_model = _as_it_is
 
-    # ---- the pipeline --------------------------------------------------------------------------------------------
+    # ---- the pipeline ------------------------------------------------------------------------------------------------
 
     @property
     def pipeline(self) -> Pipeline:
-        """What trains; made when it is needed first, and anew by every :meth:`train`, on all ranks together."""
+        """The pipeline that trains; all ranks make it together at first use, and again in every :meth:`train`."""
         return self._pipeline or self._open(1)
 
     def close(self) -> None:
@@ -110,7 +112,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         super().end()
 
     def _open(self, steps: int) -> Pipeline:
-        """Make a pipeline that trains ``model`` for so many updates."""
+        """Make a pipeline that trains ``model`` for ``steps`` updates."""
         self.close()
         # the Trainer's own rule, so that losses are divided by the same
         shifts = getattr(self, "_loss_shifts_labels", None)
@@ -133,15 +135,15 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         return [*own, *(e for e in pipeline_options_of(self.args)["extensions"] if type(e) not in kinds)]
 
     def _optimizer_function(self) -> Callable[[Sequence[tuple[str, nn.Parameter]]], torch.optim.Optimizer]:
-        """Return what makes a stage's optimizer as ``args`` say, by the Trainer's rule of what decays."""
+        """Return a function that makes a stage's optimizer from ``args``, with the Trainer's rule for weight decay."""
         kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
             self.args, self.model
         )
         whole = {"params", "model", "optimizer_dict"} & options.keys()
         if whole or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             raise ValueError(
-                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} is made of the whole model, of "
-                "which a stage has a part: use another one, or optimizers=(function, None), whose function gets a "
+                f"optim={str(getattr(self.args.optim, 'value', self.args.optim))!r} needs the whole model, and a stage "
+                "has only a part of it: use another one, or optimizers=(function, None), whose function gets a "
                 "stage's named_params"
             )
         decaying = set(self.get_decay_parameter_names(self.model))
@@ -166,10 +168,10 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         if on_meta and hasattr(self.model, "tie_weights"):
             self.model.tie_weights()
 
-    # ---- training ------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As of Trainer; ``model`` has the weights afterwards. A second call begins with fresh optimizers."""
+        """Train, see Trainer; ``model`` has the weights afterwards. A second call begins with new optimizers."""
         output = super().train(*args, **kwargs)
         self._take_weights()
         return output
@@ -191,10 +193,10 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
     def _resume(self, pipeline: Pipeline, folder: Path) -> None:
         if any(pipeline.world.gather((folder / _STATE).is_dir())):
-            pipeline.load(folder / _STATE)  # which names a rank that cannot see it
+            pipeline.load(folder / _STATE)  # the error names a rank that cannot read the folder
         elif not pipeline.world.rank:
             _log.warning(
-                "%s has a model's weights and no folder %r: optimizers and schedules begin anew",
+                "%s has a model's weights and no folder %r: optimizers and schedules start from scratch",
                 folder,
                 _STATE,
             )
@@ -206,11 +208,11 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         pass
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        self._parts = []  # too few batches for an update, which the end of a loader without a length has left
+        self._parts = []  # drop leftover batches, too few for an update, of a loader without a length
         return super().get_batch_samples(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        """Train on the batches of an update with the last of them; return their loss, and 0 before."""
+        """Train on the collected batches at the last one of an update; return their loss, and 0 before."""
         self._parts.append(inputs)
         loss = 0.0
         if self.accelerator.sync_gradients:
@@ -230,7 +232,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         rates: list[float | None] = self.pipeline.world.gather(self._result.lr)
         return next((rate for rate in rates if rate is not None), None)
 
-    # ---- evaluation ----------------------------------------------------------------------------------------------
+    # ---- evaluation --------------------------------------------------------------------------------------------------
 
     def prediction_step(
         self,
@@ -257,23 +259,23 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
             output = kept[0] if len(kept) == 1 else kept
         return loss, output, labels
 
-    # ---- saving --------------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or a PeftModel's adapters, as ``save_pretrained`` does; all ranks call it."""
         self._take_weights()
         super().save_model(output_dir, _internal_call)
         if self._pipeline is not None:
-            self._pipeline.world.barrier()  # whoever goes on finds the files
+            self._pipeline.world.barrier()  # after it, every rank finds the files
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.pipeline.save(Path(output_dir, _STATE))
 
     def _save_scaler(self, output_dir: str) -> None:
-        pass  # the pipeline's checkpoint has the scale of losses
+        pass  # the pipeline's checkpoint has the loss scale
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if self.args.should_save:  # all ranks draw alike, so one file is for all
+        if self.args.should_save:  # all ranks draw the same numbers, so one file is enough
             super()._save_rng_state(output_dir)
 
     def _load_best_model(self) -> None:
@@ -282,7 +284,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
 
 
 class _StageSchedules:
-    """What stands for the schedule of the learning rate: the stages step theirs."""
+    """Placeholder for the learning-rate schedule: stages step their own."""
 
     def __init__(self, optimizer: StageOptimizers) -> None:
         self._optimizer = optimizer
@@ -306,12 +308,12 @@ def _check_functions(optimizers: Any) -> None:
     ):
         raise TypeError(
             "optimizers must be two functions, optimizer(named_params) and lr_scheduler(optimizer), or None for those "
-            "of args: stages have parameters of their own, which an optimizer of the model's does not step"
+            "of args: stages have their own parameters, which an optimizer of the model's does not step"
         )
 
 
 def _work_alone(args: Any) -> None:
-    """Let accelerate neither share out batches over the ranks nor wrap the model: every rank has all of a batch."""
+    """Keep accelerate from dividing batches over the ranks and from wrapping the model: ranks have whole batches."""
     state = args.distributed_state  # made by the arguments; there is one in a process
     state.distributed_type, state.num_processes = _accelerate.DistributedType.NO, 1
-    args._n_gpu = min(args.n_gpu, 1)  # nor over the GPUs of a process
+    args._n_gpu = min(args.n_gpu, 1)  # nor from dividing them over the GPUs of a process

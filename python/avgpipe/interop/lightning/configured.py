@@ -1,4 +1,4 @@
-"""What a LightningModule's ``configure_optimizers`` returns, as a Pipeline takes it."""
+"""Conversion of the result of a LightningModule's ``configure_optimizers`` to the options of a Pipeline."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _FORMS = (
 
 
 class Configured:
-    """Optimizers and schedules of stages, made by one function, for a Pipeline that asks for one after the other.
+    """Optimizers and schedules of stages, made by one function, for a Pipeline that requests one after the other.
 
     Args:
-        configure: of a stage's named parameters, what ``configure_optimizers`` returns for them.
+        configure: Maps a stage's named parameters to the result of ``configure_optimizers`` for them.
     """
 
     def __init__(self, configure: Callable[[Sequence[tuple[str, torch.Tensor]]], Any]) -> None:
@@ -44,7 +44,7 @@ class Configured:
 
 
 class _Constant:
-    """A schedule that leaves rates alone."""
+    """A schedule that keeps learning rates constant."""
 
     def step(self) -> None:
         pass
@@ -77,12 +77,12 @@ def _pairs(found: Any) -> list[tuple[torch.optim.Optimizer, Any]]:
 
 
 def _of_steps(schedule: Any) -> Any:
-    """Return a schedule, which must be stepped after every batch."""
+    """Return a schedule, which must have a step after every batch."""
     settings = schedule if isinstance(schedule, Mapping) else {"scheduler": schedule}
     interval, frequency = settings.get("interval", "epoch"), settings.get("frequency", 1)
     if interval != "step" or frequency != 1:
         raise ValueError(
-            f"a schedule with interval {interval!r} and frequency {frequency} cannot follow stages, which step theirs "
+            f"a schedule with interval {interval!r} and frequency {frequency} is not possible, as stages step theirs "
             'after every batch: return {"scheduler": schedule, "interval": "step"}'
         )
     return settings["scheduler"]

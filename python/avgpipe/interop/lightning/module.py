@@ -25,23 +25,24 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
     """A LightningModule whose model is trained as pipelines of stages.
 
     A subclass has ``configure_optimizers``, as usual. It is called for each stage of the model, and there
-    ``self.parameters()`` and ``self.named_parameters()`` are that stage's own. Schedules of the learning rate have the
-    interval "step".
+    ``self.parameters()`` and ``self.named_parameters()`` are that stage's own. Learning-rate schedules must
+    have the interval "step".
 
-    ``training_step`` trains on a batch, logs "train_loss", and returns the loss; ``validation_step`` and ``test_step``
-    log "val_loss" and "test_loss"; ``predict_step`` returns the model's output. Each may be overridden and use
-    ``self.pipeline``. Every update ends before the next begins, so all that Lightning does between batches sees exactly
-    the weights of ``trainer.global_step`` updates.
+    ``training_step`` trains on a batch, logs "train_loss", and returns the loss; ``validation_step`` and
+    ``test_step`` log "val_loss" and "test_loss"; ``predict_step`` returns the model's output. Each may be
+    overridden and use ``self.pipeline``. Every update ends before the next begins, so between batches
+    Lightning gets exactly the weights of ``trainer.global_step`` updates.
 
-    Gradients are clipped by ``clip_grad_norm=``, and 16 bits come by
-    ``extensions=[avgpipe.Precision(autocast=...)]``, not by the Trainer's arguments.
+    Use ``clip_grad_norm=`` to clip gradients, and
+    ``extensions=[avgpipe.Precision(autocast=...)]`` for 16 bits, not the Trainer's arguments.
 
     Args:
-        model: as of :class:`avgpipe.Pipeline`. ``self.model`` has the trained weights when they are saved and when
-            training has ended; what ``state_dict()`` returns meanwhile is older.
-        plan: how to cut, schedule and average, of a schedule that flushes. Several pipelines share each batch.
-        loss_fn: as of :class:`avgpipe.Pipeline`.
-        pipeline_options: further arguments of :class:`avgpipe.Pipeline`, such as ``seed`` or ``clip_grad_norm``.
+        model: See :class:`avgpipe.Pipeline`. ``self.model`` has the trained weights when they are saved and
+            after training; meanwhile ``state_dict()`` returns older ones.
+        plan: Cut, schedule and averaging, with a schedule that flushes. Several pipelines share each batch.
+        loss_fn: See :class:`avgpipe.Pipeline`.
+        pipeline_options: Further arguments of :class:`avgpipe.Pipeline`, such as ``seed`` or
+            ``clip_grad_norm``.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, loss_fn: Any, **pipeline_options: Any) -> None:
@@ -49,33 +50,34 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         check_plan(plan)
         if "accumulate" in pipeline_options:
             raise TypeError(
-                "a PipelineModule makes an update of every batch: leave accumulate out, and make batches larger and "
-                "the plan's micro_batches more"
+                "a PipelineModule makes an update of every batch: leave accumulate out, and use larger batches and "
+                "more micro_batches in the plan"
             )
-        self.automatic_optimization = False  # the pipeline steps by itself
+        self.automatic_optimization = False  # the pipeline makes the steps
         self.model, self.plan, self.loss_fn = model, plan, loss_fn
         self._pipeline_options = pipeline_options
         self._pipeline: Pipeline | None = None
-        self._stage: Sequence[tuple[str, nn.Parameter]] | None = None  # that is asked for its optimizer
+        # The stage whose optimizer is being configured.
+        self._stage: Sequence[tuple[str, nn.Parameter]] | None = None
 
     @property
     def pipeline(self) -> Pipeline:
-        """What trains, from the beginning of ``fit``, ``validate``, ``test`` or ``predict`` to its end."""
+        """The pipeline that trains, from the start of ``fit``, ``validate``, ``test`` or ``predict`` to its end."""
         if self._pipeline is None:
             raise RuntimeError(
-                "the pipeline is there while a Trainer runs: use lightning.Trainer(strategy=PipelineStrategy(), ...)"
+                "the pipeline exists while a Trainer runs: use lightning.Trainer(strategy=PipelineStrategy(), ...)"
             )
         return self._pipeline
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of ``nn.Module``; in ``configure_optimizers``, the parameters of one stage."""
+        """Return parameters as ``nn.Module`` does; in ``configure_optimizers``, those of one stage."""
         if self._stage is None:
             return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
         return iter([(f"{prefix}model.{name}", p) for name, p in self._stage])
 
-    # ---- steps ---------------------------------------------------------------------------------------------------
+    # ---- steps -------------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         result = self.train_on(batch)
@@ -83,9 +85,9 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         return torch.tensor(result.loss)
 
     def train_on(self, batch: Any) -> BatchResult:
-        """Make an update of a batch, a pair (inputs, targets) or a mapping with "labels", and return what it tells."""
+        """Make an update of a batch, a pair (inputs, targets) or a mapping with "labels", and return its result."""
         (result,) = self.pipeline.train([batch])
-        self.optimizers().step()  # which counts it
+        self.optimizers().step()  # counts the step
         return result
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
@@ -100,11 +102,11 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         self._log(name, found.loss, found.samples)
 
     def _log(self, name: str, loss: float, samples: int) -> None:
-        # "synchronised" as all ranks have the same, which Lightning would warn of else
+        # "synchronised", as all ranks have the same value; otherwise Lightning would warn
         self.log(name, loss, prog_bar=True, batch_size=samples, sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return the output for a batch as for training, or for inputs alone."""
+        """Return the output for a batch as in training, or for inputs only."""
         try:
             inputs, _ = pair(batch)
         except TypeError:
@@ -112,10 +114,10 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         with torch.inference_mode(False):
             return self.pipeline.predict(_plain_tensors(inputs))
 
-    # ---- for the strategy ----------------------------------------------------------------------------------------
+    # ---- for the strategy --------------------------------------------------------------------------------------------
 
     def open_pipeline(self, device: torch.device, trains: bool) -> Pipeline:
-        """Make the pipeline of ``self.model``. ``trains``: whether optimizers are wanted."""
+        """Make the pipeline of ``self.model``. ``trains``: whether it needs optimizers."""
         configured = Configured(self._ask if trains else _resting)
         self._pipeline = Pipeline(
             self.model,
@@ -149,7 +151,7 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
 
 
 def _plain_tensors(batch: Any) -> Any:
-    """Copy tensors of inference mode, in which Lightning evaluates; a pipeline, which trains as well, takes none."""
+    """Copy tensors of inference mode, which Lightning evaluates in; a pipeline, which also trains, refuses them."""
     return tree_map_only(torch.Tensor, lambda t: t.clone() if t.is_inference() else t, batch)
 
 

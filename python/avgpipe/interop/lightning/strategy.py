@@ -1,4 +1,4 @@
-"""How Lightning's Trainer runs a PipelineModule on several ranks, and what its checkpoints have."""
+"""The strategy that runs a PipelineModule in Lightning's Trainer on several ranks, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ _log = logging.getLogger("avgpipe")
 
 
 class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]  # as its base is untyped here
-    """Runs a :class:`PipelineModule`: every rank has the whole of each batch, and the first alone logs and saves.
+    """Runs a :class:`PipelineModule`: every rank has the whole of each batch, and only the first one logs and saves.
 
-    ``lightning.Trainer(strategy=PipelineStrategy(), devices=1, ...)`` on every rank; of CUDA devices each takes its
-    own.
-    A checkpoint has the model's weights as a LightningModule's has, under "state_dict", and beside it, in the folder
-    "NAME.ckpt.pipeline", what training goes on with: ``trainer.fit(module, ckpt_path="NAME.ckpt")`` goes on bit for
-    bit, or under another plan.
+    Use ``lightning.Trainer(strategy=PipelineStrategy(), devices=1, ...)`` on every rank; each takes its own
+    CUDA device. A checkpoint has the model's weights, as a LightningModule's has, under "state_dict"; the
+    state for resuming is beside it, in the folder "NAME.ckpt.pipeline":
+    ``trainer.fit(module, ckpt_path="NAME.ckpt")`` resumes bit for bit, or under another plan.
 
     Args:
-        timeout_s: no wait for another rank lasts longer, but for those of the pipeline, which has its own.
+        timeout_s: Longest wait for another rank, in seconds, outside the pipeline, which has its own timeout.
     """
 
     def __init__(self, timeout_s: float = 300) -> None:
@@ -45,7 +44,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         self.local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self._timeout_s = timeout_s
         self._world: World | None = None
-        self._restored: Path | None = None  # the checkpoint that training goes on from
+        self._restored: Path | None = None  # the checkpoint that training resumes from
 
     @property
     def root_device(self) -> torch.device:
@@ -55,7 +54,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
-    # ---- ranks ---------------------------------------------------------------------------------------------------
+    # ---- ranks -------------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -66,23 +65,23 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
             self._world.barrier()
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return what rank ``src`` has, of values that JSON carries."""
+        """Return the value of rank ``src``, which JSON must be able to represent."""
         return obj if self._world is None or self._world.size == 1 else self._world.gather(obj)[src]
 
-    # ---- life ----------------------------------------------------------------------------------------------------
+    # ---- life --------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
         module = self.lightning_module
         if not isinstance(module, PipelineModule):
             raise TypeError(
-                f"PipelineStrategy runs a PipelineModule, not {type(module).__name__}: its model must be known apart "
-                "from its loss to be cut"
+                f"PipelineStrategy runs a PipelineModule, not {type(module).__name__}: to cut a model, it needs the "
+                "model separately from its loss"
             )
         if type(self.precision_plugin) is not _precision.Precision:
             raise ValueError(
-                f"precision={self.precision_plugin.precision!r} is the pipeline's business: leave it out, and give the "
-                "module extensions=[avgpipe.Precision(autocast=torch.bfloat16)], or torch.float16"
+                f"precision={self.precision_plugin.precision!r} must be set in the pipeline: leave it out, and give "
+                "the module extensions=[avgpipe.Precision(autocast=torch.bfloat16)], or torch.float16"
             )
         trains = trainer.state.fn == _states.TrainerFn.FITTING
         pipeline = module.open_pipeline(self.root_device, trains)
@@ -99,7 +98,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         self._module.take_weights()
 
     def teardown(self) -> None:
-        if isinstance(self.lightning_module, PipelineModule):  # and not one that was refused
+        if isinstance(self.lightning_module, PipelineModule):  # otherwise it was refused
             self.lightning_module.close_pipeline()
         super().teardown()
 
@@ -108,7 +107,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         module: PipelineModule = self.lightning_module
         return module
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._module.take_weights()
@@ -119,7 +118,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
     ) -> None:
         super().save_checkpoint(checkpoint, filepath, storage_options)
-        if "optimizer_states" in checkpoint:  # and not the weights alone
+        if "optimizer_states" in checkpoint:  # otherwise it has the weights only
             self._module.pipeline.save(_beside(filepath))
         self.barrier()
 
@@ -129,7 +128,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
             shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        self._restored = _beside(os.path.realpath(checkpoint_path))  # the last one may be a link to the best
+        self._restored = _beside(os.path.realpath(checkpoint_path))  # "last" may be a link to the best one
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return found
 
@@ -137,11 +136,11 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         pipeline = self._module.pipeline
         is_there = self._restored is not None and self._restored.is_dir()
         if self._restored is not None and any(pipeline.world.gather(is_there)):
-            pipeline.load(self._restored)  # which names a rank that cannot see it
+            pipeline.load(self._restored)  # the error names a rank that cannot read the folder
         elif self.is_global_zero:
-            _log.warning("%s is not there: optimizers and schedules begin anew", self._restored)
+            _log.warning("%s is not there: optimizers and schedules start from scratch", self._restored)
 
 
 def _beside(checkpoint: Any) -> Path:
-    """Return the folder of what a checkpoint's own file does not have."""
+    """Return the folder with the state that a checkpoint's own file lacks."""
     return Path(f"{checkpoint}.pipeline")
