@@ -18,7 +18,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.fault.replace import Replacing
-from avgpipe.fault.supervise import Isolation, Supervisor
+from avgpipe.fault.supervise import IsolatedCounts, Supervisor
 from avgpipe.ranks.launch import Job, tied
 from avgpipe_lab.bench.chaos.episode import read
 from benchmarks.faults.job import VARIABLE
@@ -163,7 +163,7 @@ def lose_pipeline(
         watch = Watch(loss, stages * pipelines, folder, is_enough, limit_s)
         watch.start()
         job = Job("stderr", _COMMAND, stages, added)
-        supervisor = Supervisor(job, Isolation(pipelines), Path(meeting), _noting(seen))
+        supervisor = Supervisor(job, IsolatedCounts(pipelines), Path(meeting), _noting(seen))
         try:
             supervisor.run()
         finally:

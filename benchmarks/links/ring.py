@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.measure.workers import Peers, payload
+from avgpipe.measure.workers import OtherWorkers, payload
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import join
 from avgpipe_ext import ring
@@ -30,7 +30,7 @@ def worker(rounds: int) -> dict[str, list[float]]:
     """A rank, on a processor of its own where there are two. What rank 0 measured counts."""
     torch.set_num_threads(1)
     join(TIMEOUT_S, "gloo")
-    peers = Peers(TIMEOUT_S)
+    peers = OtherWorkers(TIMEOUT_S)
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) > 1:
         os.sched_setaffinity(0, {allowed[peers.rank]})
@@ -42,7 +42,7 @@ def worker(rounds: int) -> dict[str, list[float]]:
 
 
 class Alone:
-    def __init__(self, peers: Peers, spin_s: float) -> None:
+    def __init__(self, peers: OtherWorkers, spin_s: float) -> None:
         self._peers, self._spin_s, self._source = peers, spin_s, payload(SIZE, peers.rank)
         self._mine, pid, theirs = peers.inboxes()
         (into_me,), (into_them,) = peers.into(peers.rank), peers.into(peers.other)

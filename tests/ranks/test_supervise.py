@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from avgpipe.fault import supervise
-from avgpipe.fault.supervise import Isolation, Supervisor
+from avgpipe.fault.supervise import IsolatedCounts, Supervisor
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import SPARE
@@ -37,7 +37,7 @@ with avgpipe.Pipeline(nn.Linear(2, 2), plan, loss_fn=nn.MSELoss(), optimizer=sgd
 """
 
 
-def supervised(folder: Path, until: str, isolation: Isolation, *more: str) -> list[str]:
+def supervised(folder: Path, until: str, isolation: IsolatedCounts, *more: str) -> list[str]:
     """Run the script until the launcher has said something with ``until``; what it has said."""
     said: list[str] = []
     (folder / "run").mkdir()
@@ -68,7 +68,7 @@ def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
 
     monkeypatch.setattr(Job, "start", start)
     monkeypatch.setattr(supervise, "_AGAIN_S", 1.0)
-    said = supervised(tmp_path, "pipeline 1 trains with the others", Isolation(2, spares=1))
+    said = supervised(tmp_path, "pipeline 1 trains with the others", IsolatedCounts(2, spares=1))
     assert f"no spare pipeline can be started: {why}" in said
     lost = next(line for line in said if line.startswith("pipeline 1 is lost: rank 0"))
     assert f"; it cannot be started again now, the next try is in 1 s: {why}" in lost
@@ -78,6 +78,6 @@ def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
 
 def test_a_pipeline_with_another_loader_is_not_started_for_ever(tmp_path: Path) -> None:
     said = supervised(
-        tmp_path, "exit code 1; the others go on without it", Isolation(2, restarts=2), "differs"
+        tmp_path, "exit code 1; the others go on without it", IsolatedCounts(2, restarts=2), "differs"
     )
     assert sum("failed with exit code 1" in line for line in said) == 2

@@ -74,7 +74,7 @@ class Snapshot:
         self.batches, self.contents, self._failure = batches, {}, None
         self._parts: dict[int, dict[str, Any]] = {}
         self._of_forwards: dict[tuple[int, int], dict[str, Any]] = {}
-        self._copies = _Copies(self._memory, pinned=worker.streams is not None)
+        self._copies = _Copied(self._memory, pinned=worker.streams is not None)
         self._left = {(n, None) for n in worker.held} | set(worker.lanes)
         self._ready: list[Any] = []  # events of a device
         for lane in worker.lanes.values():
@@ -163,7 +163,7 @@ def put_together(text: bytes, memory: Sequence[torch.Tensor]) -> dict[int, dict[
     return found
 
 
-class _Copies:
+class _Copied:
     """Copies of containers and their tensors; views of the same memory in one of them stay views of the same.
 
     Attributes:

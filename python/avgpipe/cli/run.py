@@ -18,7 +18,7 @@ from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
 from avgpipe.errors import PipelineError
 from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
-from avgpipe.fault.supervise import Isolation, Supervisor, TooFewLeft
+from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 
@@ -81,7 +81,7 @@ JOIN_TOKEN = "AVGPIPE_JOIN_TOKEN"
 _LEAST = 16  # characters
 
 
-def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
+def isolation_of(config: IsolationOptions, pipelines: int) -> IsolatedCounts:
     """Return the numbers of pipelines; ValueError for numbers that contradict each other."""
     most = config.max_pipelines or pipelines
     if not config.min_pipelines <= pipelines <= most:
@@ -90,7 +90,9 @@ def isolation_of(config: IsolationOptions, pipelines: int) -> Isolation:
             "begins with must lie between the two"
         )
     listen = None if config.listen is None else (parse_address(config.listen), secret())
-    return Isolation(pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listen)
+    return IsolatedCounts(
+        pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listen
+    )
 
 
 def secret() -> str:

@@ -32,7 +32,7 @@ class Unfusable(Exception):
     """The reason why a step cannot be done in one pass with the averaging."""
 
 
-class Call:
+class FusedCall:
     """One call of an operator, for parameters of one group and device that have made equally many steps.
 
     Attributes:
@@ -76,7 +76,7 @@ class FusedStep:
         self._params: list[torch.Tensor] = []
         self._places: Any = None  # the parameters' addresses when they were located
         self._known: list[Any] = []  # what the plan of calls was made for
-        self._calls: list[Call] = []
+        self._calls: list[FusedCall] = []
         self._state: dict[str, FlatBuffers] = {}
         if self._never is None:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
@@ -171,7 +171,7 @@ class FusedStep:
                     calls.setdefault((g, p.device, made), []).append((i, region, (*row, *states), entry))
                 elif p.numel():
                     raise Unfusable(f"parameter {i} of the optimizer is not among those that are averaged")
-        self._calls = [Call(g, made, members) for (g, _, made), members in calls.items()]
+        self._calls = [FusedCall(g, made, members) for (g, _, made), members in calls.items()]
         self._still = [rows for rows in still.values() if rows]
 
     def _locate(self) -> None:
@@ -279,7 +279,7 @@ class FusedUpdate:
     """
 
     replica: Replica
-    steps: list[tuple[Call, dict[str, Any], list[torch.Tensor]]]
+    steps: list[tuple[FusedCall, dict[str, Any], list[torch.Tensor]]]
     still: list[list[Row]]
     scaling: dict[str, torch.Tensor | None]
 
@@ -351,7 +351,7 @@ def _columns(rows: Sequence[Row]) -> list[list[torch.Tensor]]:
     return [list(column) for column in zip(*rows)]
 
 
-def _round_options(call: Call, options: dict[str, Any]) -> dict[str, Any] | None:
+def _round_options(call: FusedCall, options: dict[str, Any]) -> dict[str, Any] | None:
     """Return the options of `elastic_round_` for the call's next step; None if only the device knows them."""
     if not call.counters:
         return {"optimizer": "sgd", **options}

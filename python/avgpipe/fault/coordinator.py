@@ -95,7 +95,7 @@ class Process:
 
 
 @dataclass
-class Group:
+class JoiningGroup:
     """The processes of a pipeline that were started together.
 
     Attributes:
@@ -176,14 +176,14 @@ class Coordinator:
         self._listening.listen(64)
         self.wanted, self._lost, self._say, self._recorder = wanted, lost, say, recorder
         self.roster, self.history = Roster(), dict[int, Term]()
-        self.groups: dict[int, Group] = {}
+        self.groups: dict[int, JoiningGroup] = {}
         self.members: dict[int, int] = {}
         self._let_join = let_join
         self._over: set[int] = set()  # groups that have ended
         self._unknown: set[Connection] = set()  # that have not identified themselves
-        self._by_connection: dict[Connection, tuple[Group, int]] = {}
+        self._by_connection: dict[Connection, tuple[JoiningGroup, int]] = {}
         self._leaving: list[
-            tuple[Group, int]
+            tuple[JoiningGroup, int]
         ] = []  # members that have left or are lost, with the first step that they did not publish
         self._is_frozen = False
         self._begun = 0  # steps, at the last change
@@ -314,7 +314,7 @@ class Coordinator:
             published = Memory.create(places * Bell.BYTES)
             is_far = bool(about.get("is_far"))
             found = self._progress()
-            self.groups[number] = Group(
+            self.groups[number] = JoiningGroup(
                 pipeline, number, size, published, places, period, found, is_far=is_far
             )
         group = self.groups[number]
@@ -334,7 +334,7 @@ class Coordinator:
         begun = (p.batches for g in self._living() for p in g.processes.values() if p.batches is not None)
         return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
 
-    def _answer(self, group: Group, rank: int, kind: str, *values: Any) -> None:
+    def _answer(self, group: JoiningGroup, rank: int, kind: str, *values: Any) -> None:
         process = group.processes[rank]
         if kind == "alive":
             process.doing, process.batches = str(values[0]), int(values[1])
@@ -380,7 +380,7 @@ class Coordinator:
         else:
             raise ValueError(f"unknown message {kind!r}")
 
-    def _writes(self, group: Group) -> bool:
+    def _writes(self, group: JoiningGroup) -> bool:
         """Whether a group may write files: on this host only, as long as a pipeline here trains."""
         return not (group.is_far and self._trains_here)
 
@@ -421,7 +421,7 @@ class Coordinator:
     def _reply(self, process: Process, request: int, value: Any) -> None:
         self._send(process.connection, "reply", request, value)
 
-    def _let_enter(self, group: Group, rank: int, request: int, digests: list[str]) -> None:
+    def _let_enter(self, group: JoiningGroup, rank: int, request: int, digests: list[str]) -> None:
         """Admit a process with the plan and model of the others, and at the start with their weights."""
         for other in self.groups.values():
             theirs = other.digests.get(rank, digests)
@@ -435,7 +435,7 @@ class Coordinator:
         group.ready_at = time.monotonic()
         self._reply(group.processes[rank], request, {})
 
-    def _give_memory(self, group: Group, process: Process, request: int, name: str, size: int) -> None:
+    def _give_memory(self, group: JoiningGroup, process: Process, request: int, name: str, size: int) -> None:
         try:
             memory = group.memory.get(name)
             if memory is None or memory.bytes < size:
@@ -445,7 +445,7 @@ class Coordinator:
         else:
             self._reply(process, request, {"place": place_of(memory)})
 
-    def _hand_over(self, donor: Group, number: int, name: str, value: Any) -> None:
+    def _hand_over(self, donor: JoiningGroup, number: int, name: str, value: Any) -> None:
         """Pass on the state that a pipeline begins with, once: a donor's successor sends it again."""
         memory, receiver = donor.memory.pop(name, None), self.groups.get(number)
         if receiver is None or name in receiver.given or receiver.turns_published():
@@ -468,7 +468,7 @@ class Coordinator:
                 (turn, waited_s), process.late = process.late, None
                 self._end_late(group, process, turn, waited_s)
 
-    def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
+    def _end_late(self, group: JoiningGroup, process: Process, turn: int, waited_s: float) -> None:
         """End the pipelines whose step a process waits for, or its own if all have published it."""
         counting = self.roster.counting(turn)
         if group.pipeline not in counting:
@@ -505,14 +505,14 @@ class Coordinator:
             once.gone(number)
         self._change()
 
-    def _remove(self, group: Group) -> None:
+    def _remove(self, group: JoiningGroup) -> None:
         if self.members.pop(group.number, None) is not None:
             self._leaving.append((group, self._term_of(group).first + group.turns_published()))
 
-    def _term_of(self, group: Group) -> Term:
+    def _term_of(self, group: JoiningGroup) -> Term:
         return next(term for term in self.roster.present if term.number == group.number)
 
-    def _living(self) -> list[Group]:
+    def _living(self) -> list[JoiningGroup]:
         return [self.groups[number] for number in self.members]
 
     def _change(self) -> None:
@@ -546,7 +546,7 @@ class Coordinator:
             self._begun = max([self._begun, *published, *(process.begun or 0 for process in asked)])
             self._apply(self._begun, joining)
 
-    def _apply(self, begun: int, joining: Sequence[Group]) -> None:
+    def _apply(self, begun: int, joining: Sequence[JoiningGroup]) -> None:
         """Change the roster from step ``begun`` on, which no process has begun."""
         begins = not self.has_begun
         for group, published in self._leaving:
@@ -569,7 +569,7 @@ class Coordinator:
         self._forget(begun)
         self._send_roster()
 
-    def _apply_leave(self, group: Group, published: int, begun: int) -> None:
+    def _apply_leave(self, group: JoiningGroup, published: int, begun: int) -> None:
         term = self.history[group.number] = self.roster.leave(group.pipeline, published, begun)
         lost = term.end - term.published
         self._clean = max(self._clean, begun) + lost

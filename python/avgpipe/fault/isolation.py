@@ -41,7 +41,7 @@ def isolated(plan: Plan) -> int:
     return here
 
 
-class Others:
+class OtherPipelines:
     """The end of one process towards the other pipelines.
 
     Args:
@@ -102,10 +102,12 @@ class Isolation(Policy):
         self.pipeline = isolated(plan)
         self.join = self._join
         self._feed: TurnFeed | None = None
-        self._others: Others | None = None
+        self._others: OtherPipelines | None = None
 
-    def _join(self, worker: Worker) -> Others:
-        self._others = Others(worker, lambda number, turn: give_state(worker, number, self.feed.before(turn)))
+    def _join(self, worker: Worker) -> OtherPipelines:
+        self._others = OtherPipelines(
+            worker, lambda number, turn: give_state(worker, number, self.feed.before(turn))
+        )
         return self._others
 
     @property

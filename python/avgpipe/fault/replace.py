@@ -78,8 +78,8 @@ class Replacing:
         self._command, self._size, self._added, self._say = command, size, added, say
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
-        self._spares: list[_Waiting] = []
-        self._starting: dict[int, _Waiting] = {}  # new processes that do not have their ranks yet
+        self._spares: list[_WaitingRank] = []
+        self._starting: dict[int, _WaitingRank] = {}  # new processes that do not have their ranks yet
         self._stopped_timer = StoppedTimer()  # of all ranks, where none is left to wait for another
         self._killed_stopped: set[int] = set()  # ranks that were killed because they were stopped
         self._failed: RanksFailed | None = None  # the last that was killed
@@ -137,12 +137,12 @@ class Replacing:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
         return {**rank_environment(rank, self._size), **counts}
 
-    def _start_waiting(self, rank: int, deadline: float = float("inf")) -> _Waiting:
+    def _start_waiting(self, rank: int, deadline: float = float("inf")) -> _WaitingRank:
         """Start a process that waits at its Pipeline; -1: a spare. ``deadline``: of its predecessor."""
         folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
         process = self._start(rank, **{SPARE: str(folder)})
-        return _Waiting(process, pipe_of(folder, rank), min(deadline, time.monotonic() + _START_S))
+        return _WaitingRank(process, pipe_of(folder, rank), min(deadline, time.monotonic() + _START_S))
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
@@ -289,7 +289,7 @@ class Replacing:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)
 
 
-class _Waiting(NamedTuple):
+class _WaitingRank(NamedTuple):
     """A process that waits at its Pipeline, or is still starting.
 
     Attributes:

@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.coordinator import OVER, Coordinator, Group, Recorder
+from avgpipe.fault.coordinator import OVER, Coordinator, JoiningGroup, Recorder
 from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
@@ -45,7 +45,7 @@ _ADDRESS = "coordinator"
 
 
 @dataclass(frozen=True)
-class Isolation:
+class IsolatedCounts:
     """How many pipelines a run has.
 
     Attributes:
@@ -127,7 +127,7 @@ class Supervisor:
     def __init__(
         self,
         job: Job,
-        isolation: Isolation,
+        isolation: IsolatedCounts,
         folder: Path,
         say: Callable[[str], None],
         recorder: Recorder | None = None,
@@ -422,11 +422,11 @@ class Supervisor:
             self._end()
 
 
-def _is_done(group: Group | None) -> bool:
+def _is_done(group: JoiningGroup | None) -> bool:
     return group is not None and group.is_done
 
 
-def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
+def _loss_of(group: _Group, known: JoiningGroup | None, end: RanksFailed | bool) -> LostPipeline:
     codes: tuple[int, ...] = ()
     rank, reason = group.blamed, "has ended"
     if isinstance(end, RanksFailed):

@@ -53,7 +53,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Part:
+class FeedPart:
     """Micro-batches of the loader's batch number ``batch``.
 
     Attributes:
@@ -82,7 +82,7 @@ class Part:
         """What identifies this part to the other pipelines."""
         return [self.batch, self.first, len(self.sizes), self.mark]
 
-    def shares(self, count: int) -> list[Part]:
+    def shares(self, count: int) -> list[FeedPart]:
         """Cut into ``count`` parts; the last ones are empty where there are fewer micro-batches."""
         found, first = [], 0
         for size in sizes_of(len(self.sizes), count):
@@ -129,9 +129,9 @@ class TurnFeed(Feed):
         self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # steps
-        self._parts: dict[int, dict[int, Part]] = {}  # by step and pipeline: what may be lost
+        self._parts: dict[int, dict[int, FeedPart]] = {}  # by step and pipeline: what may be lost
         self._queued_terms: set[int] = set()  # ended terms whose lost parts are queued
-        self._lost: deque[Part] = deque()  # queued
+        self._lost: deque[FeedPart] = deque()  # queued
         self._before: dict[int, int] = {}  # batches before steps in flight
         self.is_member = False
         # The caller's position; before ``next_batch`` where others trained while this pipeline started.
@@ -238,7 +238,7 @@ class TurnFeed(Feed):
             self.next_batch, self.ended = counts.batches, counts.results
         self.is_member = True
 
-    def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> Part:
+    def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> FeedPart:
         self._worker.look(self.next_batch, given)
         dims = self._options.batch_dims
         counts = [sample_count(inputs, targets, dims=dims) for inputs, targets in given]
@@ -253,7 +253,7 @@ class TurnFeed(Feed):
             cut([pair[n] for pair in given], parts, counts, (dims.inputs, dims.targets)[n]) for n in (0, 1)
         )
         self.next_batch += 1
-        return Part(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
+        return FeedPart(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
         """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches.
@@ -265,7 +265,7 @@ class TurnFeed(Feed):
             self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch
-            most, found = 1 if self._is_shared or batch is not None else len(members), list[Part]()
+            most, found = 1 if self._is_shared or batch is not None else len(members), list[FeedPart]()
             if self._lost:
                 found = [self._lost.popleft() for _ in range(min(most, len(self._lost)))]
             elif self._membership.stops_at(turn):
@@ -296,7 +296,7 @@ class TurnFeed(Feed):
         self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
         self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
 
-    def _start(self, turn: int, parts: dict[int, Part], members: Sequence[int]) -> None:
+    def _start(self, turn: int, parts: dict[int, FeedPart], members: Sequence[int]) -> None:
         part = parts.get(self._pipeline)
         if part is None:
             work = Work(turn, 0, [], [], idles=True, is_step=bool(parts))
@@ -375,7 +375,7 @@ class TurnFeed(Feed):
     def _note(self, turn: Turn) -> None:
         """Note the results of a step; lost parts are kept until they are queued."""
         parts = self._parts[turn.number]
-        ends: list[tuple[int, Part, BatchEnd]] = []
+        ends: list[tuple[int, FeedPart, BatchEnd]] = []
         for i, values in turn.values.items():
             part, published = parts.pop(i, None), values["part"]
             if published != (None if part is None else part.place):
@@ -394,7 +394,7 @@ class TurnFeed(Feed):
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
         self.ended += self._results_of(turn)
 
-    def _report_mismatch(self, i: int, turn: int, published: Any, part: Part | None) -> None:
+    def _report_mismatch(self, i: int, turn: int, published: Any, part: FeedPart | None) -> None:
         """Report that pipeline ``i`` has another loader; raise unless it is the only one that joined later.
 
         In that case pipeline ``i`` finds the same, and ends.

@@ -13,13 +13,13 @@ def disturb(links: dict[int, Link], fault: Fault) -> None:
     """Inject a fault into the links of a worker, by replacing them in ``links``."""
     remote = {replica: link for replica, link in links.items() if not isinstance(link, LocalLink)}
     if fault.kind == "cut line":
-        links.update({replica: _Cut(link) for replica, link in remote.items()})
+        links.update({replica: _CutLine(link) for replica, link in remote.items()})
     elif fault.where == "wire":
         sound = remote or dict(links)
         links.update({replica: _Flipping(link, links, sound, fault.bit) for replica, link in sound.items()})
 
 
-class _Cut(Link):
+class _CutLine(Link):
     """A link that loses what is sent."""
 
     def __init__(self, link: Link) -> None:

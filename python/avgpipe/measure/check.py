@@ -54,7 +54,7 @@ _ROUNDED = 1e-3  # the same if float64 is not possible
 
 
 @dataclass
-class Training:
+class Trained:
     """The results of a training run.
 
     Attributes:
@@ -71,7 +71,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Line:
+class ComparedLine:
     """One comparison. ``apart``: the largest difference over the largest number; ``where``: the tensor that has it."""
 
     what: str
@@ -98,7 +98,7 @@ class Checked:
     strict: Plan
     plain: Sequence[float]
     planned: Sequence[float]
-    lines: Sequence[Line]
+    lines: Sequence[ComparedLine]
     tolerance: float
     reasons: Sequence[str]
     notes: Sequence[str]
@@ -135,7 +135,7 @@ class Checked:
             ]
         )
 
-    def _judged(self, line: Line) -> str:
+    def _judged(self, line: ComparedLine) -> str:
         return "equal" if line.apart <= self.tolerance else f"DIFFERS, most in {line.where}"
 
 
@@ -321,9 +321,9 @@ class _Both:
         given = [pytree.tree_map_only(torch.Tensor, _wide, batch) for batch in self.given]
         return replace(self.exactly(), model=model, loss_fn=loss_fn, given=given)
 
-    def by(self, plan: Plan) -> Training:
+    def by(self, plan: Plan) -> Trained:
         """Train by a plan."""
-        training = Training()
+        training = Trained()
         with Pipeline(
             _copy(self.model),
             plan,
@@ -340,7 +340,7 @@ class _Both:
                 training.states.append(pipeline.state_dict())
         return training
 
-    def expected(self, plan: Plan, draws: bool) -> Training:
+    def expected(self, plan: Plan, draws: bool) -> Trained:
         """Train as a plan without such parts must. ``draws``: layers draw per micro-batch, as one stage does."""
         return self._alone().by(Plan(micro_batches=plan.micro_batches)) if draws else self.plainly()
 
@@ -351,11 +351,11 @@ class _Both:
         own = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         return self._with(lambda e: isinstance(e, Ranks), Ranks(group=own))
 
-    def plainly(self) -> Training:
+    def plainly(self) -> Trained:
         """Train without a pipeline."""
         given = _copy(self.model)
         model, call = whole_of(given, layers_of(given, self.options.get("example_inputs")))
-        device, training = device_of(model), Training()
+        device, training = device_of(model), Trained()
         Modes(model, not is_evaluated([model])).train()
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = maker_of(self.optimizer, list(named))(list(named.values()))
@@ -384,9 +384,7 @@ class _Both:
         set_generators(drawn)
         return training
 
-    def _learn(
-        self, output: Callable[[], Any], target: Any, device: torch.device, training: Training
-    ) -> None:
+    def _learn(self, output: Callable[[], Any], target: Any, device: torch.device, training: Trained) -> None:
         autocast = self.precision.autocast
         with nullcontext() if autocast is None else torch.autocast(device.type, autocast):
             loss = loss_of(self.loss_fn, output(), target)
@@ -412,7 +410,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 # ---- comparing -------------------------------------------------------------------------------------------------------
 
 
-def _compared(expected: Training, found: Training) -> list[Line]:
+def _compared(expected: Trained, found: Trained) -> list[ComparedLine]:
     lines = [_line("losses", _numbered(expected.losses), _numbered(found.losses))]
     for name in dict.fromkeys(name for of_batch in expected.metrics for name in of_batch):
         mine, other = (_numbered([m.get(name, math.nan) for m in of.metrics]) for of in (expected, found))
@@ -428,10 +426,10 @@ def _numbered(values: Sequence[float]) -> dict[str, torch.Tensor]:
     return {f"batch {n}": torch.tensor(value, dtype=torch.float64) for n, value in enumerate(values)}
 
 
-def _line(what: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> Line:
+def _line(what: str, expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> ComparedLine:
     if lost := sorted(expected.keys() ^ found.keys()):
-        return Line(what, math.inf, f"{lost[0]} is on one side only")
+        return ComparedLine(what, math.inf, f"{lost[0]} is on one side only")
     largest = max((size_of(t) for t in expected.values() if t.numel()), default=0.0)
     apart = {name: distance(t, found[name].to(t.device)) for name, t in expected.items() if t.numel()}
     where = max(apart, key=lambda name: apart[name], default="")
-    return Line(what, apart[where] / max(largest, 1e-30) if where else 0.0, where)
+    return ComparedLine(what, apart[where] / max(largest, 1e-30) if where else 0.0, where)

@@ -117,7 +117,7 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
     """Measure messages and sums between the two ranks."""
-    peers = Peers(timeout_s)
+    peers = OtherWorkers(timeout_s)
     make = peers.shared_memory if ring.supported() else peers.gloo
     # A worker that waits for an action of another one mostly waits so long that it sleeps.
     through = make(False)
@@ -170,7 +170,7 @@ def payload(size: int, rank: int) -> torch.Tensor:
     return torch.arange(rank, rank + size // 8)
 
 
-class Peers:
+class OtherWorkers:
     """This process and the other one: ranks 0 and 1, whose stages have the same numbers."""
 
     def __init__(self, timeout_s: float) -> None:
@@ -212,7 +212,7 @@ class Peers:
 class Through:
     """A link, with the mailbox on which its worker waits. Both ranks exchange one message at a time."""
 
-    def __init__(self, peers: Peers, link: Link, mailbox: Mailbox) -> None:
+    def __init__(self, peers: OtherWorkers, link: Link, mailbox: Mailbox) -> None:
         self._peers, self.link, self._mailbox = peers, link, mailbox
         self._next = 0
 

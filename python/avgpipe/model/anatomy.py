@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from avgpipe.model.blocks import Call, Observed, Slot
+from avgpipe.model.blocks import BlockSlot, Call, Observed
 
 
 class Collected(NamedTuple):
@@ -41,7 +41,7 @@ class Anatomy:
     model: nn.Module
     call: Call
     observed: Observed
-    takes: Sequence[Mapping[Slot, str]] = ()
+    takes: Sequence[Mapping[BlockSlot, str]] = ()
     early: frozenset[str] = frozenset()
     returns: Mapping[int, str] = field(default_factory=dict)
     collected: Mapping[int, Sequence[Collected]] = field(default_factory=dict)

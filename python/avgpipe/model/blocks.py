@@ -52,7 +52,7 @@ class Call:
     output: Callable[[Any], Any] = lambda returned: returned
 
 
-class Slot(NamedTuple):
+class BlockSlot(NamedTuple):
     """The place of a tensor among a block's arguments: ``leaf`` of the pytree that ``key`` names or numbers.
 
     Of a mapping, which blocks may fill for later ones: of its ``entry``, a tuple of ``parts``, or 0 for a tensor alone.
@@ -67,7 +67,7 @@ class Slot(NamedTuple):
         return ".".join(str(part) for part in (self.key, self.entry, self.leaf) if part is not None)
 
 
-Slots = dict[Slot, torch.Tensor]
+Slots = dict[BlockSlot, torch.Tensor]
 
 
 def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
@@ -76,15 +76,15 @@ def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
     found: Slots = {}
     for key, value in arguments:
         if isinstance(value, torch.Tensor):  # most are, and this is called in every forward
-            found[Slot(key, 0)] = value
+            found[BlockSlot(key, 0)] = value
         elif isinstance(value, dict | UserDict) and _is_filled(value):
             for entry, part in value.items():
                 parts, count = (part, len(part)) if isinstance(part, tuple) else ((part,), 0)
-                found |= {Slot(key, n, entry, count): t for n, t in enumerate(parts)}
+                found |= {BlockSlot(key, n, entry, count): t for n, t in enumerate(parts)}
         elif not isinstance(value, bool | None):
             for n, leaf in enumerate(tree_leaves(value)):
                 if isinstance(leaf, torch.Tensor):
-                    found[Slot(key, n)] = leaf
+                    found[BlockSlot(key, n)] = leaf
     return found
 
 

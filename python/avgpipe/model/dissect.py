@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from avgpipe.model.anatomy import Anatomy, Collected
-from avgpipe.model.blocks import Call, Observed, Slot, Slots, is_same, observe
+from avgpipe.model.blocks import BlockSlot, Call, Observed, Slots, is_same, observe
 from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, Seen
 from avgpipe.model.shell import Shells
@@ -58,7 +58,7 @@ def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
     observed, names = anatomy.observed, dict[int, str]()
     # Stages hold the parameters that their blocks are given.
     own = {id(t) for t in chain(anatomy.model.parameters(), anatomy.model.buffers())}
-    takes: list[dict[Slot, str]] = [{}]
+    takes: list[dict[BlockSlot, str]] = [{}]
     for number, call in enumerate(observed.calls.values()):
         made = seen.blocks.get(number, {})
         takes.append(

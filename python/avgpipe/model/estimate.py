@@ -19,7 +19,7 @@ from avgpipe.model.batch import batch_size, split
 from avgpipe.model.parts import PartLayer, Whole
 
 if TYPE_CHECKING:
-    from avgpipe.model.flops import Work
+    from avgpipe.model.flops import FlopCount
 
 _COUNTED = "cost: FLOPs and bytes moved in forward and backward, counted on"
 _STATED = "cost: what layers state as compute_cost, else their weights, each used once per sample"
@@ -89,7 +89,7 @@ class Estimate:
         return cls._by_weights(layers, kind)
 
     @classmethod
-    def _by_work(cls, work: Work, kind: str) -> Estimate:
+    def _by_work(cls, work: FlopCount, kind: str) -> Estimate:
         # A layer that computes nothing costs its call.
         return cls(tuple(float(flops + 1) for flops in work.flops), tuple(work.sent), kind)
 

@@ -36,7 +36,7 @@ class CannotCount(ValueError):
     """What a layer computes cannot be counted; the message says why."""
 
 
-class Work(NamedTuple):
+class FlopCount(NamedTuple):
     """What layers do with the inputs of a micro-batch.
 
     Attributes:
@@ -48,7 +48,7 @@ class Work(NamedTuple):
     sent: list[int]
 
 
-def work_of(layers: Sequence[nn.Module], inputs: Any) -> Work:
+def work_of(layers: Sequence[nn.Module], inputs: Any) -> FlopCount:
     """Count what a chain of layers does with ``inputs``: in training, or else, as with too few samples, in evaluation.
 
     Layers, random generators and what is registered stay as they are. Hooks are not called.
@@ -72,7 +72,7 @@ def work_of(layers: Sequence[nn.Module], inputs: Any) -> Work:
         set_generators(before)
 
 
-def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> Work:
+def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> FlopCount:
     from torch._subclasses import fake_tensor  # only now: it takes a second to import
 
     fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
@@ -92,7 +92,7 @@ def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> Work:
                 raise CannotCount(f"{_name(layer)} goes by the values of a tensor") from None
             flops.append(done)
             sent.append(sum(t.nbytes for t in _tensors(value)))
-    return Work(flops, sent[:-1])
+    return FlopCount(flops, sent[:-1])
 
 
 def _empty(tensor: torch.Tensor) -> torch.Tensor:

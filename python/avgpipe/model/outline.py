@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from avgpipe.model.anatomy import Collected
-from avgpipe.model.blocks import BlockCall, Slot, Slots, replace_slots, slots_of
+from avgpipe.model.blocks import BlockCall, BlockSlot, Slots, replace_slots, slots_of
 from avgpipe.model.context import begin_layer
 
 
@@ -127,7 +127,7 @@ class OtherBlock(Outline):
         call: BlockCall,
         arriving: Mapping[int, str] | None = None,
         collected: Sequence[Collected] = (),
-        takes: Mapping[Slot, str] | None = None,
+        takes: Mapping[BlockSlot, str] | None = None,
         ends: bool = False,
     ) -> None:
         super().__init__(shape, exchange)
@@ -159,7 +159,7 @@ class OtherBlock(Outline):
         exchange, like = self._exchange, made.like
         if made.value in exchange.arrived:
             return exchange.arrived[made.value]
-        if isinstance(like, Slot):
+        if isinstance(like, BlockSlot):
             return slots[like]
         if isinstance(like, torch.Tensor):
             device = next(iter(slots.values())).device
@@ -202,7 +202,7 @@ class OwnBlock(nn.Module):
         exchange: Exchange,
         unit: int,
         then: int | None,
-        takes: Mapping[Slot, str],
+        takes: Mapping[BlockSlot, str],
         gives: Mapping[int, str] | None,
         collected: Sequence[Collected],
     ) -> None:

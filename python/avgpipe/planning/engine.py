@@ -157,7 +157,7 @@ def _ticks(seconds: Array, widest: float = 1.0) -> Array:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
+class EngineOutcome(NamedTuple):
     """The result of the engine; times in ticks.
 
     Attributes:
@@ -179,7 +179,7 @@ class Outcome(NamedTuple):
     records: Array | None = None
 
 
-def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool = False) -> Outcome:
+def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool = False) -> EngineOutcome:
     """Run ``batches`` batches, batch j on pipeline j % pipelines; ``events``: keep a record of each action.
 
     Releases the GIL meanwhile. Raises ImportError if the library is not built, ValueError for a schedule that
@@ -191,7 +191,7 @@ def run(question: dict[str, Any], pipelines: int, batches: int, *, events: bool 
         answer = engine().simulate(**question, pipelines=pipelines, batches=batches, events=events)
     except OverflowError:
         raise too_long() from None
-    outcome = Outcome(*answer)
+    outcome = EngineOutcome(*answer)
     if outcome.records is None:
         return outcome
     # Stable sort: an action without duration stays before those that began after it on the same device.

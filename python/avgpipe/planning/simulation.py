@@ -10,7 +10,7 @@ import numpy as np
 
 from avgpipe.errors import check_count
 from avgpipe.planning.costs import Array, Costs
-from avgpipe.planning.engine import KINDS, TICKS_PER_S, Outcome, compile_schedule, run
+from avgpipe.planning.engine import KINDS, TICKS_PER_S, EngineOutcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
 from avgpipe.schedule.event import Event
 from avgpipe.timeline.timeline import Timeline
@@ -40,7 +40,7 @@ def _check(schedule: Schedule, costs: Costs, pipelines: int, batches: int) -> No
 
 def _run(
     schedule: Schedule, costs: Costs, pipelines: int, batches: int, events: bool = False
-) -> tuple[Outcome, tuple[int, ...] | None]:
+) -> tuple[EngineOutcome, tuple[int, ...] | None]:
     """Return the outcome, and per worker the bytes of all weights and of the micro-batches in flight, if known."""
     _check(schedule, costs, pipelines, batches)
     outcome = run(compile_schedule(schedule, costs), pipelines, batches, events=events)

@@ -96,7 +96,7 @@ def _weights_of(model: Model, layers: Sequence[nn.Module], stage: int) -> dict[s
     return {entry.names[0]: state[entry.local] for entry in model.entries[stage]}
 
 
-class _Loop(NamedTuple):
+class _LoopCall(NamedTuple):
     """Batches of one loader.
 
     Attributes:
@@ -133,19 +133,19 @@ class Alike:
     ) -> None:
         self._world, self._fail = world, fail
         self._is_on, self._generation = is_on and world.size > 1, generation
-        self._loop = _Loop()  # replaced as a whole, as a thread reads it
+        self._loop = _LoopCall()  # replaced as a whole, as a thread reads it
 
     def begin_anew(self) -> None:
         """Prepare for another loader, or for batch numbers that are repeated; every rank calls this."""
         loop = self._loop
-        self._loop = _Loop(loop.session + bool(loop.seen or loop.has_ended))
+        self._loop = _LoopCall(loop.session + bool(loop.seen or loop.has_ended))
         self._is_on &= not self._generation or not self._loop.session
 
     @contextmanager
     def loop(self, name: str, seen: int = 0) -> Iterator[None]:
         """Number the batches inside separately from others of this session, after ``seen`` of their kind."""
         before, was_on = self._loop, self._is_on
-        self._loop, self._is_on = _Loop(before.session, name, seen=seen), was_on and not self._generation
+        self._loop, self._is_on = _LoopCall(before.session, name, seen=seen), was_on and not self._generation
         try:
             yield
         finally:

@@ -16,7 +16,7 @@ _FIRST = 3  # batches that are checked
 _ASKS = torch.Tensor.__bool__, torch.Tensor.__float__, torch.Tensor.item
 
 
-class _Answers(TorchFunctionMode):
+class _BranchAnswers(TorchFunctionMode):
     """Records truth values and floats that the caller's own code reads from tensors.
 
     Integers, such as lengths, are left out: a forward may well read them for each micro-batch.
@@ -53,7 +53,7 @@ class Branches:
         if self.done:
             yield
             return
-        with _Answers() as answers:
+        with _BranchAnswers() as answers:
             yield
         if batch != self._batch:
             self._batch, self._answers = batch, answers.found

@@ -101,7 +101,7 @@ class GroupSum:
         if self._thread is not None:
             self._batches.put((batch, works))
         else:
-            self._mailbox.put(self._key._replace(batch=batch), _Sums(works, batch, self._device))
+            self._mailbox.put(self._key._replace(batch=batch), _BucketSums(works, batch, self._device))
 
     def _start(self, bucket: _Bucket) -> None:
         # This memory held the sums of the batch before. On CUDA the copies are already ordered after them:
@@ -130,7 +130,7 @@ class GroupSum:
                 self._mailbox.fail(loss)
                 return
             # This thread's stream is not the one that reads the sums.
-            sums = _Sums(works, batch, self._device) if self._has_streams else None
+            sums = _BucketSums(works, batch, self._device) if self._has_streams else None
             self._mailbox.deliver(self._key._replace(batch=batch), sums)
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class GroupSum:
             end_communicators([(self._group, end, [*self._last, *self._works])], _PATIENCE_S)
 
 
-class _Sums(ReadyOnEvent):
+class _BucketSums(ReadyOnEvent):
     """The message that a batch's sums are ready; its receiver makes its stream wait for them."""
 
     __slots__ = ("_batch",)

@@ -171,7 +171,7 @@ def _form(parameter: nn.Parameter) -> str:
     return ", ".join(f"{placement!r} over the {size} ranks of {name!r}" for placement, name, size in placed)
 
 
-class _Outline(NamedTuple):
+class _StageOutline(NamedTuple):
     """What a hook must not change of a parameter. ``first``: its first name, as tied ones have several."""
 
     shape: torch.Size
@@ -179,13 +179,13 @@ class _Outline(NamedTuple):
     first: str
 
 
-def _outlines(stage: Stage) -> dict[str, _Outline]:
+def _outlines(stage: Stage) -> dict[str, _StageOutline]:
     named = dict(stage.named_parameters(remove_duplicate=False))
     first = {id(p): name for name, p in reversed(named.items())}
-    return {name: _Outline(p.shape, p.requires_grad, first[id(p)]) for name, p in named.items()}
+    return {name: _StageOutline(p.shape, p.requires_grad, first[id(p)]) for name, p in named.items()}
 
 
-def _check_layers(stage: Stage, layers: list[nn.Module], before: dict[str, _Outline]) -> None:
+def _check_layers(stage: Stage, layers: list[nn.Module], before: dict[str, _StageOutline]) -> None:
     after = _outlines(stage)
     changed = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     for name in changed:

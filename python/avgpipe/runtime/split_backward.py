@@ -67,7 +67,7 @@ def input_backward(
             )
     found = _planned(roots, {id(x) for x in inputs}) if inputs and roots else None
     if found is None:
-        return Deferred([_Part(list(roots), list(grads), [], [])] if roots else [])
+        return Deferred([_SplitPart(list(roots), list(grads), [], [])] if roots else [])
     plan, nodes = found
     if not plan.runs:
         _run(roots, grads, [])
@@ -89,7 +89,7 @@ def input_backward(
 class Deferred:
     """The rest of a backward that :func:`input_backward` left: W."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, parts: list[_SplitPart]) -> None:
         self._parts = parts
 
     def run(self) -> None:
@@ -99,7 +99,7 @@ class Deferred:
             self._parts.pop(0).run()
 
 
-class _Part(NamedTuple):
+class _SplitPart(NamedTuple):
     """One run of the engine in W, from ``roots`` and ``feeders`` to ``leaves``; [] means all."""
 
     roots: list[GradientEdge]
@@ -172,7 +172,7 @@ def _explore(roots: Sequence[GradientEdge], wanted: set[int]) -> _Graph:
     return _Graph(nexts, depth)
 
 
-def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Plan:
+def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _SplitPlan:
     number = {node: n for n, node in enumerate(graph.nexts)}
     leaves = {number[node]: id(_variable(node)) in wanted for node in number if _is_leaf(node)}
     shape = _Shape(
@@ -183,7 +183,7 @@ def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Pl
     )
     # A reentrant checkpoint, torch's or one like it, asks the engine whether all leaves are needed.
     if any("Checkpoint" in kind.__name__ for kind in shape.kinds):
-        return _Plan(shape, [], [], frozenset(), [])
+        return _SplitPlan(shape, [], [], frozenset(), [])
     runs: dict[int, _Run] = {}
     run_of: dict[Node, int] = {}
     now: list[Node] = []
@@ -206,7 +206,7 @@ def _plan(graph: _Graph, roots: Sequence[GradientEdge], wanted: set[int]) -> _Pl
         for edge in roots
     ]
     kept = frozenset(number[node] for node in run_of)
-    return _Plan(shape, list(runs.values()), of_roots, kept, [number[node] for node in now])
+    return _SplitPlan(shape, list(runs.values()), of_roots, kept, [number[node] for node in now])
 
 
 class _Run(NamedTuple):
@@ -259,7 +259,7 @@ class _Shape(NamedTuple):
         return nodes
 
 
-class _Plan(NamedTuple):
+class _SplitPlan(NamedTuple):
     """How a backward is split, by numbers of nodes.
 
     Attributes:
@@ -277,14 +277,14 @@ class _Plan(NamedTuple):
 
     def parts(
         self, nodes: list[Node], roots: Sequence[GradientEdge], grads: Sequence[torch.Tensor]
-    ) -> list[_Part]:
+    ) -> list[_SplitPart]:
         """Return the runs of W for a graph of these nodes; from now on, hooks keep the feeders' gradients."""
         parts = []
         for run in self.runs:
             feeders = [_Feeder(nodes[n], _ArrivedGradients()) for n in run.feeders]
             for feeder in feeders:
                 feeder.node.register_prehook(feeder.arrived)
-            parts.append(_Part([], [], feeders, [_variable(nodes[n]) for n in run.leaves]))
+            parts.append(_SplitPart([], [], feeders, [_variable(nodes[n]) for n in run.leaves]))
         for edge, grad, place in zip(roots, grads, self.of_roots):
             if place >= 0:
                 parts[place].roots.append(edge)
@@ -299,13 +299,13 @@ class _Plans(threading.local):
     """Plans of this thread's latest graphs, the most recently used first."""
 
     def __init__(self) -> None:
-        self.newest: deque[_Plan] = deque(maxlen=_KEPT_PLANS)
+        self.newest: deque[_SplitPlan] = deque(maxlen=_KEPT_PLANS)
 
 
 _plans = _Plans()
 
 
-def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_Plan, list[Node]] | None:
+def _planned(roots: Sequence[GradientEdge], wanted: set[int]) -> tuple[_SplitPlan, list[Node]] | None:
     """Return the plan and the nodes of the graph behind ``roots``; None if it leads to no input.
 
     Most graphs equal an earlier one, node by node and edge by edge, and use its plan.

@@ -20,7 +20,7 @@ RECOMPUTE = ("never", "except-last", "always")
 """The micro-batches that run their forward again, see ``Plan.recompute``."""
 
 
-class Published(NamedTuple):
+class PublishedSchedule(NamedTuple):
     """A row of the table of schedules.
 
     Attributes:
@@ -41,26 +41,26 @@ class Published(NamedTuple):
 
 
 _SCHEDULES = (
-    Published(
+    PublishedSchedule(
         "all-forward-all-backward",
         "one_stage:all_forward_all_backward",
         takes=("replication",),
         alias="gpipe",
     ),
-    Published("1f1b", "one_stage:one_f_one_b", takes=("replication",), alias="dapple"),
-    Published("advance-forward", "one_stage:advance_forward", takes=("replication", "advance")),
-    Published("pipedream", "one_stage:endless", "stash", takes=("replication", "advance"), advance=0),
-    Published(
+    PublishedSchedule("1f1b", "one_stage:one_f_one_b", takes=("replication",), alias="dapple"),
+    PublishedSchedule("advance-forward", "one_stage:advance_forward", takes=("replication", "advance")),
+    PublishedSchedule("pipedream", "one_stage:endless", "stash", takes=("replication", "advance"), advance=0),
+    PublishedSchedule(
         "pipedream-2bw", "one_stage:endless", "double-buffer", takes=("replication", "advance"), advance=0
     ),
-    Published("interleaved-1f1b", "several_stages:interleaved_1f1b", takes=("stages_per_worker",)),
-    Published("looped-bfs", "several_stages:looped_bfs", takes=("stages_per_worker",)),
-    Published("zero-bubble-h1", "several_stages:zero_bubble_h1"),
-    Published(
+    PublishedSchedule("interleaved-1f1b", "several_stages:interleaved_1f1b", takes=("stages_per_worker",)),
+    PublishedSchedule("looped-bfs", "several_stages:looped_bfs", takes=("stages_per_worker",)),
+    PublishedSchedule("zero-bubble-h1", "several_stages:zero_bubble_h1"),
+    PublishedSchedule(
         "interleaved-zero-bubble", "several_stages:interleaved_zero_bubble", takes=("stages_per_worker",)
     ),
-    Published("zero-bubble-v", "several_stages:zero_bubble_v"),
-    Published("dualpipe-v", "several_stages:dualpipe_v"),
+    PublishedSchedule("zero-bubble-v", "several_stages:zero_bubble_v"),
+    PublishedSchedule("dualpipe-v", "several_stages:dualpipe_v"),
 )
 
 
@@ -69,7 +69,7 @@ def schedule_names() -> list[str]:
     return [row.name for row in _SCHEDULES]
 
 
-def published(name: str) -> Published:
+def published(name: str) -> PublishedSchedule:
     """Return the row of a schedule in the table; ValueError for an unknown name."""
     rows = {row.name: row for row in _SCHEDULES} | {row.alias: row for row in _SCHEDULES if row.alias}
     if name not in rows:

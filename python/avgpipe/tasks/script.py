@@ -104,7 +104,7 @@ class Script:
         also = {name: value for name in _ALSO if (value := getattr(options, name)) is not None}
         return {name: value for name, value in (own | also).items() if name in taken}
 
-    def _find(self) -> _Found:
+    def _find(self) -> _FoundFunction:
         module = _imported(self.module) if self.path is None else _loaded(self.module, self.path)
         file = str(module.__file__)
         function = getattr(module, self.function, None)
@@ -115,10 +115,10 @@ class Script:
                 if inspect.isfunction(value) and value.__module__ == module.__name__
             ]
             raise ScriptError(f"{file}: has no function {self.function}: {nearest(self.function, names)}")
-        return _Found(file, function)
+        return _FoundFunction(file, function)
 
 
-class _Found(NamedTuple):
+class _FoundFunction(NamedTuple):
     """A function and its file."""
 
     file: str

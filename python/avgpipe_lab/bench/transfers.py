@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from avgpipe.cli.output import arguments, tell
 from avgpipe.links.link import LocalLink, Mailbox
-from avgpipe.measure.workers import Peers, Read, leave, payload
+from avgpipe.measure.workers import OtherWorkers, Read, leave, payload
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
@@ -73,7 +73,7 @@ def worker(config: str) -> list[dict[str, Any]]:
     asked = TransfersConfig.from_json(config)
     torch.set_num_threads(1)
     join(asked.timeout_s, "gloo")
-    peers = Peers(asked.timeout_s)
+    peers = OtherWorkers(asked.timeout_s)
     makers = {"shm": peers.shared_memory, "gloo": peers.gloo}
     left_out = {} if ring.supported() or "shm" not in asked.links else {"shm": "needs Linux, with /proc"}
     names = [name for name in makers if name in asked.links and name not in left_out]
@@ -125,7 +125,7 @@ def _samples(ways: Sequence[Way], trips: int, rounds: int) -> list[list[float]]:
 # ---- ways to exchange messages, besides avgpipe's links between processes --------------------------------------------
 
 
-def _local(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
+def _local(peers: OtherWorkers, source: torch.Tensor, read: Read) -> Exchange:
     """Return a link within a process."""
     mailbox, key = Mailbox(), peers.key(1, 0)
     link = LocalLink(mailbox, torch.device("cpu"))
@@ -138,7 +138,7 @@ def _local(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
     return partial(_alone, peers, once)
 
 
-def _memcpy(peers: Peers, size: int, read: Read) -> Exchange:
+def _memcpy(peers: OtherWorkers, size: int, read: Read) -> Exchange:
     """Return one memcpy of the same bytes between two buffers of one process.
 
     It alternates between two pairs of buffers, so that caches serve it as they serve the ways above, which
@@ -154,7 +154,7 @@ def _memcpy(peers: Peers, size: int, read: Read) -> Exchange:
     return partial(_alone, peers, once)
 
 
-def _alone(peers: Peers, once: Callable[[], None], count: int) -> float:
+def _alone(peers: OtherWorkers, once: Callable[[], None], count: int) -> float:
     """Return the seconds of ``once`` on the first rank; the second one waits meanwhile."""
     begin = time.perf_counter()
     for _ in range(count if peers.rank == 0 else 0):
@@ -162,7 +162,7 @@ def _alone(peers: Peers, once: Callable[[], None], count: int) -> float:
     return (time.perf_counter() - begin) / count
 
 
-def _plain_gloo(peers: Peers, source: torch.Tensor, read: Read) -> Exchange:
+def _plain_gloo(peers: OtherWorkers, source: torch.Tensor, read: Read) -> Exchange:
     """Return dist.send and dist.irecv; the receive is posted before the message that it answers is sent."""
     target = torch.empty_like(source)
 

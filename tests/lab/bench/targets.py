@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from avgpipe.measure.workers import Peers, payload
+from avgpipe.measure.workers import OtherWorkers, payload
 from avgpipe.ranks.rendezvous import join
 from avgpipe_lab.bench import transfers
 
@@ -13,7 +13,7 @@ SIZE = 4096
 def every_way():
     """By name: whether each message that a rank got was the other one's, and the seconds."""
     join(60.0, "gloo")
-    peers = Peers(20.0)
+    peers = OtherWorkers(20.0)
     got = []
 
     def note(tensor):

@@ -18,7 +18,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.fault.replace import Replacing
-from avgpipe.fault.supervise import Isolation, Supervisor
+from avgpipe.fault.supervise import IsolatedCounts, Supervisor
 from avgpipe.ranks.launch import Interrupted, Job, run_on_ranks, tied
 from avgpipe.testing import environment
 from avgpipe_lab.bench.chaos.draw import Scenario
@@ -127,7 +127,7 @@ def _launch(way: str, shape: RunShape, added: dict[str, str], seen: SeenRun) -> 
         return
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
         job = Job("stderr", command, shape.stages, added)
-        Supervisor(job, Isolation(shape.pipelines), Path(name), say).run()
+        Supervisor(job, IsolatedCounts(shape.pipelines), Path(name), say).run()
 
 
 @contextmanager
