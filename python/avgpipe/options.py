@@ -70,6 +70,11 @@ class Precision(Extension):
         )
 
 
+def precision_of(extensions: Sequence[Extension]) -> Precision:
+    """Return the precision among some extensions, or the default."""
+    return next((e for e in extensions if isinstance(e, Precision)), Precision())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Extension):
     """Which ranks a pipeline has, where it has not all, and how a stage is made parallel over others.

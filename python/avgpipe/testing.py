@@ -1,6 +1,42 @@
 """Inject faults: kill, stop, slow, cut or corrupt a rank of a run at a place that a test names.
 
 See the guide "Test what happens when a rank fails".
+
+Kinds:
+
+- "kill": the process gets SIGKILL.
+- "stop": it gets SIGSTOP, and SIGCONT after ``for_s`` seconds; None: it is never continued.
+- "slow": it sleeps for ``for_s`` seconds; ``times`` says how often.
+- "exception": `InjectedFault` is raised, as an error of the caller's own code would be.
+- "out of memory": MemoryError is raised, or torch.OutOfMemoryError where the process has an accelerator.
+- "cut line": from now on nothing passes between this rank and the others, and nothing is closed. TCP
+  connections, such as gloo's, carry nothing in either direction, collectives included. Other links, such
+  as shared memory, lose what this rank sends, and still carry what others send; these are cut at
+  "training", "evaluation", "update" and "averaging" alone. Stages of one process have no line between
+  them.
+- "reset": the TCP connections with other ranks end by a reset, which both ends notice. Shared memory still
+  works: its ranks notice at the next collective, such as that of a save.
+- "half-written message": the TCP connections with other ranks get the beginning of a message, and the process gets
+  SIGKILL. In shared memory a half-written message is never announced, so there it is a "kill".
+- "full disk": what a save writes finds room for ``room_bytes`` bytes of a file, then "No space left on device".
+- "flipped bit": one bit flips. With ``where="wire"``, in the next message with tensors, once it is written
+  for the other end; where it stays on a device or in one process, in a copy of its first tensor. With
+  ``where="weights"``, in the weights in memory of the place's stage and pipeline. With
+  ``where="checkpoint"``, in a file of a save, once it is written.
+
+Phases, and what names a place in them beside ``rank`` and ``restart``:
+
+- "start": before the process meets the others for a Pipeline.
+- "training" (``pipeline``, ``stage``, ``batch``, ``micro_batch``, ``action``): before an action, which is
+  "forward", "backward", "update", or another part of an update, such as "send tied".
+- "evaluation" (as for training): before a forward. Batches are counted over all evaluations and predictions.
+- "update" (``pipeline``, ``stage``, ``batch``): before the optimizer's step, an action of training.
+- "averaging" (as for an update): after it; the reference of this stage has the update, that of others perhaps not.
+- "save" (``pipeline``, ``stage``, ``batch``, ``action``): the action is "begin"; "write" and "written", of each
+  file; or, on the first rank, "manifest", before the checkpoint becomes valid.
+- "load" (``pipeline``, ``stage``, ``action``): "begin", or "restore", when all is read and nothing changed yet.
+- "join" (``pipeline``, ``stage``): when an isolated pipeline that joins a run takes over its state.
+- "shutdown" (``pipeline``, ``stage``): when a Pipeline is closed, such as at the end of the program.
 """
 
 from __future__ import annotations
@@ -30,11 +66,7 @@ def fail_at(
     after: int = 0,
     after_s: float = 0.0,
     times: int | None = 1,
-    for_s: float | None = None,
-    where: str | None = None,
-    bit: int = 62,
-    room_bytes: int = 0,
-    store: bool = False,
+    **options: Any,
 ) -> Armed:
     """Make a fault happen in this process where all given values fit; every rank may make the same call.
 
@@ -43,68 +75,42 @@ def fail_at(
     in the log says what was injected where. While nothing is armed, training is as fast as without this
     module.
 
-    Kinds:
-
-    - "kill": the process gets SIGKILL.
-    - "stop": it gets SIGSTOP, and SIGCONT after ``for_s`` seconds; None: it is never continued.
-    - "slow": it sleeps for ``for_s`` seconds; ``times`` says how often.
-    - "exception": `InjectedFault` is raised, as an error of the caller's own code would be.
-    - "out of memory": MemoryError is raised, or torch.OutOfMemoryError where the process has an accelerator.
-    - "cut line": from now on nothing passes between this rank and the others, and nothing is closed. TCP
-      connections, such as gloo's, carry nothing in either direction, collectives included. Other links, such
-      as shared memory, lose what this rank sends, and still carry what others send; these are cut at
-      "training", "evaluation", "update" and "averaging" alone. Stages of one process have no line between
-      them.
-    - "reset": the TCP connections with other ranks end by a reset, which both ends notice. Shared memory still
-      works: its ranks notice at the next collective, such as that of a save.
-    - "half-written message": the TCP connections with other ranks get the beginning of a message, and the process gets
-      SIGKILL. In shared memory a half-written message is never announced, so there it is a "kill".
-    - "full disk": what a save writes finds room for ``room_bytes`` bytes of a file, then "No space left on device".
-    - "flipped bit": one bit flips. With ``where="wire"``, in the next message with tensors, once it is written
-      for the other end; where it stays on a device or in one process, in a copy of its first tensor. With
-      ``where="weights"``, in the weights in memory of the place's stage and pipeline. With
-      ``where="checkpoint"``, in a file of a save, once it is written.
-
-    Phases, and what names a place in them beside ``rank`` and ``restart``:
-
-    - "start": before the process meets the others for a Pipeline.
-    - "training" (``pipeline``, ``stage``, ``batch``, ``micro_batch``, ``action``): before an action, which is
-      "forward", "backward", "update", or another part of an update, such as "send tied".
-    - "evaluation" (as for training): before a forward. Batches are counted over all evaluations and predictions.
-    - "update" (``pipeline``, ``stage``, ``batch``): before the optimizer's step, an action of training.
-    - "averaging" (as for an update): after it; the reference of this stage has the update, that of others perhaps not.
-    - "save" (``pipeline``, ``stage``, ``batch``, ``action``): the action is "begin"; "write" and "written", of each
-      file; or, on the first rank, "manifest", before the checkpoint becomes valid.
-    - "load" (``pipeline``, ``stage``, ``action``): "begin", or "restore", when all is read and nothing changed yet.
-    - "join" (``pipeline``, ``stage``): when an isolated pipeline that joins a run takes over its state.
-    - "shutdown" (``pipeline``, ``stage``): when a Pipeline is closed, such as at the end of the program.
-
     Args:
-        kind: see above.
+        kind: see ``avgpipe.testing``.
         rank: by its number, as in messages; at "start" as in the environment. None is any, here and below.
         pipeline: index of a pipeline.
         stage: index of a stage.
         batch: number of a batch over the life of the Pipeline.
         micro_batch: number of a micro-batch in its batch.
-        phase: see above.
-        action: see above.
+        phase: likewise.
+        action: likewise.
         restart: how often torchrun or the launcher has restarted the process; 0: only its first start.
         after: number of fitting places to pass before the first fault.
         after_s: seconds to pass before any place counts.
         times: how often it happens in this process; None: every time.
-        for_s: seconds of "stop" and "slow".
-        where: "wire", "weights" or "checkpoint", for "flipped bit".
-        bit: which bit of the message, weights or file flips, modulo their number. The default makes a large
-            change of a float64 or float32.
-        room_bytes: of a "full disk".
-        store: "cut line" and "reset" include the connection with the store of torch.distributed
-            (MASTER_PORT).
+        options: of the kind:
+
+            - for_s: seconds of "stop" and "slow".
+            - where: "wire", "weights" or "checkpoint", for "flipped bit".
+            - bit: which bit of the message, weights or file flips, modulo their number. The default, 62, makes a
+              large change of a float64 or float32.
+            - room_bytes: of a "full disk".
+            - store: True: "cut line" and "reset" include the connection with the store of torch.distributed
+              (MASTER_PORT).
 
     Raises:
         ValueError: for an unknown name, and for a fault that can never happen.
     """
-    arguments = locals()  # a Fault has the same
-    fault = Armed(Fault(**arguments))
+    place: dict[str, Any] = {
+        "rank": rank,
+        "pipeline": pipeline,
+        "stage": stage,
+        "batch": batch,
+        "micro_batch": micro_batch,
+    }
+    place |= {"phase": phase, "action": action, "restart": restart}
+    counts = {"after": after, "after_s": after_s, "times": times}
+    fault = Armed(dataclass_of("a fault", Fault, {"kind": kind, **place, **counts, **options}))
     armed.append(fault)
     return fault
 

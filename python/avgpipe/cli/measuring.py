@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from typing import Any
 
@@ -152,17 +152,17 @@ def layers_of_workload(
 ) -> Profile:
     """Profile the layers in this process."""
     inputs, target = batch
-    return profile(
+    found = profile(
         workload.layers,
         inputs,
         target=target,
         micro_batch_sizes=micro_batch_sizes,
         threads=config.threads,
         budget_s=budget_s,
-        name=workload.label,
         layers_only=True,
         **profile_options(config, workload),
     )
+    return replace(found, model=workload.label)
 
 
 # ---- trials ----------------------------------------------------------------------------------------------------------

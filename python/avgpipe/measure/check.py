@@ -40,7 +40,7 @@ from avgpipe.model.layers import layers_of
 from avgpipe.model.model import named_tensors
 from avgpipe.model.modes import Modes, is_evaluated
 from avgpipe.model.proof import distance, size_of
-from avgpipe.options import Precision, Ranks
+from avgpipe.options import Precision, Ranks, precision_of
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.audit import whole_of
@@ -309,7 +309,7 @@ class _Both:
 
     @property
     def precision(self) -> Precision:
-        return next((e for e in self.extensions if isinstance(e, Precision)), Precision())
+        return precision_of(self.extensions)
 
     def wide(self) -> _Both:
         """Return the same in float64."""

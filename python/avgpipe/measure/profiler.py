@@ -1,4 +1,14 @@
-"""The profiler: times and bytes of a model's layers on a device."""
+"""The profiler: times and bytes of a model's layers on a device.
+
+Every layer runs as a stage would run it, on inputs that are detached from the layers before,
+micro-batches of all sizes in turn; a time is the mean of 3 to 25 sweeps over all layers, without the
+shortest and the longest tenth. The optimizer's steps, and those with elastic averaging (rule avgpipe,
+staleness 1, two pipelines), are measured with cold caches, as at the end of a batch. The runtime's costs,
+a worker's memory and the link are measured in one or two short processes.
+
+On the CPU a worker runs one action at a time, so ``second_lane`` is 1 by construction; on CUDA it is measured with
+two streams, and ``process_bytes`` is 0, as torch counts a device's memory.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +16,7 @@ import copy
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,20 +57,12 @@ def profile(
     autocast: torch.dtype | None = None,
     threads: int = 1,
     budget_s: float = 30.0,
-    name: str | None = None,
     worker_loads: tuple[str, dict[str, Any]] | None = None,
     layers_only: bool = False,
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; the model and random generators stay unchanged.
 
-    Every layer runs as a stage would run it, on inputs that are detached from the layers before,
-    micro-batches of all sizes in turn; a time is the mean of 3 to 25 sweeps over all layers, without the
-    shortest and the longest tenth. The optimizer's steps, and those with elastic averaging (rule avgpipe,
-    staleness 1, two pipelines), are measured with cold caches, as at the end of a batch. The runtime's costs,
-    a worker's memory and the link are measured in one or two short processes.
-
-    On the CPU a worker runs one action at a time, so ``second_lane`` is 1 by construction; on CUDA it is measured with
-    two streams, and ``process_bytes`` is 0, as torch counts a device's memory.
+    The module says how it is measured.
 
     Args:
         model: See ``Pipeline``.
@@ -78,7 +80,6 @@ def profile(
         threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless set
             otherwise.
         budget_s: Approximate seconds for measuring, besides the processes; more if three sweeps take longer.
-        name: The model's name in the profile; None: its class.
         worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is
             taken as that of a worker without a stage; its result is kept, such as the data and the whole
             model.
@@ -91,36 +92,24 @@ def profile(
         StageError: A layer, which the error names, cannot be timed.
         PipelineError: A process failed.
     """
+    _check_numbers(
+        micro_batch_sizes, {"threads": threads, "budget_s": budget_s, "clip_grad_norm": clip_grad_norm}
+    )
     where, layers = own_device(device), layers_of(model, example_inputs)
     on_host = not has_streams(where)
     if on_host:
         keep_freed_memory()  # as pipelines do
-    if not micro_batch_sizes or any(type(b) is not int or b < 1 for b in micro_batch_sizes):
-        raise ValueError(
-            f"micro_batch_sizes must be whole numbers of at least 1, got {list(micro_batch_sizes)}"
-        )
-    asked = {"threads": threads, "budget_s": budget_s, "clip_grad_norm": clip_grad_norm}
-    for what, value in asked.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{what} must be above 0, got {value}")
     sizes = sorted(set(micro_batch_sizes))
-    batches, names = examples(example_inputs, target, sizes, where), layer_names(layers)
+    batches = examples(example_inputs, target, sizes, where)
     with CallerGenerators(where), undisturbed(threads):
         loss = copy.deepcopy(loss_fn)
         if isinstance(loss, nn.Module):
             loss.to(where)
-        new_sweep = lambda: Sweep(_stage(layers, where), names, loss, autocast)  # noqa: E731
-        whole = Model.cut(model, layers, len(layers), None)
-        by_layer, facts = _swept(new_sweep, whole.skips, batches, budget_s)
         updates = Updates(optimizer, where, clip_grad_norm)
-        share_s = _UPDATES_SHARE * budget_s / len(layers)
-        rows = tuple(
-            _row(name, layer, {**measured, **updates.measure(layer, own, share_s)._asdict()})
-            for name, layer, own, measured in zip(names, layers, whole.trainable, by_layer)
-        )
+        new_sweep = lambda: Sweep(_stage(layers, where), layer_names(layers), loss, autocast)  # noqa: E731
+        rows, facts = _rows(model, layers, batches, new_sweep, updates, budget_s)
     found = Profile(
-        model=name
-        or (type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers"),
+        model=type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers",
         device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else device_name(where),
         micro_batch_sizes=tuple(sizes),
         layers=rows,
@@ -131,6 +120,35 @@ def profile(
     if layers_only:
         return found
     return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
+
+
+def _check_numbers(micro_batch_sizes: Sequence[int], numbers: Mapping[str, float | None]) -> None:
+    if not micro_batch_sizes or any(type(b) is not int or b < 1 for b in micro_batch_sizes):
+        raise ValueError(
+            f"micro_batch_sizes must be whole numbers of at least 1, got {list(micro_batch_sizes)}"
+        )
+    for what, value in numbers.items():
+        if value is not None and not value > 0:
+            raise ValueError(f"{what} must be above 0, got {value}")
+
+
+def _rows(
+    model: nn.Module | Sequence[nn.Module],
+    layers: Sequence[nn.Module],
+    batches: Any,
+    new_sweep: Callable[[], Sweep],
+    updates: Updates,
+    budget_s: float,
+) -> tuple[tuple[LayerProfile, ...], dict[str, Any]]:
+    """Measure the layers; return their costs, and what belongs to all of them."""
+    whole = Model.cut(model, layers, len(layers), None)
+    by_layer, facts = _swept(new_sweep, whole.skips, batches, budget_s)
+    share_s = _UPDATES_SHARE * budget_s / len(layers)
+    rows = tuple(
+        _row(name, layer, {**measured, **updates.measure(layer, own, share_s)._asdict()})
+        for name, layer, own, measured in zip(layer_names(layers), layers, whole.trainable, by_layer)
+    )
+    return rows, facts
 
 
 def _row(name: str, layer: nn.Module, measured: dict[str, Any]) -> LayerProfile:

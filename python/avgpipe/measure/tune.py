@@ -21,6 +21,7 @@ from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, s
 from avgpipe.measure.workers import measure_workers
 from avgpipe.model.batch import LossFn, plain, sample_count
 from avgpipe.model.layers import layers_of
+from avgpipe.options import precision_of
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -34,6 +35,12 @@ CLOSE = 0.05  # plans on one machine vary by this much from run to run
 ROUNDS = 3
 _ROUND_S = 1.0
 _LEAST, _MOST = 2, 60  # batches of each pipeline in a round
+_PROFILED = (
+    "loss_fn",
+    "optimizer",
+    "device",
+    "clip_grad_norm",
+)  # arguments of a Pipeline that a profile has, too
 _TIMEOUT_S = 900.0  # timeout of ranks that wait while the first one profiles
 
 
@@ -51,11 +58,9 @@ def tune(
     profile: Profile | None = None,
     cluster: Cluster | None = None,
     link: LinkProfile | None = None,
-    device: torch.device | str = "cpu",
-    clip_grad_norm: float | None = None,
-    autocast: torch.dtype | None = None,
     trials: int = 3,
     budget_s: float = 15.0,
+    **options: Any,
 ) -> Plan:
     """Return the plan with the least time per batch that fits into the memory, as far as the search finds it.
 
@@ -77,11 +82,10 @@ def tune(
         profile: A profile of the model, instead of a new one.
         cluster: Devices and links to plan for, if not the present workers; nothing is timed then.
         link: Link between workers, instead of the measured one; nothing is timed then.
-        device: Where to profile and to time.
-        clip_grad_norm: See ``Pipeline``.
-        autocast: See ``Pipeline``.
         trials: Number of plans to time.
         budget_s: Approximate seconds for profiling.
+        options: Further arguments of ``Pipeline``: ``device``, where to profile and to time, ``clip_grad_norm``, or
+            ``extensions``, of which the profile follows ``Precision``.
 
     Raises:
         ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what
@@ -94,10 +98,11 @@ def tune(
         raise ValueError("a cluster has the number of workers and their memory: leave out one of the two")
     batch = plain(example_inputs), plain(target)
     samples = sample_count(*batch)
-    options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "device": device}
-    options |= {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
+    options = {"device": "cpu", **options, "loss_fn": loss_fn, "optimizer": optimizer}
     if profile is None:
-        profile = profile_together(model, batch, budget_s, world, link, **options)
+        own = {name: options[name] for name in _PROFILED if name in options}
+        autocast = precision_of(options.get("extensions", ())).autocast
+        profile = profile_together(model, batch, budget_s, world, link, **own, autocast=autocast)
     profile = Profile.from_json(world.gather(profile.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(profile, count, memory_limit_bytes, link)
@@ -134,7 +139,7 @@ def profile_together(
         budget_s: Approximate seconds to take.
         world: The ranks.
         link: Link between workers, instead of the measured one.
-        options: Options of the ``Pipeline`` that ``avgpipe.profile`` also has.
+        options: Further arguments of ``avgpipe.profile``.
     """
     inputs, target = batch
     found = profiler.profile(

@@ -107,27 +107,18 @@ def choose_advance(
     def seconds(warm: WarmUps) -> float:
         return steady_batch_s(_schedule(warm, micro_batches), costs, pipelines=pipelines, batches=count)
 
-    search = _AdvanceSearch(
-        seconds,
-        held=costs.of_stages(stages, micro_batches).activation_bytes.tolist(),
-        least=least,
-        most=(micro_batches,) * stages
-        if limit == math.inf
-        else _most(least, micro_batches, costs, pipelines, limit),
-        affordable=max(_LEAST_EVALUATED, _MOST_ACTIONS // (count * stages * (2 * micro_batches + 1))),
-    )
+    unlimited = (micro_batches,) * stages
+    most = unlimited if limit == math.inf else _most(least, micro_batches, costs, pipelines, limit)
+    affordable = max(_LEAST_EVALUATED, _MOST_ACTIONS // (count * stages * (2 * micro_batches + 1)))
+    held = costs.of_stages(stages, micro_batches).activation_bytes.tolist()
+    search = _AdvanceSearch(seconds, held=held, least=least, most=most, affordable=affordable)
     if not search.try_all():
         search.climb(makespan_bounds(_schedule(least, micro_batches), costs).busiest_device_s)
         search.descend()
     chosen = search.cheapest()
+    own_s, least_s, default_s, one_f_one_b_s = map(seconds, (chosen, search.quickest(), default, least))
     return AdvanceChoice(
-        _advance(chosen),
-        seconds(chosen),
-        seconds(search.quickest()),
-        seconds(default),
-        seconds(least),
-        list(chosen),
-        memory_limit_bytes,
+        _advance(chosen), own_s, least_s, default_s, one_f_one_b_s, list(chosen), memory_limit_bytes
     )
 
 

@@ -340,17 +340,16 @@ def simulated(
     Args:
         profile: Profile of the model.
         stages: Number of stages K; None: up to 4.
-        micro_batches: Micro-batches of a batch.
-        pipelines: Pipelines that share the workers.
+        micro_batches, pipelines: See ``Plan``.
         schedule: See ``build_schedule``, also for the next two.
         advance: Advance of "advance-forward".
         stages_per_worker: For schedules that have any number of them, such as "interleaved-1f1b".
         recompute: See ``Plan``.
         link: Link between two workers.
         micro_batch_size: Samples of a micro-batch.
-        memory_limit_bytes: Memory of a worker. It counts weights, gradients and optimizer state of each
-            pipeline, the weights in as many versions as the schedule needs, with several pipelines the
-            reference and an update buffer for each, and the micro-batches in flight on all pipelines at once.
+        memory_limit_bytes: Memory of a worker: weights, gradients and optimizer state of each pipeline, in as many
+            versions as the schedule needs, with several pipelines the reference and an update buffer for each,
+            and the micro-batches in flight on all pipelines at once.
     """
     count = min(4, len(profile.layers)) if stages is None else stages
     check_count("pipelines", pipelines)
@@ -372,14 +371,17 @@ def simulated(
         method="simulated",
         replication=[1] * count,
         stage_s=[training.compute_s(*block) for block in blocks],
-        objective=f"one batch of {micro_batches} micro-batches, {order.name}"
-        + (f", {pipelines} pipelines" if pipelines > 1 else "")
-        + (f", recomputing {recompute}" if recompute != "never" else ""),
+        objective=f"one batch of {micro_batches} micro-batches, {order.name}{_more(pipelines, recompute)}",
         value=batch_s,
         workers=order.workers,
         memory_bytes=[training.stage_bytes(k, *block) for k, block in enumerate(blocks)],
         micro_batches=micro_batches,
     )
+
+
+def _more(pipelines: int, recompute: str) -> str:
+    several = f", {pipelines} pipelines" if pipelines > 1 else ""
+    return several + (f", recomputing {recompute}" if recompute != "never" else "")
 
 
 class Training:

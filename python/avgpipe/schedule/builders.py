@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -138,13 +138,9 @@ def build_schedule(
     row = published(name)
     check_count("stages", stages)
     check_count("micro_batches", micro_batches)
-    given = {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
-    for option, value in given.items():
-        if value is not None and option not in row.takes:
-            takers = [repr(other.name) for other in _SCHEDULES if option in other.takes]
-            raise ValueError(
-                f"{option}={value!r}: {row.name} takes none, leave it out or choose {' or '.join(takers)}"
-            )
+    _check_taken(
+        row, {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
+    )
     if stages_per_worker is not None and (type(stages_per_worker) is not int or stages_per_worker < 2):
         raise ValueError(
             f"stages_per_worker={stages_per_worker!r}: must be an int of at least 2; '1f1b' has 1 stage per worker"
@@ -154,6 +150,16 @@ def build_schedule(
     module, _, function = row.build.partition(":")
     build = getattr(import_module(f"avgpipe.schedule.{module}"), function)
     return _built(build, Asked(row.name, micro_batches, workers, ahead, stages_per_worker or 2))
+
+
+def _check_taken(row: PublishedSchedule, given: Mapping[str, Any]) -> None:
+    """Refuse options that a schedule does not have."""
+    for option, value in given.items():
+        if value is not None and option not in row.takes:
+            takers = [repr(other.name) for other in _SCHEDULES if option in other.takes]
+            raise ValueError(
+                f"{option}={value!r}: {row.name} takes none, leave it out or choose {' or '.join(takers)}"
+            )
 
 
 @lru_cache(maxsize=128)  # checking the rows takes long, and many plans have the same schedule

@@ -45,9 +45,7 @@ def dapple(
     compute, with a note.
 
     Args:
-        profile: Profile of the model.
-        stages: Number of stages K; None: the optimum.
-        micro_batches: Micro-batches of a batch.
+        profile, stages, micro_batches: The model, K (None: the optimum) and M.
         workers: With ``link``, the devices of a single machine.
         levels: Devices in a machine, and machines, instead of ``workers`` and ``link``.
         link: Link between two devices.
@@ -60,12 +58,13 @@ def dapple(
     nets = network(profile, stages, workers, levels, link)
     if len(nets) > 2:
         raise ValueError(
-            f"levels has {len(nets)}: dapple knows devices in a machine and machines, give one or two"
+            f"levels has {len(nets)}: dapple has devices in a machine, and machines: give one or two"
         )
     chain = Chain(profile, micro_batch_size, nets[-1].link)
     model = Model(chain, nets, micro_batches, limit)
     total = sum(model.devices)
     (batch_s, _), layout, exact = find(model, stages)
+    several = len(model.devices) > 1
     if batch_s == math.inf:
         least, _ = Divisions(chain.layers, model.held_bytes).best(total, stages)
         raise does_not_fit(limit, least, "use more workers, fewer or smaller micro-batches")
@@ -81,8 +80,8 @@ def dapple(
         value=batch_s,
         workers=total,
         memory_bytes=model.bytes(layout),
-        placement=_workers_of(layout) if len(model.devices) > 1 else None,
-        machines=[placed.taken for placed in layout] if len(model.devices) > 1 else None,
+        placement=_workers_of(layout) if several else None,
+        machines=[placed.taken for placed in layout] if several else None,
         system="dapple",
         micro_batches=micro_batches,
     )

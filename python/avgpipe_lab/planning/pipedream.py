@@ -67,23 +67,26 @@ def pipedream(
         least, _ = _Search(chain, nets, math.inf, by_bytes=True).divided(top, 0).best(units, stages)
         raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
     pieces = search.pieces(top, blocks, 0)
-    own = [len(piece.placed) for piece in pieces]
     return Partition.of_chain(
         chain,
         [piece.first for piece in pieces],
         method="pipedream",
-        replication=own,
+        replication=[len(piece.placed) for piece in pieces],
         stage_s=[piece.seconds for piece in pieces],
         objective="slowest stage, link or synchronisation, per micro-batch",
         value=value,
         workers=total,
-        memory_bytes=[
-            _worker_bytes(chain, math.ceil(sum(own[k + 1 :]) / own[k]), piece.first, piece.last)
-            for k, piece in enumerate(pieces)
-        ],
+        memory_bytes=_bytes_of(chain, pieces),
         placement=_numbered(pieces) if len(nets) > 1 else None,
         system="pipedream",
     )
+
+
+def _bytes_of(chain: Chain, pieces: Sequence[Piece]) -> list[float]:
+    """Return the bytes of a worker of each piece."""
+    own = [len(piece.placed) for piece in pieces]
+    behind = [math.ceil(sum(own[k + 1 :]) / own[k]) for k in range(len(own))]
+    return [_worker_bytes(chain, n, piece.first, piece.last) for n, piece in zip(behind, pieces)]
 
 
 class Piece(NamedTuple):
@@ -201,6 +204,20 @@ class Shape(NamedTuple):
     recompute: bool
 
 
+def _fastest(every: Sequence[_Shaped], limit: float) -> tuple[float, _Shaped, list[Block]]:
+    """Return samples per second, the shape and the blocks of the fastest that fits; ValueError if none does."""
+    rate, best, blocks = 0.0, every[0], list[Block]()
+    for shaped in every:
+        slowest_s, found = shaped.divided(shaped.where_fits(limit))
+        samples_per_s = shaped.shape.width * shaped.shape.samples / slowest_s if slowest_s else math.inf
+        if samples_per_s > rate * (1 + EXACT):
+            rate, best, blocks = samples_per_s, shaped, found
+    if not blocks:
+        least = min(shaped.divided(shaped.bytes)[0] for shaped in every)
+        raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
+    return rate, best, blocks
+
+
 def pipedream_2bw(
     profile: Profile,
     stages: int | None = None,
@@ -244,15 +261,7 @@ def pipedream_2bw(
     chains = {size: Chain(profile, size, net.link) for size in sizes}
     shapes = _shapes(batch, sizes, net.units, stages or 1, recompute)
     every = [_Shaped(chains[shape.samples], shape, net, stages) for shape in shapes]
-    rate, best, blocks = 0.0, every[0], list[Block]()
-    for shaped in every:
-        slowest_s, found = shaped.divided(shaped.where_fits(limit))
-        samples_per_s = shaped.shape.width * shaped.shape.samples / slowest_s if slowest_s else math.inf
-        if samples_per_s > rate * (1 + EXACT):
-            rate, best, blocks = samples_per_s, shaped, found
-    if not blocks:
-        least = min(shaped.divided(shaped.bytes)[0] for shaped in every)
-        raise does_not_fit(limit, least, "use more workers or smaller micro-batches")
+    rate, best, blocks = _fastest(every, limit)
     shape = best.shape
     return Partition.of_chain(
         chains[shape.samples],

@@ -182,9 +182,7 @@ def beam_search(
     Raises:
         ValueError: numbers out of range, or output that is not [rows, vocabulary].
     """
-    if beam < 1 or max_length < 0 or length_penalty < 0:
-        found = f"{beam}, {max_length} and {length_penalty}"
-        raise ValueError(f"beam must be at least 1, max_length and length_penalty at least 0, got {found}")
+    _check_search(beam, max_length, length_penalty)
     samples = next(iter(source.values())).shape[0]
     best: dict[int, Hypothesis] = {}  # for sentences with an ended hypothesis
     ended = [0] * samples
@@ -213,13 +211,20 @@ def beam_search(
         prefix = torch.cat((prefix, piece[:, :, None]), 2)
         # A log-probability only decreases, and no penalty is larger than that of the longest sequence.
         reachable = (scores[:, 0] / penalty(max_length + 1, length_penalty)).tolist()
+        may_improve = [s not in best or not best[s].score >= r for s, r in zip(alive.tolist(), reachable)]
         going_on = [
             row
-            for row, sentence in enumerate(alive.tolist())
-            if sentence not in best or (ended[sentence] < beam and not best[sentence].score >= reachable[row])
+            for row, s in enumerate(alive.tolist())
+            if may_improve[row] and (s not in best or ended[s] < beam)
         ]
         alive, prefix, scores = alive[going_on], prefix[going_on], scores[going_on]
     return [best[sentence] for sentence in range(samples)]
+
+
+def _check_search(beam: int, max_length: int, length_penalty: float) -> None:
+    if beam < 1 or max_length < 0 or length_penalty < 0:
+        found = f"{beam}, {max_length} and {length_penalty}"
+        raise ValueError(f"beam must be at least 1, max_length and length_penalty at least 0, got {found}")
 
 
 def penalty(length: int, a: float) -> float:
