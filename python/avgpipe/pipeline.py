@@ -205,12 +205,7 @@ class Pipeline:
             example_inputs=plain(example_inputs),
         )
         policy.check(spec)
-        if not has_streams(spec.device):
-            keep_freed_memory()
-        report_lost_peers()
-        select(spec.device)
-        if isinstance(loss_fn, nn.Module):
-            loss_fn.to(spec.device)
+        _prepare_process(spec)
         self._stepped = self._predicted = 0  # calls of step and predict
         self.plan, self._spec = plan, spec
         self._session = Session(spec, policy)
@@ -793,6 +788,16 @@ class Pipeline:
         if self.plan.isolate:
             whose = f"{here[0]}, the pipeline of this process"
         raise ValueError(f"weights must be 'reference'{average} or {whose}, not {weights!r}")
+
+
+def _prepare_process(spec: Spec) -> None:
+    """Set up what belongs to the whole process: its allocator, signals and device."""
+    if not has_streams(spec.device):
+        keep_freed_memory()
+    report_lost_peers()
+    select(spec.device)
+    if isinstance(spec.options.loss_fn, nn.Module):
+        spec.options.loss_fn.to(spec.device)
 
 
 def _policy(plan: Plan, copies_every_s: float | None) -> Policy:

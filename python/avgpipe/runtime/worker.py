@@ -25,7 +25,7 @@ from avgpipe.ranks import probe
 from avgpipe.ranks.preemption import Preemption
 from avgpipe.ranks.process import generation, named
 from avgpipe.ranks.world import World
-from avgpipe.rules import CORRECTIONS, RULES
+from avgpipe.rules import RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute, Port
@@ -39,7 +39,7 @@ from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.trained_stage import LateGradients, TrainedStage
 from avgpipe.runtime.update import Update
 from avgpipe.schedule import Schedule
 
@@ -156,14 +156,16 @@ class Worker:
         self.pace: Pace | None = None
         self._watchdog: Watchdog | None = None
         if world.size > 1:
-            from avgpipe.ranks.met import Watchdog
-            from avgpipe.runtime.pace import Pace
+            self._watch(cast("Met", world))
 
-            self.pace = Pace(self.scheduler, world, placement)
-            doing, looks = self.scheduler.doing, (self.preemption.look, self.alike.look)
-            self._watchdog = Watchdog(
-                cast("Met", world), self.mailbox, doing, self._links.processes, self.pace, looks
-            )
+    def _watch(self, world: Met) -> None:
+        """Watch the other ranks: whether they live, and how fast they are."""
+        from avgpipe.ranks.met import Watchdog
+        from avgpipe.runtime.pace import Pace
+
+        self.pace = Pace(self.scheduler, world, self.placement)
+        doing, looks = self.scheduler.doing, (self.preemption.look, self.alike.look)
+        self._watchdog = Watchdog(world, self.mailbox, doing, self._links.processes, self.pace, looks)
 
     @property
     def place(self) -> dict[str, Any]:
@@ -304,6 +306,7 @@ class Worker:
             ema = self.emas[replica] = ema or WeightAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
+        late = LateGradients.of(plan, k)
         for i, stage, arena, inside in zip(pipelines, stages, arenas, prepared):
             self.trained[replica, i] = TrainedStage(
                 stage,
@@ -313,9 +316,7 @@ class Worker:
                 self.references[replica],
                 arena,
                 versioned=plan.weights != "flush",
-                correction=None if plan.correction is None else CORRECTIONS[plan.correction],
-                delay=plan.delays[k],
-                warmup_rounds=plan.warmup_rounds or 0,
+                late=late,
                 loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
