@@ -27,16 +27,17 @@ from torch import nn
 
 import avgpipe_ext
 from avgpipe.device import has_streams
-from avgpipe.elastic.flat import FlatBuffers, Layout, Region
+from avgpipe.elastic.flat import FlatBuffers, Layout
 from avgpipe.elastic.matching import averaged, check_shapes, list_tensors, starting_alike
-from avgpipe.elastic.replica import Replica, region_of
+from avgpipe.elastic.outer import Outer, OuterSteps
+from avgpipe.elastic.replica import Replica
 from avgpipe.rules import Elasticity
 
 if TYPE_CHECKING:
     from avgpipe.elastic.ema import WeightAverage
     from avgpipe.elastic.fused import FusedUpdate
+    from avgpipe.elastic.group import GroupRounds
 
-Outer: TypeAlias = Callable[[list[torch.Tensor]], torch.optim.Optimizer]
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of
 # nonfinite values.
 Contribution: TypeAlias = Callable[[FlatBuffers], list[torch.Tensor]]
@@ -108,13 +109,10 @@ class Reference:
         given = list_tensors("parameters", parameters)
         self.elasticity = e = Elasticity.checked(replicas, alpha, rule, staleness, period, warmup_rounds)
         e.warn_of_overshooting()
-        self.group, self._ema = group, ema
+        self._ema = ema
         self.averaged = averaged(given)  # which of ``parameters`` take part in the averaging
         layout = Layout(given[i] for i in self.averaged)
-        self._rank = 0  # the default replica of an optimizer
-        if group is not None:
-            _check_group(group, e, layout, outer is not None)
-            self._rank = dist.get_rank(group)
+        self._ranks = None if group is None else _rounds_of(group, e, layout, outer is not None)
         self._spans_ranks = group is not None and replicas > 1
         self._on_cpu = not any(has_streams(device) for _, device in layout.keys)
         self.z = layout.zeros()  # the weights that take part, in flat buffers
@@ -122,8 +120,8 @@ class Reference:
         with torch.no_grad():
             for i, z in zip(self.averaged, zs):
                 z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
-            for flat in self.z.flats if self._spans_ranks else ():  # one z for all ranks
-                dist.broadcast(flat, group_src=0, group=group)
+            if self._spans_ranks and self._ranks is not None:
+                self._ranks.share(self.z)
             places = dict(zip(self.averaged, zs))
             self.parameters = [places[i] if i in places else p.detach().clone() for i, p in enumerate(given)]
         if e.coefficients.tries and outer is None:
@@ -131,11 +129,7 @@ class Reference:
                 f"rule {rule!r} needs outer, the optimizer that steps the reference: a function such as "
                 "lambda params: torch.optim.AdamW(params, lr=1e-3)"
             )
-        self.outer = None if outer is None else _make_outer(outer, zs)
-        self._grads = None if outer is None else layout.zeros()
-        self.stepped = [] if self.outer is None else _places_in(self.z, self.outer)
-        # By replica, the places of its published gradients, if all share the optimizer.
-        self.told: dict[int, set[Region]] = {}
+        self.outer_steps = None if outer is None else OuterSteps(outer, self.z, zs)
         self._remote = frozenset(range(replicas) if self._spans_ranks else remote)
         # the rule of one replica without elasticity: z is x
         self._follows = replicas == 1 and e.alpha == 0 and outer is None and e.coefficients.from_step == 1
@@ -148,7 +142,6 @@ class Reference:
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not read yet
         self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
-        self._works: list[dist.Work] = []  # the all-reduce of the last round
         self._lock = threading.Lock()
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
@@ -157,9 +150,20 @@ class Reference:
         return self.elasticity.replicas
 
     @property
+    def outer(self) -> torch.optim.Optimizer | None:
+        """The optimizer that steps z; None if z moves by the mean of the replicas' steps."""
+        return None if self.outer_steps is None else self.outer_steps.optimizer
+
+    @property
+    def _rank(self) -> int:
+        """The default replica of an optimizer."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
     def round(self) -> int:
         """Completed rounds. Asynchronous: contributions // N."""
-        return self._contributions // self._per_round - bool(self._works)
+        is_summing = self._ranks is not None and self._ranks.is_summing
+        return self._contributions // self._per_round - is_summing
 
     @property
     def dropped_updates(self) -> int:
@@ -245,10 +249,7 @@ class Reference:
 
     def without_gradient(self, replica: int) -> list[int]:
         """Return the numbers of the outer optimizer's parameters without a gradient from a replica."""
-        there = self.told.get(replica)
-        return (
-            [] if there is None else [n for n, (_, region) in enumerate(self.stepped) if region not in there]
-        )
+        return [] if self.outer_steps is None else self.outer_steps.without_gradient(replica)
 
     def complete(
         self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]
@@ -261,9 +262,8 @@ class Reference:
             without: By replica, the result of its :meth:`without_gradient`.
         """
         with self._lock, torch.no_grad():
-            for i, numbers in without.items() if self.stepped else ():
-                self.told[i] = {region for n, (_, region) in enumerate(self.stepped) if n not in numbers}
-            self.told = {i: self.told[i] for i in without if i in self.told}
+            if self.outer_steps is not None:
+                self.outer_steps.set_without(without)
             scale = 1 / len(updates) if self.elasticity.coefficients.averages else 1.0
             self._move([list(update) for update in updates], scale)
             self._update_ema()
@@ -340,10 +340,7 @@ class Reference:
             self._complete(i)
 
     def _await_ranks(self) -> None:
-        if self._works:
-            for work in self._works:
-                work.wait()
-            self._works = []
+        if self._ranks is not None and self._ranks.wait():
             self._apply([self._updates[self._rank]])
 
     def _run_waiting(self, i: int) -> None:
@@ -374,12 +371,8 @@ class Reference:
 
     def _reduce(self, update: FlatBuffers) -> None:
         """Start summing the update over the ranks of the group; with staleness 0, also complete the round."""
-        works = []
-        for flat in update.flats:
-            if not self._on_cpu:  # otherwise one rank's bad element would reach all ranks
-                flat.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-            works.append(dist.all_reduce(flat, group=self.group, async_op=True))
-        self._works = [work for work in works if work is not None]
+        assert self._ranks is not None
+        self._ranks.sum(update, self._on_cpu)
         if self.elasticity.synchronous(self.round):
             self._await_ranks()
             self._pull()
@@ -425,21 +418,12 @@ class Reference:
     @torch.no_grad()
     def _move(self, updates: Sequence[list[torch.Tensor]], scale: float) -> None:
         """Move z by ``updates``, in the order given. They are not changed: the next round overwrites them."""
-        target, scale = (self.z, scale) if self._grads is None else (self._grads, -scale)
-        for flat, us in zip(target.flats, zip(*updates)):
+        if self.outer_steps is not None:
+            self.outer_steps.move(updates, scale)
+            return
+        for flat, us in zip(self.z.flats, zip(*updates)):
             # Leaves out each element that would make z not finite; on an accelerator the only check there is.
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
-        if self.outer is None or self._grads is None:
-            return
-        there = set().union(*self.told.values())
-        for z, region in self.stepped:
-            z.grad = region.view(self._grads.flats) if region in there or not self.told else None
-        try:
-            self.outer.step()
-        finally:
-            for z, _ in self.stepped:
-                z.grad = None
-            self._grads.zero_()
 
     def _follow(self, replica: Replica) -> list[torch.Tensor]:
         """Set z = x, the rule of one replica without elasticity; z stays unchanged if x is not finite.
@@ -579,55 +563,9 @@ class Reference:
         )
 
 
-def _check_group(group: dist.ProcessGroup, elasticity: Elasticity, layout: Layout, outer: bool) -> None:
-    """Check for equal options and shapes on all ranks, or the first all-reduce would hang or mix weights."""
-    if elasticity.asynchronous:
-        raise ValueError(
-            "staleness 'asynchronous' applies each update when it arrives, but an all-reduce needs all ranks "
-            "of the group; use staleness=1, which waits a whole round later"
-        )
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if rank < 0:
-        raise ValueError("this process is not in the group; make the Reference only on ranks that are")
-    if elasticity.replicas != size:
-        raise ValueError(
-            f"replicas must be the size of the group, {size} (one per rank), not {elasticity.replicas}"
-        )
-    mine = f"{elasticity}, outer={outer}, {[str(dtype) for dtype, _ in layout.keys]}, {layout.sizes}"
-    from avgpipe.ranks.met import gather
+def _rounds_of(
+    group: dist.ProcessGroup, elasticity: Elasticity, layout: Layout, has_outer: bool
+) -> GroupRounds:
+    from avgpipe.elastic.group import GroupRounds  # only for replicas on several ranks
 
-    everyone = gather(mine, group)
-    for other, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            raise ValueError(
-                f"rank {other} of the group built its Reference with {theirs}, rank 0 with {everyone[0]}"
-            )
-
-
-def _places_in(z: FlatBuffers, outer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, Region]]:
-    """Return the parameters of an outer optimizer with their places in z, of the same sizes."""
-    whole = {t.data_ptr(): region for t, region in zip(z.tensors(), z.layout.regions)}
-    found = []
-    for p in (p for group in outer.param_groups for p in group["params"] if p.numel()):
-        region = region_of(p, z.flats) or whole.get(p.data_ptr())
-        if region is None:
-            raise ValueError(
-                "outer must build its optimizer over the tensors it is called with, not over others"
-            )
-        found.append((p, region))
-    return found
-
-
-def _make_outer(
-    outer: Callable[[list[torch.Tensor]], Any], tensors: list[torch.Tensor]
-) -> torch.optim.Optimizer:
-    if isinstance(outer, torch.optim.Optimizer) or not callable(outer):
-        raise TypeError(
-            f"outer must be a function from parameters to an optimizer, such as "
-            f"lambda params: torch.optim.SGD(params, lr=0.7, momentum=0.9, nesterov=True), "
-            f"not {type(outer).__name__}"
-        )
-    made = outer(tensors)
-    if not isinstance(made, torch.optim.Optimizer):
-        raise TypeError(f"outer must return a torch.optim.Optimizer, not {type(made).__name__}")
-    return made
+    return GroupRounds(group, elasticity, layout, has_outer)

@@ -53,7 +53,9 @@ class TrialSteps:
             )
         self._inner, self._replica, self._reference, self._number = inner, replica, reference, number
         self._outer = outer
-        steps = {region: z for z, region in reference.stepped}
+        assert reference.outer_steps is not None
+        self._steps = reference.outer_steps
+        steps = {region: z for z, region in self._steps.places}
         self._pairs: list[tuple[torch.Tensor, torch.Tensor, Region]] = []
         for p in (p for group in inner.param_groups for p in group["params"] if p.numel()):
             region = region_of(p, replica.x.flats)
@@ -102,7 +104,7 @@ class TrialSteps:
         self.share_settings()
         grads = [p.grad for p, _, _ in self._pairs]
         there = tuple(grad is not None for grad in grads)
-        self._reference.told[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
+        self._steps.published[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
         tries = not self._reference.elasticity.synchronous(self._reference.round)
         if tries and (calls := self._planned(grads, there, z)) is not None:
             return [call(grads) for call in calls]

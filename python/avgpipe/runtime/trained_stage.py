@@ -49,6 +49,9 @@ class LateGradients(NamedTuple):
         return cls(correction, plan.delays[stage], plan.warmup_rounds or 0)
 
 
+_ON_TIME = LateGradients()
+
+
 class TrainedStage:
     """A stage that one pipeline trains.
 
@@ -71,7 +74,7 @@ class TrainedStage:
         reference: Reference | None,
         arena: Arena,
         versioned: bool = False,
-        late: LateGradients = LateGradients(),
+        late: LateGradients = _ON_TIME,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
         ema: WeightAverage | None = None,
