@@ -202,8 +202,6 @@ class Pipeline:
             a stage, the references of dedicated pipelines; and two runs of one micro-batch on each stage, on
             an accelerator only with ``torch.use_deterministic_algorithms(True)``. A difference ends the run
             with an error that names it, and its place. Otherwise training continues unchanged.
-            accelerator only with ``torch.use_deterministic_algorithms(True)``. What differs ends the run with an error
-            that names it, and where it is. Training goes on as if nothing had happened.
         copies_every_s: keep copies of each process's state in its neighbour's memory, taken between two batches, so
             that a killed process is replaced, and training continues from the last copy without a disk; for
             ranks that ``avgpipe run --spares`` has started. At most about this many seconds of work are lost:
@@ -698,7 +696,7 @@ class Pipeline:
             )
         if self._spec.options.cuda_graphs:
             raise ValueError(
-                "cuda_graphs=True has captured which gradients are wanted: leave cuda_graphs out"
+                "cuda_graphs=True has captured which gradients are needed: leave cuda_graphs out"
             )
         indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
         with self._session.idle():
