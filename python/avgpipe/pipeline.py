@@ -173,11 +173,11 @@ class Pipeline:
             numbers in it. Without both, the pipeline has all ranks.
         prepare_stage: ``prepare_stage(module, stage, mesh)`` makes a stage of this rank parallel over the other
             dimensions of ``mesh``, which is the whole mesh here: by ``fully_shard`` or ``parallelize_module``
-            on ``module``, whose ``layers`` are the stage's, or by returning ``DistributedDataParallel(module,
-            ...)``. It changes the pipeline's copy, before the optimizer is made. Needs ``mesh``. All
-            pipelines must train on batches of equally many samples; a batch's loss is that of the pipeline's
-            own. Ranks with different data should have different ``seed`` values, ranks that share layers the
-            same one.
+            on ``module``, whose ``layers`` are the stage's, or by returning
+            ``DistributedDataParallel(module, ...)``. It changes the pipeline's copy, before the optimizer is
+            made. Needs ``mesh``. All pipelines must train on batches of equally many samples; a batch's loss
+            is that of the pipeline's own. Ranks with different data should have different ``seed`` values,
+            ranks that share layers the same one.
         memory_limit_bytes: per worker, for the weights of all pipelines and the activations in flight; the
             limit of ``advance="auto"``.
         example_inputs: one batch's inputs, as the loader yields them. With these torch.export traces models
@@ -232,8 +232,8 @@ class Pipeline:
             such as 1 for layers that take [length, batch, ...]; or one for the inputs and one for the
             targets, ``(1, 0)``, and optionally a third for the model's outputs, 0 otherwise. If tensors
             differ, tuples, lists and dicts with the structure of a batch replace a number, with None for
-            tensors that every micro-batch gets whole, such as a mask that all samples share: ``({"x": 0,
-            "mask": None}, 0)``.
+            tensors that every micro-batch gets whole, such as a mask that all samples share:
+            ``({"x": 0, "mask": None}, 0)``.
 
     Raises:
         ValueError: if the plan does not fit the model or the ranks. Failures of a run are ``PipelineError``.
