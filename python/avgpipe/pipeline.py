@@ -566,7 +566,7 @@ class Pipeline:
                 "prepare_stage has set up which gradients are averaged: freeze parameters before the Pipeline is made"
             )
         if self._spec.options.cuda_graphs:
-            raise ValueError("CudaGraphs() has captured which gradients are wanted: leave it out")
+            raise ValueError("CudaGraphs() has captured which gradients are needed: leave it out")
         indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
         with self._session.idle():
             self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))

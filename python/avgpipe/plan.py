@@ -67,8 +67,8 @@ class Plan:
         spread: whether each pipeline has its own workers, which average over the network, instead of sharing
             all.
         isolate: whether each pipeline has its own processes, one for each worker, on the workers that all
-            share. If one pipeline is lost, the others go on, and it may join again: see ``avgpipe run
-            --isolate``.
+            share. If one pipeline is lost, the others go on, and it may join again: see
+            ``avgpipe run --isolate``.
         placement: for each stage its workers, in ascending order: the rank that runs it. None: workers are
             numbered stage after stage, or as the schedule has them.
         batch: how several pipelines use a batch of the loader. "global": all of them share it, pipeline i

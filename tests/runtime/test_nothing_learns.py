@@ -57,7 +57,7 @@ DETACHED: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 @pytest.mark.parametrize("what", DETACHED)
 def test_a_loss_that_leads_nowhere_is_refused(what: str, plan: str) -> None:
     make, loss_fn = DETACHED[what]
-    with pytest.raises(StageError, match="the loss leads back to no parameter that wants a gradient"):
+    with pytest.raises(StageError, match="the loss leads back to no parameter that requires a gradient"):
         trained(make(), plan, loss_fn)
 
 
@@ -130,7 +130,7 @@ def test_a_loss_with_parameters_is_refused_and_frozen_ones_are_not() -> None:
         def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
             return LOSS(output, target) * self.scale
 
-    with pytest.raises(ValueError, match="loss_fn has parameters that want gradients, such as 'scale'"):
+    with pytest.raises(ValueError, match="loss_fn has parameters that require gradients, such as 'scale'"):
         trained(model(), "one", Scaled())
     assert trained(model(), "one", Scaled().requires_grad_(False)) == trained(model(), "one")
 

@@ -313,7 +313,7 @@ def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K:
 @pytest.mark.parametrize(
     ("plan", "options", "match"),
     [
-        ({"pipelines": 2}, {}, "averaging would mix up .*: use pipelines=1"),
+        ({"pipelines": 2}, {}, "averaging would mix .*: use pipelines=1"),
         ({"pipelines": 2, "rule": "avgpipe"}, {}, "use pipelines=1"),
         ({"schedule": "pipedream-2bw", "micro_batches": 2, "correction": "nesterov"}, {}, "correction out"),
         ({}, {"ema_decay": 0.9}, "it averages the weights itself: leave ema_decay out"),

@@ -299,7 +299,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
     model.requires_grad_(False)
     with (
         Pipeline(model, Plan(stages=2), loss_fn=LOSS, optimizer=momentum) as p,
-        pytest.raises(StageError, match="leads back to no parameter that wants a gradient"),
+        pytest.raises(StageError, match="leads back to no parameter that requires a gradient"),
     ):
         list(p.train(token_batches(1, 4)))
 

@@ -45,7 +45,6 @@ def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
 
     Both ends of one wait for each other, so the order must be global. It is in rounds with at most one per
     rank; otherwise the last of a long chain would wait for all before it.
-    the last of a long chain would wait for all before it.
 
     Args:
         into: For each rank, the channels that end there, and the ranks where they begin.

@@ -219,20 +219,20 @@ class StageAudit:
         if others := [name for name in parameters if name not in limited]:
             raise ValueError(
                 f"the forward writes to the parameter {others[0]!r}, once for each micro-batch, and a few times more "
-                "before training. What a forward moves belongs into buffers (register_buffer): then it is compared "
-                'with what whole batches do. Audit("off") leaves this out'
+                "before training. State that a forward changes belongs in buffers (register_buffer): then it is "
+                'compared with whole batches. Audit("off") leaves this out'
             )
         if self._foreign:
             raise ValueError(
-                "the forward uses a tensor that wants a gradient and that no module of the model holds, as a parameter "
-                "in a closure, a list or a global variable: a Pipeline trains a copy of the model, and that tensor "
-                "stays the script's. Make it an attribute of the module that uses it. "
+                "the forward uses a tensor that requires a gradient and that no module of the model holds, as a "
+                "parameter in a closure, a list or a global variable: a Pipeline trains a copy of the model, and that "
+                "tensor stays the script's. Make it an attribute of the module that uses it. "
                 'Audit("off") leaves this out'
             )
         if "" in self._written and self._looked == 1:
             _log.warning(
                 "the forward writes to its inputs: the loader's own tensors may stay as they are, or be changed, "
-                "depending on where they lie. If batches come again, as in another epoch, let the first layer begin "
+                "depending on their device. If batches are used again, as in another epoch, let the first layer begin "
                 "with x = x.clone()"
             )
 

@@ -460,7 +460,7 @@ class Compute:
                 self._prepared.refuse_late_factors()
             if self._options.loss_weight is not None:
                 raise StageError(
-                    "loss_fn returns (sum, count), which says what it weighs: leave out Source(loss_weight)"
+                    "loss_fn returns (sum, count), which gives its weight: leave out Source(loss_weight)"
                 )
             state.counts.append(count)
             factor = 1.0
@@ -559,8 +559,8 @@ class Compute:
         is_share = state.work.draws is not None or self._group_sum is not None
         if state.losses and not (self._has_learnt if is_share else state.has_graph):
             raise StageError(
-                "the loss leads back to no parameter that wants a gradient, so nothing would be trained: loss_fn or a "
-                "layer has detached it (by detach(), item(), argmax or no_grad), or everything is frozen"
+                "the loss leads back to no parameter that requires a gradient, so nothing would be trained: loss_fn or "
+                "a layer has detached it (by detach(), item(), argmax or no_grad), or everything is frozen"
             )
 
     def _take_gradients(

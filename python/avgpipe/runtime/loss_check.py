@@ -2,9 +2,6 @@
 
 A micro-batch's loss is weighted by its samples, or divided by a count, as if it were a mean over them, or a
 sum. And it is called once for each micro-batch, on the outputs of a copy of the caller's model.
-
-A micro-batch's loss is weighed by its samples, or divided by a count, as if it were a mean over them, or a sum. And it
-is called once for each micro-batch, beside a copy of the caller's model.
 """
 
 from __future__ import annotations

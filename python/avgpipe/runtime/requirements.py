@@ -68,8 +68,8 @@ def check_model(model: nn.Module | Sequence[nn.Module], may_be_meta: bool = Fals
             )
         if tensor.is_meta and not may_be_meta:
             raise ValueError(
-                f"{name!r} is on the meta device and has no values: say where they come from by WeightsFrom(source), "
-                "such as a folder of safetensors, or give the model some first, by to_empty(device=...) and its "
+                f"{name!r} is on the meta device and has no values: give their source by WeightsFrom(source), such "
+                "as a folder of safetensors, or give the model some first, by to_empty(device=...) and its "
                 "initialisation"
             )
     for name, parameter in whole.named_parameters():
@@ -189,9 +189,9 @@ def _check_functions(options: TrainingOptions) -> None:
         training = [name for name, p in options.loss_fn.named_parameters() if p.requires_grad]
         if training:
             raise ValueError(
-                f"loss_fn has parameters that want gradients, such as {training[0]!r}, and optimizers get those of the "
-                "model alone, so it would never be trained: let the model own it, whose last layer returns it beside "
-                "the output, or freeze it by loss_fn.requires_grad_(False)"
+                f"loss_fn has parameters that require gradients, such as {training[0]!r}, and optimizers get those of "
+                "the model alone, so it would never be trained: let the model own it, whose last layer returns it "
+                "beside the output, or freeze it by loss_fn.requires_grad_(False)"
             )
 
 
@@ -268,7 +268,7 @@ def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:
     if is_limited and plan.shares > 1 and (plan.spread or plan.isolate):
         _log.warning(
             "clip_grad_norm limits the gradient of each pipeline's share of a batch, as pipelines with workers of "
-            "their own do not wait for each other: it is larger than the batch's, so the limit bites harder than on "
+            "their own do not wait for each other: it is larger than the batch's, so the limit clips more than on "
             "one device"
         )
 
@@ -302,7 +302,11 @@ def check_modes(made: Sequence[Any], *, alone: bool, corrected: bool, has_ema: b
         return
     name = type(made[0]).__name__
     for wrong, what, way_out in (
-        (not alone, "averaging would mix up with them what each pipeline trains on", "use pipelines=1"),
+        (
+            not alone,
+            "averaging would mix them with the weights that each pipeline trains on",
+            "use pipelines=1",
+        ),
         (
             corrected,
             "a correction of its steps would change one of the two alone",
