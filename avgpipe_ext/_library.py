@@ -1,4 +1,4 @@
-"""Loads the compiled libraries and asks them what they are."""
+"""Loads the compiled libraries and reads their build information."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ except OSError as error:
 
 
 def build_info() -> dict[str, Any]:
-    """What was built, and what this processor offers to it.
+    """Return facts about the build, and the instruction sets of this processor.
 
-    Returns a dict with the keys `version` (of avgpipe), `torch` (the version built against; others from 2.11
-    load the library too), `cpu_features` (instruction sets this processor has among those that kernels are
-    built for), `cuda` (whether CUDA kernels are built in) and `cuda_arch_list` (as in TORCH_CUDA_ARCH_LIST).
+    The result is a dict with the keys `version` (of avgpipe), `torch` (the version built against; the library
+    also loads with others from 2.11), `cpu_features` (instruction sets of this processor among those that
+    kernels are built for), `cuda` (whether CUDA kernels are built in) and `cuda_arch_list` (as in
+    TORCH_CUDA_ARCH_LIST).
     """
     return _native.build_info(str(PATH))
 
 
 def cpu_path() -> str:
-    """The instruction set of the CPU kernels in use: "avx512", "avx2" or "baseline"."""
+    """Return the instruction set of the CPU kernels in use: "avx512", "avx2" or "baseline"."""
     return _native.cpu_path(str(PATH))

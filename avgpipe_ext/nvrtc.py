@@ -1,11 +1,11 @@
-"""CUDA kernels without nvcc: the source that the library carries, compiled by NVRTC and launched through the driver.
+"""CUDA kernels without nvcc: their source is in the library, compiled by NVRTC and launched through the driver.
 
-Builds of torch with CUDA bring NVRTC. Operators check their arguments in the library as always. It then hands over each
-launch, a kernel and its parameter block, to the function installed here, which launches it on torch's current stream of
-the tensors' device and waits for nothing. A kernel is compiled at its first use, so use it once before capturing it in
-a CUDA graph.
+Builds of torch with CUDA include NVRTC. Operators check their arguments in the library as always. The library
+then passes each launch, a kernel and its parameter block, to the function installed here, which launches it
+on torch's current stream of the tensors' device without waiting. A kernel is compiled at its first use, so
+use it once before capturing it in a CUDA graph.
 
-What is compiled is kept in ~/.cache/avgpipe ($XDG_CACHE_HOME/avgpipe where that is set).
+Compiled kernels are cached in ~/.cache/avgpipe ($XDG_CACHE_HOME/avgpipe if that is set).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 from avgpipe_ext import _native
 from avgpipe_ext._library import PATH, build_info
 
-# Without fused multiply-add and with subnormal numbers, as nvcc compiles them (see CMakeLists.txt): results are
-# those of the other builds, bit for bit.
+# Without fused multiply-add and with subnormal numbers, as nvcc compiles them (see CMakeLists.txt): results
+# equal those of the other builds, bit for bit.
 OPTIONS = (
     "--std=c++20",
     "--device-as-default-execution-space",
@@ -42,7 +42,7 @@ _VERSIONS = ("13", "12")  # of CUDA
 
 
 class Nvrtc:
-    """The run-time compiler. OSError where there is none."""
+    """The run-time compiler. OSError if it is not installed."""
 
     def __init__(self) -> None:
         self._library = _load(_nvrtc_files())
@@ -54,7 +54,7 @@ class Nvrtc:
         return major.value, minor.value
 
     def compile(self, source: str, name: str, options: tuple[str, ...], ptx: bool) -> bytes:
-        """Compile to machine code, or to ``ptx``; RuntimeError with the compiler's words."""
+        """Compile to machine code, or to ``ptx``; RuntimeError with the compiler's message."""
         program, lib = ctypes.c_void_p(), self._library
         place, no_headers = ctypes.byref(program), ctypes.c_void_p()
         texts = source.encode(), name.encode()
@@ -88,14 +88,14 @@ class Nvrtc:
 
 
 class Driver:
-    """What the driver is asked for: to load machine code, and to launch it. OSError where there is none."""
+    """The functions of the driver that load machine code and launch it. OSError if there is no driver."""
 
     def __init__(self) -> None:
         self._library = _load(["libcuda.so.1"])
 
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
-        """Have torch's context of a device be the thread's inside: a thread may have none yet."""
+        """Make torch's context of a device the thread's inside: a thread may have none yet."""
         self._check("cuCtxPushCurrent_v2", self._primary(device))
         try:
             yield
@@ -111,7 +111,7 @@ class Driver:
         return context
 
     def load(self, code: bytes, name: str) -> ctypes.c_void_p:
-        """Load a function into the current context, for as long as that lives."""
+        """Load a function into the current context, for the lifetime of the context."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
         self._check("cuModuleLoadData", ctypes.byref(module), code)
         self._check("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
@@ -136,7 +136,7 @@ class Driver:
 
 
 def _load(files: list[str]) -> Any:
-    """Load the first of these libraries that is there."""
+    """Load the first existing one of these libraries."""
     problems = []
     for file in files:
         try:
@@ -147,7 +147,7 @@ def _load(files: list[str]) -> Any:
 
 
 def _nvrtc_files() -> list[str]:
-    """Where NVRTC may be, that of torch's CUDA first: where the loader looks, and in the packages of NVIDIA."""
+    """Return possible paths of NVRTC, that of torch's CUDA first: the loader's paths, and NVIDIA's packages."""
     own = (torch.version.cuda or "").split(".")[0]
     versions = [own, *(v for v in _VERSIONS if v != own)] if own else list(_VERSIONS)
     spec = importlib.util.find_spec("nvidia")
@@ -171,23 +171,23 @@ def driver() -> Driver:
 
 
 def kernel_name(definition: str) -> str:
-    """The name of the function that one of `_native.KERNEL_DEFINITIONS` makes."""
+    """Return the name of the function that one of `_native.KERNEL_DEFINITIONS` makes."""
     return "avgpipe_" + definition.split(",", 1)[0]
 
 
 def source_of(definition: str) -> str:
-    """Source of one kernel, complete: no header is included."""
+    """Return the source of one kernel, complete: it includes no header."""
     return f"{_native.KERNEL_SOURCE}\nAVGPIPE_DEFINE_KERNEL({definition})\n"
 
 
 def compile_kernel(definition: str, architecture: str) -> bytes:
-    """A kernel's machine code.
+    """Compile a kernel to machine code.
 
     Args:
         definition: one of `_native.KERNEL_DEFINITIONS`.
-        architecture: as in NVRTC's option, "sm_90" for machine code, "compute_90" for PTX.
+        architecture: NVRTC's option, "sm_90" for machine code, "compute_90" for PTX.
 
-    Returns: cubin, or PTX for a compute_ architecture. RuntimeError with the compiler's text if it fails.
+    Returns: cubin, or PTX for a compute_ architecture. RuntimeError with the compiler's message if it fails.
     """
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
     name = kernel_name(definition)
@@ -197,16 +197,16 @@ def compile_kernel(definition: str, architecture: str) -> bytes:
         )
     except RuntimeError as error:
         raise RuntimeError(
-            f"NVRTC cannot compile {name} for {architecture}; it must know the device, and be of CUDA 12.1 or later: "
+            f"NVRTC cannot compile {name} for {architecture}; it must support the device, and be CUDA 12.1 or later: "
             f"{error}"
         ) from None
 
 
 def compiled_file(definition: str, architecture: str) -> Path:
-    """The file of a kernel's machine code, compiled unless it is there.
+    """Return the file of a kernel's machine code, compiled if it does not exist.
 
-    The name tells source, options, architecture and compiler. Processes that compile at once each write the whole file
-    and rename it.
+    The name contains a hash of source, options, architecture and compiler. Processes that compile at once
+    each write the whole file and rename it.
     """
     key = repr((source_of(definition), OPTIONS, architecture, nvrtc().version()))
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "avgpipe"
@@ -242,17 +242,17 @@ class DriverLauncher:
 
 
 def install(launcher: Callable[[str, memoryview, int, int], object] | None = None) -> None:
-    """Let `launcher` (by default a new `DriverLauncher`) serve all CUDA tensors from now on."""
+    """Make `launcher` (by default a new `DriverLauncher`) launch the kernels of all CUDA tensors from now on."""
     _native.set_launcher(str(PATH), launcher or DriverLauncher())
 
 
 def uninstall() -> None:
-    """Undo `install`: compiled-in kernels serve CUDA tensors again, if there are any."""
+    """Undo `install`: built-in kernels run for CUDA tensors again, if there are any."""
     _native.set_launcher(str(PATH), None)
 
 
 def install_if_needed() -> bool:
-    """Install where kernels are not compiled in, and torch has CUDA. Return False if CUDA tensors remain without."""
+    """Install if kernels are not built in, and torch has CUDA. Return False if CUDA tensors remain without kernels."""
     if build_info()["cuda"]:
         return True
     if torch.version.cuda is None:
@@ -266,7 +266,7 @@ def install_if_needed() -> bool:
 
 
 def cuda_path() -> str:
-    """What serves CUDA tensors: "compiled", "nvrtc", "plain (...)" with the reason and the way out, or "none (...)"."""
+    """Return what computes CUDA tensors: "compiled", "nvrtc", "plain (...)" with reason and remedy, or "none (...)"."""
     if build_info()["cuda"]:
         return "compiled"
     if not torch.cuda.is_available():

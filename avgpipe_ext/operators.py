@@ -1,6 +1,6 @@
-"""Typed wrappers of the operators, and what torch needs to know of them beside their kernels.
+"""Typed wrappers of the operators, and what torch needs besides their kernels.
 
-What all operators have in common is said in `avgpipe_ext`.
+The module docstring of `avgpipe_ext` describes what all operators have in common.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from avgpipe_ext import plain
 
 _ops = torch.ops.avgpipe
 _P = ParamSpec("_P")
-_BOUND = torch.empty(0)  # what the body of an operator's face returns to say that its arguments fit
+_BOUND = torch.empty(0)  # returned by the body of an operator's wrapper if its arguments are valid
 
 Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
 
 
 def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
-    """Make a function the face of the operator of its name, which has the same arguments and defaults.
+    """Make a function the wrapper of the operator of its name, which has the same arguments and defaults.
 
-    Called with tensors it runs the overload for single ones, with lists that for lists, without recording gradients.
+    Called with tensors it runs the overload for single tensors, with lists that for lists, without recording
+    gradients.
     """
     packet = getattr(_ops, function.__name__)
     names = [argument.name for argument in packet.default._schema.arguments]
@@ -37,7 +38,7 @@ def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
 
     @wraps(function)
     def call(*args: _P.args, **options: _P.kwargs) -> Tensor:
-        function(*args, **options)  # a TypeError for what is not in its signature
+        function(*args, **options)  # a TypeError for arguments that are not in its signature
         given: dict[str, Any] = {**dict(zip(names, args)), **options}
         single = isinstance(given[leading], Tensor)
         if single and packet is _ops.reference_apply_ and not isinstance(given["update"], Tensor):
@@ -62,7 +63,7 @@ def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
 
 
 def _run(overload: Any, *arguments: Any, **options: Any) -> Any:
-    """Call the overload without recording gradients. TypeError for arguments that its schema does not take."""
+    """Call the overload without recording gradients. TypeError for arguments that do not match its schema."""
     with torch.no_grad():
         try:
             return overload(*arguments, **options)
@@ -87,7 +88,7 @@ _WANTED = {
 def _check_types(
     overload: Any, arguments: tuple[Any, ...], options: dict[str, Any], error: RuntimeError
 ) -> None:
-    """TypeError if the error is of torch's dispatcher, which looks at types before a kernel is called."""
+    """Raise TypeError if torch's dispatcher raised the error, which checks types before it calls a kernel."""
     rejected = _REJECTED.search(str(error))
     if rejected is None:
         return
@@ -105,7 +106,7 @@ def _check_types(
 def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
     for argument in arguments:
         if isinstance(argument, Tensor):
-            raise TypeError(f"{operator}: got a Tensor where a list of tensors belongs; pass [tensor]")
+            raise TypeError(f"{operator}: got a Tensor instead of a list of tensors; pass [tensor]")
 
 
 @_operator
@@ -114,7 +115,7 @@ def elastic_pull_(x: Tensors, z: Tensors, alpha: float, *, check_finite: bool = 
 
     Args:
         x: replica weights, any shape; written.
-        z: reference weights, of x's shape; x's dtype, or float32 beside a 16-bit x.
+        z: reference weights, of x's shape; x's dtype, or float32 with a 16-bit x.
         alpha: elasticity, finite; with a finite z, 0 does nothing and 1 copies.
         check_finite: count the elements whose new x is not finite.
 
@@ -137,11 +138,12 @@ def elastic_step_(
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """A linear averaging rule after any optimizer's step d = x - x_before, in place.
+    """Apply a linear averaging rule after any optimizer's step d = x - x_before, in place.
 
-    The force f = alpha (x - z) for staleness 0, alpha (x_before - z) for staleness 1; then x -= f and
-    update += from_step d + from_force f. The default is rule `avgpipe` (Chen et al., PPoPP 2023, reconstructed; this
-    form of staleness 1, with x and z from the beginning of the round, does not lag behind the reference).
+    The force is f = alpha (x - z) for staleness 0, alpha (x_before - z) for staleness 1; then x -= f and
+    update += from_step d + from_force f. The default is rule `avgpipe` (Chen et al., PPoPP 2023,
+    reconstructed; this form of staleness 1, with x and z from the beginning of the round, does not lag behind
+    the reference).
 
     Args:
         x: replica weights after the optimizer's step, any shape; written.
@@ -150,11 +152,11 @@ def elastic_step_(
         update: sum of the replica's steps so far, of x's shape; written.
         alpha: elasticity, finite.
         staleness: 0 or 1.
-        from_step, from_force: what `update` gets of the step and of the force, finite.
+        from_step, from_force: factors of the step and of the force in `update`, finite.
         accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
-    x_before, z and update have x's dtype, or float32 beside a 16-bit x.
+    x_before, z and update have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -172,20 +174,20 @@ def easgd_step_(
     accumulate: bool = True,
     check_finite: bool = False,
 ) -> Tensor:
-    """Rule `easgd`, in place: e = alpha (x - z); x -= e; update += e (Zhang, Choromanska, LeCun 2015).
+    """Apply rule `easgd`, in place: e = alpha (x - z); x -= e; update += e (Zhang, Choromanska, LeCun 2015).
 
-    This is `elastic_step_` where there is no step: with another from_force, update += from_force e.
+    This is `elastic_step_` without a step; from_force is the factor of e in `update`.
 
     Args:
         x: replica weights, any shape; written.
         z: reference weights, of x's shape.
         update: sum of the e so far, of x's shape; written.
         alpha: beta/N with 0 <= beta <= 1 for N replicas; finite.
-        from_force: what `update` gets of e, finite.
+        from_force: factor of e in `update`, finite.
         accumulate: add to `update`; else overwrite it, without reading it.
         check_finite: count the elements whose new x or new update is not finite.
 
-    z and update have x's dtype, or float32 beside a 16-bit x.
+    z and update have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -216,27 +218,27 @@ def elastic_sgd_(
     found_inf: Tensor | None = None,
     check_finite: bool = False,
 ) -> Tensor:
-    """`torch.optim.SGD`'s step and then the averaging rule, in place and in one pass.
+    """Run `torch.optim.SGD`'s step and then the averaging rule, in place and in one pass.
 
-    Equals SGD's step from x_before to x, then `elastic_step_`; with a 16-bit x, what lies between is not rounded to
-    16 bits. Rule `easgd` is staleness 0, from_step 0 and from_force 1.
+    Equals SGD's step from x_before to x, then `elastic_step_`; with a 16-bit x, intermediate values are not
+    rounded to 16 bits. Rule `easgd` is staleness 0, from_step 0 and from_force 1.
 
     Args:
         x: replica weights, any shape; written.
         grad: gradients, of x's shape; read only, also with grad_scale.
         momentum: SGD's momentum buffer, of x's shape; written. None if and only if mu is 0.
-        z, update, alpha, staleness, from_step, from_force, accumulate: as of `elastic_step_`.
+        z, update, alpha, staleness, from_step, from_force, accumulate: see `elastic_step_`.
         lr: learning rate.
         mu: momentum factor.
-        dampening, weight_decay, nesterov, maximize: as of `torch.optim.SGD`.
-        first_step: the momentum buffer holds nothing yet and becomes the gradient, as in SGD's first step.
-        grad_scale: float32 of one element: what the loss was multiplied by. Gradients are multiplied by its
+        dampening, weight_decay, nesterov, maximize: see `torch.optim.SGD`.
+        first_step: the momentum buffer is not initialized and becomes the gradient, as in SGD's first step.
+        grad_scale: float32 of one element: the factor of the loss. Gradients are multiplied by its
             reciprocal, as `torch.amp.GradScaler.unscale_` does.
-        found_inf: float32 of one element: unless it is 0 the optimizer's step is left out, and only the averaging
-            rule is done.
+        found_inf: float32 of one element: unless it is 0 the optimizer's step is skipped, and only the
+            averaging rule is applied.
         check_finite: count the elements whose new x or new update is not finite.
 
-    grad, momentum, z and update have x's dtype, or float32 beside a 16-bit x. grad_scale and found_inf are on
+    grad, momentum, z and update have x's dtype, or float32 with a 16-bit x. grad_scale and found_inf are on
     x's device.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
@@ -270,23 +272,23 @@ def elastic_adamw_(
     found_inf: Tensor | None = None,
     check_finite: bool = False,
 ) -> Tensor:
-    """`torch.optim.AdamW`'s step (Adam's, unless `decoupled`) and then the averaging rule, in place, in one pass.
+    """Run `torch.optim.AdamW`'s step (Adam's, unless `decoupled`) and then the averaging rule, in place, in one pass.
 
-    Equals the optimizer's step from x_before to x, then `elastic_step_`; with a 16-bit x, what lies between is not
-    rounded to 16 bits. Without amsgrad.
+    Equals the optimizer's step from x_before to x, then `elastic_step_`; with a 16-bit x, intermediate values
+    are not rounded to 16 bits. Without amsgrad.
 
     Args:
         x: replica weights, any shape; written.
         grad: gradients, of x's shape; read only, also with grad_scale.
         exp_avg, exp_avg_sq: the optimizer's state, of x's shape; written.
-        z, update, alpha, staleness, from_step, from_force, accumulate: as of `elastic_step_`.
+        z, update, alpha, staleness, from_step, from_force, accumulate: see `elastic_step_`.
         step: the number of this step, from 1: a number, or a float32 or float64 tensor of one element, on
             the CPU or on x's device. The caller counts.
-        lr, beta1, beta2, eps, weight_decay, maximize: as of `torch.optim.AdamW`.
+        lr, beta1, beta2, eps, weight_decay, maximize: see `torch.optim.AdamW`.
         decoupled: decay weights as AdamW does, else through the gradient, as Adam does.
-        grad_scale, found_inf, check_finite: as of `elastic_sgd_`.
+        grad_scale, found_inf, check_finite: see `elastic_sgd_`.
 
-    grad, exp_avg, exp_avg_sq, z and update have x's dtype, or float32 beside a 16-bit x.
+    grad, exp_avg, exp_avg_sq, z and update have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -317,7 +319,7 @@ def elastic_round_(
     found_inf: Tensor | None = None,
     check_finite: bool = False,
 ) -> Tensor:
-    """A whole round of rule `avgpipe` with staleness 0, of N replicas, in one pass over all tensors.
+    """Run a whole round of rule `avgpipe` with staleness 0, for N replicas, in one pass over all tensors.
 
     Equals, for each replica in turn, the optimizer's step d_i from x_i to x_i + d_i, and z += d_i / N; then
     x_i += alpha (z - x_i) for all replicas. z is read and written once, and the d_i are never stored.
@@ -330,12 +332,12 @@ def elastic_round_(
             xs; "sgd" without: empty. Written.
         z: reference weights: T tensors, or one; written.
         alpha: elasticity, finite.
-        optimizer: "sgd", "adam" or "adamw"; the other options as of `elastic_sgd_` and `elastic_adamw_`, the same
-            for all replicas.
-        check_finite: leave out of z each element of a d_i with which it would not be finite, and count those
+        optimizer: "sgd", "adam" or "adamw"; for the other options see `elastic_sgd_` and `elastic_adamw_`,
+            the same for all replicas.
+        check_finite: leave out of z each element of a d_i that would make it infinite or NaN, and count those
             and the elements of xs that are not finite before the pull.
 
-    grads, states and z have the dtype of xs, or float32 beside 16-bit ones.
+    grads, states and z have the dtype of xs, or float32 with 16-bit xs.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -350,12 +352,13 @@ def reference_apply_(
 
     Args:
         z: reference weights, any shape; written. Or T of them.
-        update: of z's shape, in z's dtype, or one of both float32 and the other 16-bit; written. For updates of
-            N replicas, which are added in order in one pass over z, a list of N, or of N T (those of the first
-            replica, then those of the second, ...).
+        update: of z's shape, in z's dtype, or one of both float32 and the other 16-bit; written. For updates
+            of N replicas, which are added in order in one pass over z, a list of N, or of N T (those of the
+            first replica, then those of the second, ...).
         scale: 1/N for the mean over N replicas, 1 for the sum; finite.
         zero: set the updates to 0; else leave them.
-        check_finite: leave out, and count, what would make z not finite (any update that is not finite).
+        check_finite: leave out, and count, values that would make z not finite (any update that is not
+            finite).
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -379,10 +382,10 @@ def trial_sgd_(
     first_step: bool = False,
     check_finite: bool = False,
 ) -> Tensor:
-    """Set x to where one step of `torch.optim.SGD` with this gradient alone would bring the reference z.
+    """Set x to where one step of `torch.optim.SGD` with this gradient alone would move the reference z.
 
-    z and the momentum buffer stay as they are, and update = -grad is what the replica has to tell. x is, bit for bit,
-    what `elastic_sgd_` with alpha 0 makes of clones of z and of the buffer.
+    z and the momentum buffer are unchanged, and update = -grad is the replica's update. x equals, bit for
+    bit, the result of `elastic_sgd_` with alpha 0 on clones of z and of the buffer.
 
     Args:
         x: replica weights, any shape; written, without being read.
@@ -390,12 +393,12 @@ def trial_sgd_(
         grad: gradients, of x's shape.
         momentum: SGD's momentum buffer, of x's shape. None if and only if mu is 0.
         update: of x's shape; written, without being read.
-        lr, mu, dampening, nesterov, weight_decay, maximize: as of `torch.optim.SGD`, with mu for its momentum.
-        first_step: the momentum buffer holds nothing yet and counts as the gradient, as in SGD's first step. It is not
-            read: pass any tensor of its shape, such as grad.
+        lr, mu, dampening, nesterov, weight_decay, maximize: see `torch.optim.SGD`, with mu for its momentum.
+        first_step: the momentum buffer is not initialized and counts as the gradient, as in SGD's first step.
+            It is not read: pass any tensor of its shape, such as grad.
         check_finite: count the elements whose new x or new update is not finite.
 
-    z, grad, momentum and update have x's dtype, or float32 beside a 16-bit x.
+    z, grad, momentum and update have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -421,10 +424,10 @@ def trial_adam_(
     maximize: bool = False,
     check_finite: bool = False,
 ) -> Tensor:
-    """Set x to where one step of `torch.optim.AdamW` with this gradient alone would bring the reference z.
+    """Set x to where one step of `torch.optim.AdamW` with this gradient alone would move the reference z.
 
-    z and the moments stay as they are, and update = -grad is what the replica has to tell. x is, bit for bit, what
-    `elastic_adamw_` with alpha 0 and the next step's number makes of clones of z and of the moments.
+    z and the moments are unchanged, and update = -grad is the replica's update. x equals, bit for bit, the
+    result of `elastic_adamw_` with alpha 0 and the next step's number on clones of z and of the moments.
 
     Args:
         x: replica weights, any shape; written, without being read.
@@ -432,13 +435,13 @@ def trial_adam_(
         grad: gradients, of x's shape.
         exp_avg, exp_avg_sq: the optimizer's state, of x's shape.
         update: of x's shape; written, without being read.
-        step: how many steps made this state, from 0, as torch's state has it: a number, or a float32 or float64 tensor
-            of one element, on the CPU or on x's device.
-        lr, beta1, beta2, eps, weight_decay, maximize: as of `torch.optim.AdamW`.
+        step: the number of steps in this state, from 0, as in torch's state: a number, or a float32 or
+            float64 tensor of one element, on the CPU or on x's device.
+        lr, beta1, beta2, eps, weight_decay, maximize: see `torch.optim.AdamW`.
         decoupled: decay weights as AdamW does, else through the gradient, as Adam does.
         check_finite: count the elements whose new x or new update is not finite.
 
-    z, grad, exp_avg, exp_avg_sq and update have x's dtype, or float32 beside a 16-bit x.
+    z, grad, exp_avg, exp_avg_sq and update have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -451,18 +454,17 @@ def predict_sgd_(
 ) -> Tensor:
     """Predict weights from the momentum of SGD: out = x - scale * momentum.
 
-    The prediction of SpecTrain (Chen, Yang, Cheng 2018) for the time at which s more updates have been made is scale
-    s lr: each goes as far as the last one did. Where gradients are taken as 0 from now on, it is
-    lr mu (1 - mu^s) / (1 - mu).
+    The prediction of SpecTrain (Chen, Yang, Cheng 2018) for s further updates has scale s lr: each update is
+    as large as the last one. If gradients count as 0 from now on, it is lr mu (1 - mu^s) / (1 - mu).
 
     Args:
         out: predicted weights, any shape; written, without being read.
         x: weights, of out's shape.
         momentum: `torch.optim.SGD`'s momentum buffer, of out's shape.
-        scale: what the momentum is multiplied by, finite.
+        scale: factor of the momentum, finite.
         check_finite: count the elements of out that are not finite.
 
-    x and momentum have out's dtype, or float32 beside a 16-bit out.
+    x and momentum have out's dtype, or float32 with a 16-bit out.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -487,22 +489,22 @@ def predict_adam_(
 ) -> Tensor:
     """Predict weights from the moments of Adam or AdamW.
 
-    out = (1 - lr weight_decay)^updates x - updates lr m / (sqrt(v) + eps), with m = exp_avg / (1 - beta1^step) and
-    v = exp_avg_sq / (1 - beta2^step): so many of the optimizer's steps, as if its state stayed as it is (XPipe, Guan et
-    al. 2019).
+    out = (1 - lr weight_decay)^updates x - updates lr m / (sqrt(v) + eps), with m = exp_avg / (1 -
+    beta1^step) and v = exp_avg_sq / (1 - beta2^step): `updates` steps of the optimizer with an unchanged
+    state (XPipe, Guan et al. 2019).
 
     Args:
         out: predicted weights, any shape; written, without being read.
         x: weights, of out's shape.
         exp_avg, exp_avg_sq: the optimizer's state, of out's shape.
-        updates: how many updates ahead, at least 0.
-        step: how many steps made this state, from 1: a number, or a float32 or float64 tensor of one element, on the
-            CPU or on out's device.
-        lr, beta1, beta2, eps: as of `torch.optim.AdamW`.
+        updates: the number of updates ahead, at least 0.
+        step: the number of steps in this state, from 1: a number, or a float32 or float64 tensor of one
+            element, on the CPU or on out's device.
+        lr, beta1, beta2, eps: see `torch.optim.AdamW`.
         weight_decay: AdamW's; 0 for Adam, whose state has it.
         check_finite: count the elements of out that are not finite.
 
-    x, exp_avg and exp_avg_sq have out's dtype, or float32 beside a 16-bit out.
+    x, exp_avg and exp_avg_sq have out's dtype, or float32 with a 16-bit out.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -522,20 +524,21 @@ def correct_update_(
 ) -> Tensor:
     """Correct any optimizer's step d = x - before from a late gradient, in place.
 
-    v = momentum last + (1 - momentum) d; x = before + v + gain (v - last); last = v. With momentum 0 this is error
-    feedback (after Zmushko et al., arXiv 2606.30634, 2026), with momentum = gain Nesterov's look-ahead over the
-    optimizer's steps (after Ajanthan et al., ICML 2025). Without both, x stays as it is, bit for bit.
+    v = momentum last + (1 - momentum) d; x = before + v + gain (v - last); last = v. With momentum 0 this is
+    error feedback (after Zmushko et al., arXiv 2606.30634, 2026), with momentum = gain Nesterov's look-ahead
+    over the optimizer's steps (after Ajanthan et al., ICML 2025). Without both, x is unchanged, bit for bit.
 
     Args:
         x: weights after the optimizer's step, any shape; written.
         before: weights before the step, of x's shape.
         last: v of the step before, of x's shape; written.
         momentum: from 0 to below 1.
-        gain: how far the difference from the last v is carried on, finite.
-        first: there was no step before: last is not read and taken as 0, and x = before + d if momentum is 0.
+        gain: factor of the difference from the last v, finite.
+        first: there was no step before: last is not read and counts as 0, and x = before + d if momentum is
+            0.
         check_finite: count the elements whose new x is not finite.
 
-    before and last have x's dtype, or float32 beside a 16-bit x.
+    before and last have x's dtype, or float32 with a 16-bit x.
 
     Returns: the count, int64 of shape (), or an empty int64 tensor without check_finite.
     """
@@ -543,14 +546,15 @@ def correct_update_(
 
 
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-    """The tensors' elements, one after another in one buffer, for sending them at once.
+    """Copy the tensors' elements, one after another, into one buffer, to send them at once.
 
     Args:
         tensors: any shapes and strides (each is packed in the order of its indices); float32, float64, bfloat16 or
             float16; all on one device.
-        dtype: of a new buffer; by default the tensors' own, which must then be the same for all.
-        out: the buffer to write, instead of a new one: 1-D, contiguous, of any of these dtypes. A buffer that is kept
-            spares fetching fresh memory, which takes longer than the copy where buffers are large.
+        dtype: dtype of a new buffer; by default the tensors' own, which must then be the same for all.
+        out: the buffer to write to, instead of a new one: 1-D, contiguous, of any of these dtypes. Reusing a
+            buffer saves the allocation of fresh memory, which takes longer than the copy if buffers are
+            large.
 
     Returns: a tensor of shape (sum of numel,), on the tensors' device: `out`, if given. Values round to nearest.
     """
@@ -559,7 +563,7 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Te
         buffer: Tensor = _run(_ops.pack.default, tensors, dtype=dtype)
         return buffer
     if dtype is not None and dtype != out.dtype:
-        raise ValueError(f"pack: dtype is {dtype} but out has {out.dtype}; leave dtype away")
+        raise ValueError(f"pack: dtype is {dtype} but out has {out.dtype}; leave dtype out")
     _run(_ops.pack.out, tensors, out=out)
     return out
 
@@ -575,7 +579,7 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     _run(_ops.unpack_.default, buffer, tensors)
 
 
-# ---- fake kernels, version counters, refusals ---------------------------------------------------------------------
+# ---- fake kernels, version counters, refusals ------------------------------------------------------------------------
 OPERATORS = (
     "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
     "reference_apply_", "trial_sgd_", "trial_adam_", "predict_sgd_", "predict_adam_", "correct_update_",
@@ -583,10 +587,10 @@ OPERATORS = (
 
 
 def _fake(name: str, overload: Any) -> Callable[..., Tensor]:
-    """Checks shapes and devices and gives the result's shape, dtype and device; writes nothing."""
+    """Check shapes and devices and return the result's shape, dtype and device; write nothing."""
     types = [str(argument.type) for argument in overload._schema.arguments]
     count = next(i for i, kind in enumerate(types) if "Tensor" not in kind)
-    leading = 1 if name == "reference_apply_" else 0  # the argument of which no other one has more tensors
+    leading = 1 if name == "reference_apply_" else 0  # the index of the argument with the most tensors
 
     def fake(*values: Any, check_finite: bool = False, **options: Any) -> Tensor:
         lists = [[v] if isinstance(v, Tensor) else v or [] for v in values[:count]]
@@ -610,7 +614,7 @@ def _fake(name: str, overload: Any) -> Callable[..., Tensor]:
 
 
 def _check_device(tensor: Tensor, other: Tensor, name: str) -> None:
-    """One meta tensor is enough to call the fake, which would silently do nothing."""
+    """Raise for mixed devices: one meta tensor is enough to call the fake, which would silently do nothing."""
     if tensor.device != other.device:
         raise ValueError(
             f"{name} is on {other.device} but another tensor is on {tensor.device}; move all to one device"
@@ -637,9 +641,9 @@ def _fake_unpack(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
         raise ValueError(f"buffer has {buffer.numel()} elements, the tensors together {total}")
 
 
-# Keys of tensors whose memory is not their value: torch would call the operator with copies of them, having
-# negated, or conjugated, what is written in place for the time of the call. What tells such a tensor, its name, and
-# the way out.
+# Keys of tensors whose memory is not their value: torch would call the operator with copies of them, and
+# would negate, or conjugate, written tensors for the time of the call. For each key: a test for such a
+# tensor, its name, and the remedy.
 _LAZY = {
     "Negative": (torch.Tensor.is_neg, "the negative bit", "resolve_neg"),
     "Conjugate": (torch.Tensor.is_conj, "the conjugate bit", "resolve_conj"),
@@ -648,7 +652,7 @@ _LAZY = {
 
 
 def _refuse_lazy(name: str, overload: Any, key: str) -> Callable[..., Any]:
-    """A kernel for tensors with this key: ValueError, before anything is written."""
+    """Make a kernel for tensors with this key that raises ValueError before anything is written."""
     is_lazy, what, way_out = _LAZY[key]
     names = [argument.name for argument in overload._schema.arguments]
 
@@ -667,7 +671,7 @@ def _refuse_lazy(name: str, overload: Any, key: str) -> Callable[..., Any]:
 
 
 def _move_versions(overload: Any) -> Callable[..., Any]:
-    """A kernel that runs the operator and then moves the version counters of what it wrote.
+    """Make a kernel that runs the operator and then increments the version counters of the written tensors.
 
     Without it, autograd would not notice that a tensor saved for a backward pass has changed.
     """
@@ -704,7 +708,7 @@ def _register(name: str, fake: Callable[..., Any] | None = None) -> None:
 
 
 def register_plain(key: str) -> None:
-    """Let plain torch serve the devices of a dispatch key."""
+    """Use plain torch for the devices of a dispatch key."""
     kernels: dict[str, Any] = {"pack": plain.pack, "pack.out": plain.pack_out, "unpack_": plain.unpack_}
     for name in OPERATORS:
         for overload in (getattr(_ops, name).default, getattr(_ops, name).list):

@@ -1,7 +1,7 @@
-"""The operators in plain torch, for accelerators that the library has no kernels for: slower, and the same numbers.
+"""The operators in plain torch, for accelerators without kernels in the library: slower, with the same numbers.
 
-The arithmetic is that of csrc/elastic/element.h, operation by operation, in float32 (float64 for float64 tensors), so
-that devices whose operations are rounded as IEEE 754 says give the same bits. Nothing waits for the device.
+The arithmetic is that of csrc/elastic/element.h, operation by operation, in float32 (float64 for float64
+tensors), so that devices with IEEE 754 rounding give the same bits. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-# Devices of which torch knows the kind, and those that come as a plug-in; a key without tensors is never asked for.
+# Device types that torch knows, and those of plug-ins; a key without tensors is never used.
 KEYS = ("XPU", "MPS", "MTIA", "HPU", "IPU", "VE", "XLA", "PrivateUse1")
 
-Settings: TypeAlias = SimpleNamespace  # an operator's arguments by their names, and what follows from them
-Lost: TypeAlias = "Iterator[Tensor | None]"  # masks of elements that are not finite; None where nobody asks
+Settings: TypeAlias = SimpleNamespace  # an operator's arguments by name, and derived values
+Lost: TypeAlias = "Iterator[Tensor | None]"  # masks of elements that are not finite; None if not requested
 State: TypeAlias = "list[Tensor]"
 
 
@@ -49,7 +49,7 @@ def _together(*arguments: Any) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _wide(tensor: Tensor, x: Tensor) -> Tensor:
-    """A tensor in the arithmetic's type, which follows from the written tensor ``x``."""
+    """Return a tensor in the arithmetic's type, which follows from the written tensor ``x``."""
     return tensor.to(_arithmetic(x))
 
 
@@ -58,7 +58,7 @@ def _arithmetic(x: Tensor) -> torch.dtype:
 
 
 def _store(s: Settings, *pairs: tuple[Tensor, Tensor]) -> Tensor | None:
-    """Write each value to its tensor; return which elements are not finite as they are stored."""
+    """Write each value to its tensor; return a mask of elements that are not finite as stored."""
     for tensor, value in pairs:
         tensor.copy_(value)
     return ~_all_finite(*(tensor for tensor, _ in pairs)) if s.check_finite else None
@@ -71,7 +71,7 @@ def _all_finite(first: Tensor, *others: Tensor) -> Tensor:
     return finite
 
 
-# ---- optimizers' steps -------------------------------------------------------------------------------------------
+# ---- optimizers' steps -----------------------------------------------------------------------------------------------
 
 
 def _select(skips: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _select(skips: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
 
 
 def _gradient(s: Settings, x: Tensor, grad: Tensor, decay: float) -> Tensor:
-    """The gradient of what is minimised, with ``decay`` x added."""
+    """Return the gradient of the minimised loss, with ``decay`` x added."""
     sign = -1.0 if s.maximize else 1.0
     scale = getattr(s, "grad_scale", None)
     g = grad * (sign if scale is None else sign / scale.reshape(()).to(x.dtype))
@@ -119,14 +119,14 @@ def _adam_moved(
 
 
 def _bias(beta: float, step: Any) -> Any:
-    """1 - beta^step. Of a step on a device, which may have no float64, without losing what is left of it."""
+    """Return 1 - beta^step, for a step on a device, which may lack float64, without loss of precision."""
     if not isinstance(step, Tensor):
         return 1.0 - beta**step
     return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def _optimize(s: Settings, x: Tensor, grad: Tensor, state: State) -> tuple[Tensor, Tensor]:
-    """Where the step leads from x, and to: in the arithmetic's type. The state is stored."""
+    """Return start and end of the step from x, in the arithmetic's type. The state is stored."""
     found = getattr(s, "found_inf", None)
     skips = None if found is None else found.reshape(()) != 0
     before, old = _wide(x, x), [_wide(t, x) for t in state]
@@ -139,13 +139,13 @@ def _optimize(s: Settings, x: Tensor, grad: Tensor, state: State) -> tuple[Tenso
 def _follow(
     s: Settings, before: Tensor, after: Tensor, x: Tensor, z: Tensor, update: Tensor
 ) -> Tensor | None:
-    """The averaging rule after a step from ``before`` to ``after``; stores x and update."""
+    """Apply the averaging rule after a step from ``before`` to ``after``; store x and update."""
     force = s.alpha * (_wide(z, x) - (before if s.staleness else after))
     grown = s.from_step * (after - before) - s.from_force * force
     return _store(s, (x, after + force), (update, (_wide(update, x) if s.accumulate else 0.0) + grown))
 
 
-# ---- operators ---------------------------------------------------------------------------------------------------
+# ---- operators -------------------------------------------------------------------------------------------------------
 
 
 def _elastic_pull(s: Settings) -> Lost:
@@ -199,7 +199,7 @@ def _elastic_round(s: Settings) -> Lost:
 
 
 def _added(s: Settings, z: Tensor, total: Tensor, part: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The reference with one more part: where it is asked for, without what would make it not finite."""
+    """Return the reference plus one part: if requested, without values that would make it not finite."""
     moved = total + part
     if not s.check_finite:
         return moved, None
@@ -256,7 +256,7 @@ def _correct_update(s: Settings) -> Lost:
         old = torch.zeros_like(old) if s.first else old
         v = s.momentum * old + (1 - s.momentum) * step
         yield _store(s, (x, new - ((step - v) + gain * (old - v))))
-        last.copy_(v)  # only now: `old` may be the same memory
+        last.copy_(v)  # last, as `old` may be the same memory
 
 
 _BODIES: dict[str, Callable[[Settings], Lost]] = {
@@ -275,7 +275,7 @@ _BODIES: dict[str, Callable[[Settings], Lost]] = {
 }
 
 
-# ---- one buffer for many tensors ---------------------------------------------------------------------------------
+# ---- one buffer for many tensors -------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A plan for a model of one's own: profiled, predicted, searched for, and timed against what was predicted.
+"""A plan for your own model: profiled, predicted, searched for, and timed to check the prediction.
 avgpipe run --stages 2 examples/choose_plan.py times the best plans; python examples/choose_plan.py only predicts them.
 """
 

@@ -1,4 +1,4 @@
-"""Four replicas against one given as many steps: nats per byte of held-out files of Python's own library."""
+"""Four replicas against one with equally many steps: nats per byte of held-out files of Python's own library."""
 
 import copy
 import pathlib

@@ -1,6 +1,6 @@
 """Two stages, each sharded over two ranks: torchrun --standalone --nproc-per-node 4 examples/fsdp_in_stages.py FOLDER
 
-With "plain" behind FOLDER two ranks go on from there, one for each stage, without shards.
+With "plain" after FOLDER two ranks continue from there, one for each stage, without shards.
 """
 
 import sys
@@ -24,7 +24,7 @@ def prepare_stage(module, stage, mesh):
     fully_shard(module, mesh=mesh["dp"])
 
 
-def batch(number):  # of 64 samples in all, of which each pipeline has its share
+def batch(number):  # 64 samples in all, a share for each pipeline
     x = torch.rand(64, 2, generator=torch.Generator().manual_seed(number)) * 4 - 2
     return x[place::shards], torch.sin(x[place::shards, :1] * x[place::shards, 1:])
 
@@ -41,5 +41,5 @@ with avgpipe.Pipeline(
         pipeline.load_sharded_state_dict(state)
     losses = [r.loss for r in pipeline.train(map(batch, range(pipeline.batches, pipeline.batches + 100)))]
     dcp.save(pipeline.sharded_state_dict(), checkpoint_id=folder)
-    # A line is one write, also where Python does not buffer: else those of several ranks may mix.
+    # A line is one write, also if Python does not buffer: otherwise lines of several ranks may mix.
     print(f"rank {torch.distributed.get_rank()}: {losses[0]:.4f} to {losses[-1]:.4f}\n", end="")

@@ -33,5 +33,5 @@ args = TrainingArguments(
 )
 plan = Plan(stages=2, micro_batches=4)
 trainer = PipelineTrainer(model, args, train_dataset=texts[:-32], eval_dataset=texts[-32:], plan=plan)
-trainer.train()  # resume_from_checkpoint=True goes on with the last checkpoint
+trainer.train()  # resume_from_checkpoint=True continues from the last checkpoint
 trainer.save_model()  # for from_pretrained

@@ -1,6 +1,6 @@
-"""Pipelines that are lost and come again: avgpipe run --isolate --stages 2 --pipelines 3 examples/isolated.py
+"""Pipelines that are lost and join again: avgpipe run --isolate --stages 2 --pipelines 3 examples/isolated.py
 
-Kill any of its processes, and watch the others go on.
+Kill any of its processes, and watch the others continue.
 """
 
 import os
@@ -14,7 +14,7 @@ EPOCHS, BATCHES = 2, 40
 
 
 def batches_of(epoch: int, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches of an epoch from ``start`` on: the same in every process, whenever it comes."""
+    """Return the batches of an epoch from ``start`` on: the same in every process, whenever it joins."""
     generator = torch.Generator().manual_seed(epoch)
     inputs = torch.randn(BATCHES, 24, 16, generator=generator)
     return [(x, x.sum(1, keepdim=True)) for x in inputs[start:]]
@@ -31,7 +31,7 @@ with avgpipe.Pipeline(
     optimizer=lambda params: torch.optim.AdamW(params, lr=3e-3),
     timeout_s=60,
 ) as pipeline:
-    # Not before: a process that waits as a spare is told here who it is.
+    # Not before: a process that waits as a spare learns its pipeline here.
     speaks = os.environ["AVGPIPE_PIPELINE"] == os.environ["RANK"] == "0"
     epoch, start = divmod(pipeline.batches, BATCHES)
     while epoch < EPOCHS:

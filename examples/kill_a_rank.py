@@ -1,4 +1,4 @@
-"""Tests of one's own scripts: what becomes of a run in which a rank is killed, and of a save that finds no room.
+"""Tests for your own scripts: the outcome of a run in which a rank is killed, and of a save on a full disk.
 
 pytest examples/kill_a_rank.py, or python examples/kill_a_rank.py
 """
@@ -37,7 +37,7 @@ def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
     script = [str(HERE / "several_hosts.py"), str(tmp_path / "checkpoint")]
     done = run(torchrun + script, {"kind": "kill", "stage": 1, "batch": 50, "restart": 0})
     assert done.returncode == 0
-    assert done.stdout.count("batch 39:") == 1  # it did not begin anew
+    assert done.stdout.count("batch 39:") == 1  # it did not start over
     assert "batch 399:" in done.stdout
 
 

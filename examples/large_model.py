@@ -1,6 +1,6 @@
-"""A model that no process holds: every rank makes and reads its own stages. The folder is what save_pretrained wrote.
+"""A model too large for one process: every rank makes and reads its own stages. The folder is from save_pretrained.
 
-python examples/large_model.py make FOLDER, once, for a small folder to try it with; then
+python examples/large_model.py make FOLDER, once, for a small folder to test with; then
 avgpipe run --stages 2 examples/large_model.py train FOLDER, or python ... for both stages in one process.
 """
 
@@ -28,7 +28,7 @@ def next_word(logits, words):  # the sum over all words but the first of each ro
     return losses, words[:, 1:].numel()
 
 
-def counting(size=16, length=12):  # 7, 8, 9, ...: what comes next is soon learnt
+def counting(size=16, length=12):  # 7, 8, 9, ...: the next word is learnt quickly
     words = torch.randint(80, (size, 1)) + torch.arange(length)
     return words, words
 

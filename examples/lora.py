@@ -34,4 +34,4 @@ args = TrainingArguments(
 plan = Plan(stages=2, micro_batches=4)
 trainer = PipelineTrainer(model, args, train_dataset=texts, plan=plan)
 trainer.train()
-trainer.save_model()  # the adapters alone, for PeftModel.from_pretrained
+trainer.save_model()  # the adapters only, for PeftModel.from_pretrained

@@ -1,4 +1,4 @@
-"""A training loop in the manner of nanoGPT, on one device: gradients of several small batches added up, clipping, a
+"""A training loop in the style of nanoGPT, on one device: gradients of several small batches added up, clipping, a
 warm-up and a cosine, two groups of parameters, checkpoints. examples/nanogpt_pipeline.py is the same in stages.
 """
 

@@ -1,6 +1,7 @@
 """Groups of parameters by name: no weight decay on norms and biases, and lower rates for earlier layers.
 
-A stage has its own parameters only, under the names of the whole model: settings follow from the name alone.
+A stage has its own parameters only, with their names in the whole model: settings must follow from the name
+alone.
 python examples/parameter_groups.py, or avgpipe run --stages 2 examples/parameter_groups.py.
 """
 
@@ -10,7 +11,7 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 
 
-def optimizer(named_params):  # called so, it gets pairs
+def optimizer(named_params):  # with this argument name, it gets pairs (name, parameter)
     groups = []
     for name, p in named_params:
         layer = int(name.split(".")[0])  # "3.weight" is of layer 3 of 6

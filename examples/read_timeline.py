@@ -1,4 +1,4 @@
-"""A run whose first stage has too much to do and whose loader is slow, its timeline, and what it says.
+"""A run whose first stage has too much work and whose loader is slow, its timeline, and the explanation.
 avgpipe run --stages 2 examples/read_timeline.py FOLDER
 """
 

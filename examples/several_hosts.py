@@ -1,4 +1,4 @@
-"""Training on several hosts that goes on by itself after a failure. On each of two hosts, which both see FOLDER:
+"""Training on several hosts that restarts by itself after a failure. On each of two hosts, which share FOLDER:
 
 torchrun --nnodes 2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d --rdzv-id run-1 --rdzv-endpoint HOST0:29400
   examples/several_hosts.py FOLDER

@@ -1,4 +1,4 @@
-"""A model of one's own whose last layer sees its first features again: the tracer finds what crosses the stages.
+"""A model of your own whose last layer uses its first features again: the tracer finds the values between stages.
 avgpipe run --stages 2 examples/skip_connection.py, or python examples/skip_connection.py for both in one process.
 """
 

@@ -1,6 +1,6 @@
 """A process that is killed is replaced: avgpipe run --stages 3 --spares 1 examples/spares.py
 
-Kill any of its processes, and the run comes to the same losses.
+Kill any of its processes, and the run still has the same losses.
 """
 
 import os
@@ -14,7 +14,7 @@ EPOCHS, BATCHES = 2, 40
 
 
 def batches_of(epoch: int, start: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The batches of an epoch from ``start`` on: the same in every process, whenever it comes."""
+    """Return the batches of an epoch from ``start`` on: the same in every process, whenever it joins."""
     generator = torch.Generator().manual_seed(epoch)
     inputs = torch.randn(BATCHES, 24, 16, generator=generator)
     return [(x, x.sum(1, keepdim=True)) for x in inputs[start:]]

@@ -1,4 +1,4 @@
-"""A BERT of transformers, split into two stages as it is: which of two words comes first in a sentence?
+"""A BERT of transformers, split into two stages unchanged: which of two words comes first in a sentence?
 
 avgpipe run --stages 2 examples/split_transformers.py, or python examples/split_transformers.py for both in one process.
 """

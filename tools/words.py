@@ -3,7 +3,7 @@
     python -m tools.words [PATH ...]       words in docstrings, comments, messages and pages
     python -m tools.words --commits RANGE  subjects of the commits in a range of git, such as origin/main..HEAD
 
-Each finding is printed with its file and line; the exit code is 1 where there is one.
+Prints the file, line and word of each finding; the exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _spoken(source: str) -> Iterator[tuple[int, str]]:
-    """Yield what a Python file says to people: strings of several words, and comments."""
+    """Yield the text in a Python file that is for people: strings of several words, and comments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             yield node.lineno, node.value
@@ -78,7 +78,7 @@ def files(places: Sequence[str]) -> Iterator[Path]:
 
 
 def wrong_subject(subject: str) -> str | None:
-    """Return what is wrong with the subject of a commit, None where nothing is."""
+    """Return the error in the subject of a commit, None if there is none."""
     first = subject.split(" ")[0]
     if subject.startswith("Merge "):
         return None

@@ -146,7 +146,7 @@ def test_kept_buffers_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=what):
             avgpipe_ext.pack([x], out=out)
-    with pytest.raises(ValueError, match="leave dtype away"):
+    with pytest.raises(ValueError, match="leave dtype out"):
         avgpipe_ext.pack([x], torch.bfloat16, out=torch.zeros(3))
     assert x.tolist() == [1.0] * 3
 

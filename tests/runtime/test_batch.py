@@ -85,7 +85,7 @@ def test_a_mapping_with_labels_is_inputs_and_targets() -> None:
 )
 def test_anything_else_is_refused(batch: Any, got: str) -> None:
     with pytest.raises(
-        TypeError, match=f"pairs .*, or mappings of inputs that have the targets as 'labels', not {got}$"
+        TypeError, match=f"pairs .*, or mappings of inputs with the targets as 'labels', not {got}$"
     ):
         pair(batch)
 

@@ -183,7 +183,7 @@ def test_what_says_no_dimension_is_refused(asked: Any, match: str) -> None:
     [
         (
             ({"x": 0, "mask": None}, 0),
-            "is not put together so: a batch has {'x': .10, 5, 6., 'table': .5, 6.}",
+            "has another structure than the batch: a batch has {'x': .10, 5, 6., 'table': .5, 6.}",
         ),
         (3, "samples are along dimension 3, but a tensor of the batch is .10, 5, 6."),
         (({"x": 1, "table": None}, 0), "the inputs have 5 samples and the targets 10"),

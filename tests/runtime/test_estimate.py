@@ -236,7 +236,7 @@ class Asks(nn.Module):
     ("layer", "why"),
     [
         (Calls(), "there is no FLOP formula for avgpipe_tests.twice"),
-        (Asks(), "Asks goes by the values of a tensor"),
+        (Asks(), "Asks depends on the values of a tensor"),
     ],
 )
 def test_what_cannot_be_counted_goes_by_weights_and_says_why(layer: nn.Module, why: str) -> None:

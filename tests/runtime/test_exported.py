@@ -379,7 +379,7 @@ class Branches(nn.Module):
     ("model", "message"),
     [
         (Branches(), "torch.export cannot export Branches .*pass nn.Sequential or a list of layers"),
-        (Aux(), "Aux does other things in training than in evaluation"),
+        (Aux(), "Aux differs between training and evaluation"),
         (Carries(), "'kept' of Carries is a Carry"),
         (nn.Transformer(4, 2, 1, 1, 4), r"example_inputs do not fit Transformer.forward.*missing.*tgt"),
     ],

@@ -107,7 +107,7 @@ def test_a_list_that_is_cut_in_one_batch_alone_is_refused() -> None:
 
     data = [({"x": randn(n, 4), "sizes": [1, 2, 3]}, randn(n, 3)) for n in (6, 3)]
     with pytest.raises(
-        ValueError, match=r"a batch of 3 samples has the list \[1, 2, 3\], which the first batch had oth"
+        ValueError, match=r"a batch of 3 samples has the list \[1, 2, 3\], which was treated differently"
     ):
         train_pipeline(nn.Sequential(Given(), *model), PLANS["two micro-batches"], data, LOSS, momentum)
 

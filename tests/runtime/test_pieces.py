@@ -396,7 +396,7 @@ def test_a_block_that_is_left_out_in_training_says_so():
             return self.head(x)
 
     chain = made(Dropped)
-    with pytest.raises(RuntimeError, match=r"has not called the block blocks\.1, where a stage ends"):
+    with pytest.raises(RuntimeError, match=r"has not called the block blocks\.1, at which a stage ends"):
         run(chain, [0, 2, 5], torch.ones(2, 3, dtype=torch.int64))
 
 

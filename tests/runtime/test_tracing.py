@@ -113,9 +113,7 @@ class Auxiliary(nn.Module):
 
 
 def test_a_model_that_returns_other_things_in_evaluation_is_refused() -> None:
-    with pytest.raises(
-        ValueError, match=r"Auxiliary does other things in training than in evaluation \(aux in"
-    ):
+    with pytest.raises(ValueError, match=r"Auxiliary differs between training and evaluation \(aux in"):
         layers_of(Auxiliary())
 
 

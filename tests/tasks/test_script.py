@@ -141,7 +141,7 @@ WRONG = {
     ),
     "no pairs": (
         "def make(): return task(loader=[torch.zeros(3)])",
-        ":make, its loader: TypeError: a loader must yield pairs (inputs, targets), or mappings of inputs that have "
+        ":make, its loader: TypeError: a loader must yield pairs (inputs, targets), or mappings of inputs with "
         "the targets as 'labels', not Tensor",
     ),
     "a failing loader": (

@@ -1,1 +1,1 @@
-"""What a model is to a pipeline: a chain of layers, found by tracing or by its blocks, cut into stages, and proved."""
+"""The model as a chain of layers, found by tracing or by its blocks, cut into stages, and checked."""

@@ -1,4 +1,4 @@
-"""What has to cross the boundaries between the units of a model, and which parts each unit needs."""
+"""The values that cross the boundaries between the units of a model, and the parts that each unit needs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from avgpipe.model.blocks import BlockSlot, Call, Observed
 
 
 class Collected(NamedTuple):
-    """A tensor of a block's inside that the model returns, as router logits: a leaf of what a module returned."""
+    """A tensor inside a block that the model also returns, such as router logits: a leaf of a module's output."""
 
     value: str
-    module: str  # by its name in the block
+    module: str  # its name in the block
     leaf: int
     leaves: int
 
@@ -26,16 +26,16 @@ class Anatomy:
     """A model as a chain of units; see ``avgpipe.model.blocks``.
 
     Attributes:
-        model: the whole.
-        call: how it is called.
-        observed: what one run of it has shown.
-        takes: by unit, what its block is called with that earlier units must give, each with the name of its value.
-            A value that was there before has the name that it got first.
-        early: those of them that unit 0 makes, although the first block is not given them.
-        returns: by leaf of what the last block returns, the values that the last unit needs.
-        collected: by the number of a block, what of its inside the last unit needs.
-        writes: whether its forward writes to what modules outside of blocks return.
-        looks_at: by unit, the inputs whose values it needs; of others it needs no more than shape and dtype.
+        model: The whole model.
+        call: How it is called.
+        observed: Observations of one run of it.
+        takes: By unit, the arguments of its block that earlier units must give, each with the name of its
+            value. A value that existed before keeps its first name.
+        early: Those of them that unit 0 makes, although they are not passed to the first block.
+        returns: By leaf of the last block's output, the values that the last unit needs.
+        collected: By the number of a block, the tensors inside it that the last unit needs.
+        writes: Whether its forward writes to outputs of modules outside of blocks.
+        looks_at: By unit, the inputs whose values it needs; of other inputs it only needs shape and dtype.
     """
 
     model: nn.Module
@@ -58,7 +58,7 @@ class Anatomy:
 
     @cached_property
     def _lives(self) -> dict[str, tuple[int, int]]:
-        """By value, the first and the last unit at whose beginning it is there."""
+        """Return for each value the first and the last unit at whose beginning it exists."""
         lives: dict[str, tuple[int, int]] = {}
 
         def add(value: str, first: int, last: int) -> None:
@@ -79,7 +79,7 @@ class Anatomy:
         return tuple(value for value, (first, last) in self._lives.items() if first <= unit <= last)
 
     def early_until(self) -> int:
-        """Return the last unit that is given an early value; 0 if there is none."""
+        """Return the last unit that is passed an early value; 0 if there is none."""
         return max(
             (n for n, taken in enumerate(self.takes) if not self.early.isdisjoint(taken.values())), default=0
         )
@@ -92,5 +92,5 @@ class Anatomy:
         return found
 
     def needs(self, name: str, units: range) -> bool:
-        """Whether any of ``units`` computes with the parameter or buffer of that name."""
+        """Return whether any of ``units`` computes with the parameter or buffer of that name."""
         return not self.observed.units_of.get(name, frozenset()).isdisjoint(units)

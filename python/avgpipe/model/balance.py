@@ -1,4 +1,4 @@
-"""Cuts of a chain of layers into stages whose largest costs least. Pure data; imports no torch."""
+"""Cuts of a chain of layers into stages with the least bottleneck. Pure data; imports no torch."""
 
 from __future__ import annotations
 
@@ -15,25 +15,26 @@ StageCost = Callable[[int, Any, Any], Any]
 """The cost of stage k with layers ``first`` to ``last`` - 1, which may be arrays of numbers."""
 
 EXACT = 1e-12  # relative; beyond the rounding of sums of seconds
-ABOUT_AS_GOOD = 0.05  # by so much more a stage may cost where less is sent
+ABOUT_AS_GOOD = 0.05  # share by which a stage may cost more if that reduces the bytes sent
 
 
 def table_of(layers: int, cost: Callable[[Any, Any], Any]) -> Array:
-    """Costs by first layer and the one after the last; math.inf where there is no layer between."""
+    """Return costs by first layer and the one after the last; math.inf where there is no layer between."""
     first, last = np.ogrid[: layers + 1, : layers + 1]
     return np.where(first < last, cost(first, last), math.inf)
 
 
 def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, list[int]]:
-    """The cut whose bottleneck stage is cheapest: that stage's cost, and the first layers of stages 1 and up.
+    """Return the cut with the cheapest bottleneck stage: that stage's cost, and the first layers of stages 1 and up.
 
-    Costs are math.inf where a stage must not be. Among equally good cuts the one that ends early stages latest.
+    Costs are math.inf for impossible stages. Among equally good cuts it is the one that ends early stages
+    latest.
     """
     check_stages(layers, stages)
-    best = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    best = np.array([0.0, *[math.inf] * layers])  # cost of the first n layers as stages 0 to k
     begins: list[Array] = []
     for k in range(stages):
-        # A stage that must not be is better than none.
+        # An impossible stage is better than none.
         costs = table_of(layers, lambda *block, k=k: np.minimum(cost(k, *block), sys.float_info.max))
         worst = np.maximum(best[:, None], costs)
         begins.append(layers - worst[::-1].argmin(axis=0))
@@ -45,21 +46,22 @@ def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, 
 
 
 def least_sent(total: Array, sent: Sequence[float], stages: int, limit: float) -> list[int]:
-    """The first layers of stages 1 and up, of the cut that sends least with no stage above ``limit``.
+    """Return the first layers of stages 1 and up, of the cut that sends least with no stage above ``limit``.
 
-    Among cuts that send as little the one with the cheapest bottleneck, then the one that ends early stages latest.
+    Among cuts that send equally little it is the one with the cheapest bottleneck, then the one that ends
+    early stages latest.
 
     Args:
-        total: What the first n layers cost, for n from 0 on.
-        sent: Over the boundary behind each layer but the last.
-        stages: How many; some cut has no stage above the limit.
-        limit: But for rounding.
+        total: Cost of the first n layers, for n from 0 on.
+        sent: Bytes over the boundary behind each layer but the last.
+        stages: Number of stages; a cut within the limit must exist.
+        limit: Limit, up to rounding.
     """
     layers = len(total) - 1
     behind = np.array([0.0, *sent, 0.0])
     costs = table_of(layers, lambda first, last: total[last] - total[first])
     is_within = costs <= limit * (1 + EXACT)
-    sums = np.array([0.0, *[math.inf] * layers])  # of the first n layers as stages 0 to k
+    sums = np.array([0.0, *[math.inf] * layers])  # sent by the first n layers as stages 0 to k
     worst = sums.copy()
     begins: list[Array] = []
     for _ in range(stages):
@@ -80,16 +82,16 @@ def check_stages(layers: int, stages: int | None) -> None:
 
 
 def balance(costs: Sequence[float], stages: int, sent: Sequence[float] | None = None) -> list[int]:
-    """First layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
+    """Return the first layers of stages 1..stages-1, such that the largest sum of ``costs`` over a stage is least.
 
-    Among equally good cuts the one that ends early stages latest is taken. Needs 1 <= stages <= len(costs) and
+    Among equally good cuts it is the one that ends early stages latest. Needs 1 <= stages <= len(costs) and
     costs >= 0.
 
     Args:
-        costs: Of each layer, in any unit.
-        stages: How many.
-        sent: What crosses the boundary behind each layer but the last. Of cuts whose largest stage costs up to 5 % more
-            than the best one's, the cut that sends least is taken.
+        costs: Cost of each layer, in any unit.
+        stages: Number of stages.
+        sent: Bytes over the boundary behind each layer but the last. Among cuts whose largest stage costs up
+            to 5 % more than the best one's, the cut that sends least is chosen.
     """
     if not 1 <= stages <= len(costs):
         raise ValueError(f"cannot cut {len(costs)} layers into {stages} stages: every stage needs a layer")

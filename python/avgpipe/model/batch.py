@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches, and how much each of them weighs in the batch's loss."""
+"""A batch split into micro-batches, and the weight of each in the batch's loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import (
     TreeSpec,
-    _broadcast_to_and_flatten,  # as vmap's in_dims are spread; there is no public one
+    _broadcast_to_and_flatten,  # spreads vmap's in_dims; torch has no public function for it
     tree_flatten,
     tree_leaves,
     tree_map,
@@ -22,7 +22,8 @@ from torch.utils._pytree import (
 from torch.utils.weak import WeakTensorKeyDictionary
 
 _log = logging.getLogger("avgpipe")
-# Of output and target: a scalar tensor, or (scalar tensor, count); or one of the two and a dict of metrics.
+# Returned for output and target: a scalar tensor, or (scalar tensor, count); or one of these and a dict of
+# metrics.
 LossFn = Callable[[Any, Any], Any]
 
 
@@ -30,10 +31,10 @@ LABELS = "labels"
 
 
 def pair(batch: Any) -> tuple[Any, Any]:
-    """Return what a loader yielded as (inputs, targets).
+    """Return a loader's item as (inputs, targets).
 
-    A mapping with a key "labels", as the collators of transformers make it, has its targets there, and all else is
-    inputs.
+    A mapping with a key "labels", as the collators of transformers make it, has its targets there, and
+    everything else is inputs.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return plain(batch[0]), plain(batch[1])
@@ -45,38 +46,38 @@ def pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, Mapping):
         got += f" with the keys {', '.join(map(repr, batch))}" if batch else " without keys"
     raise TypeError(
-        f"a loader must yield pairs (inputs, targets), or mappings of inputs that have the targets as {LABELS!r}, not "
+        f"a loader must yield pairs (inputs, targets), or mappings of inputs with the targets as {LABELS!r}, not "
         f"{got}"
     )
 
 
 def refuse_graphs(inputs: Any) -> None:
-    """Raise ValueError for inputs that other modules have made with gradients."""
+    """Raise ValueError for inputs that other modules computed with gradients."""
     if any(isinstance(t, torch.Tensor) and t.grad_fn is not None for t in _leaves(inputs)):
         raise ValueError(
-            "the inputs of a batch lead back to what made them, as they have a grad_fn, and each micro-batch would run "
-            "that backward once more: let what made them be the first layer of the model, or detach() them"
+            "the inputs of a batch have a grad_fn, so they have a graph, and each micro-batch would run its backward "
+            "once more: make the module that computed them the first layer of the model, or detach() them"
         )
 
 
 def _leaves(value: Any) -> Sequence[Any]:
-    return [value] if isinstance(value, torch.Tensor) else tree_leaves(value)  # of most, there is one
+    return [value] if isinstance(value, torch.Tensor) else tree_leaves(value)  # most values have one
 
 
 def plain(value: Any) -> Any:
-    """Turn a mapping that torch does not know as a container, such as a tokenizer's output, into a dict."""
+    """Turn a mapping that torch does not treat as a container, such as a tokenizer's output, into a dict."""
     return dict(value) if isinstance(value, Mapping) and not isinstance(value, dict) else value
 
 
 @dataclass(frozen=True)
 class BatchDims:
-    """Which dimension of a batch's tensors its samples are along.
+    """The dimension of a batch's tensors that the samples are along.
 
     Attributes:
-        inputs: of all tensors, or in tuples, lists and dicts as the inputs are; None in it: of what goes whole to every
-            micro-batch.
-        targets: likewise.
-        outputs: of the model.
+        inputs: One number for all tensors, or tuples, lists and dicts like the inputs; None for values that
+            are passed whole to every micro-batch.
+        targets: Likewise.
+        outputs: Dimension of the model's outputs.
     """
 
     inputs: Any = 0
@@ -85,7 +86,7 @@ class BatchDims:
 
     @classmethod
     def of(cls, asked: Any) -> BatchDims:
-        """Read what a user wrote: a number for everything, or (inputs, targets), or (inputs, targets, outputs)."""
+        """Parse the user's value: a number for everything, or (inputs, targets), or (inputs, targets, outputs)."""
         if type(asked) is int:
             asked = (asked, asked, asked)
         if not (isinstance(asked, tuple) and len(asked) in (2, 3)):
@@ -107,14 +108,14 @@ SAMPLES_FIRST = BatchDims()
 
 
 def dims_in(leaves: Sequence[Any], spec: TreeSpec, dims: Any) -> Sequence[int | None]:
-    """Return of each leaf the dimension that it is cut along, None if it is not a tensor or goes whole."""
+    """Return for each leaf the dimension that it is split along, None if it is not a tensor or is passed whole."""
     if type(dims) is int:
         asked: list[Any] = [dims] * len(leaves)
     else:
         found = _broadcast_to_and_flatten(dims, spec)
         if found is None:
             raise ValueError(
-                f"batch_dim says {dims!r} of what is not put together so: a batch has {_outline(leaves, spec)}"
+                f"batch_dim={dims!r} has another structure than the batch: a batch has {_outline(leaves, spec)}"
             )
         asked = found
     cut: list[int | None] = []
@@ -138,9 +139,9 @@ def _outline(leaves: Sequence[Any], spec: TreeSpec) -> Any:
 def batch_size(value: Any, dims: Any = 0) -> int:
     """Count the samples in a pytree of tensors that all have the batch along a dimension, see :class:`BatchDims`.
 
-    0-d tensors and plain values do not count.
+    0-d tensors and plain values are ignored.
     """
-    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
+    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # the usual case
         return value.shape[0]
     leaves, spec = tree_flatten(value)
     cut = dims_in(leaves, spec, dims)
@@ -149,9 +150,9 @@ def batch_size(value: Any, dims: Any = 0) -> int:
         found = "no tensor with a batch dimension" if not sizes else f"sizes {sorted(sizes)}"
         where = "where batch_dim says" if dims != 0 else "as dimension 0"
         raise ValueError(
-            f"every tensor of a batch must have the samples {where}, all alike; found {found}. Say by "
-            "Source(batch_dim=...) where they are, and what goes whole to every micro-batch; a batch that is not "
-            "cut, with micro_batches=1 and one pipeline, may have anything"
+            f"every tensor of a batch must have the samples {where}, all alike; found {found}. Use "
+            "Source(batch_dim=...) to name their dimension, and tensors that go whole to every micro-batch; a batch "
+            "that is not split, with micro_batches=1 and one pipeline, may have any tensors"
         )
     return int(sizes.pop())
 
@@ -161,7 +162,8 @@ def sample_count(
 ) -> int:
     """Count the samples in a batch, at least one; targets, if there are any, must have as many as the inputs.
 
-    ``is_whole``: nothing is cut, so dimension 0 may be anything; it is that of the first target, or else input.
+    ``is_whole``: nothing is split, so dimension 0 may be anything; the result is that of the first target,
+    else input.
     """
     _refuse_arrays(inputs, "inputs")
     _refuse_arrays(targets, "targets")
@@ -181,15 +183,15 @@ def sample_count(
 
 
 def has_samples(value: Any, dims: Any = 0) -> bool:
-    """Whether there is a tensor that is cut."""
-    if dims == 0 and isinstance(value, torch.Tensor):  # most are
+    """Return whether there is a tensor that is split."""
+    if dims == 0 and isinstance(value, torch.Tensor):  # the usual case
         return value.dim() > 0
     leaves, spec = tree_flatten(value)
     return any(dim is not None for dim in dims_in(leaves, spec, dims))
 
 
 def _refuse_arrays(value: Any, what: str) -> None:
-    """Refuse arrays of NumPy, which layers would fail on in words of their own."""
+    """Refuse NumPy arrays, which layers would reject with unclear errors."""
     for leaf in _leaves(value):
         if not isinstance(leaf, torch.Tensor) and type(leaf).__module__ == "numpy":
             raise TypeError(
@@ -204,14 +206,14 @@ def sizes_of(samples: int, parts: int) -> list[int]:
 
 
 def split(value: Any, parts: int, samples: int | None = None, dims: Any = 0) -> list[Any]:
-    """Cut every tensor into ``parts`` pieces whose sizes differ by at most one sample, see :class:`BatchDims`.
+    """Split every tensor into ``parts`` pieces whose sizes differ by at most one sample, see :class:`BatchDims`.
 
-    Lists of plain values, or of tensors without a dimension, and tuples of strings, are cut too if they are
-    ``samples`` long.
+    Lists of plain values, or of tensors without a dimension, and tuples of strings, are also split if they
+    are ``samples`` long.
     """
     if parts == 1:
         return [value]
-    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # most are
+    if dims == 0 and isinstance(value, torch.Tensor) and value.dim() > 0:  # the usual case
         return list(value.tensor_split(parts))
     leaves, spec = tree_flatten(value, is_leaf=partial(is_column, samples=samples))
     bounds = None if samples is None else list(accumulate(sizes_of(samples, parts), initial=0))
@@ -239,20 +241,20 @@ def _is_plain_list(value: Any) -> bool:
 
 
 def is_column(value: Any, samples: int | None) -> bool:
-    """Whether a value has something for each sample, as the default collation makes of strings."""
+    """Return whether a value has an entry for each sample, as the default collation makes of strings."""
     if samples is None or not _is_plain_list(value) or len(value) != samples:
         return False
     return isinstance(value, list) or isinstance(value[0], str | bytes)
 
 
 class Columns:
-    """Sees to it that lists of plain values are alike in all batches: one value for each sample, or whole."""
+    """Checks that lists of plain values are treated equally in all batches: one value for each sample, or whole."""
 
     def __init__(self) -> None:
         self._first: list[bool] | None = None
 
     def check(self, batch: Any, samples: int) -> None:
-        """Look at a batch that is cut. ValueError where a list would be cut in one batch and not in another one."""
+        """Check a batch that is split. ValueError if a list would be split in one batch and not in another one."""
         if isinstance(batch, torch.Tensor) or all(isinstance(part, torch.Tensor) for part in batch):
             return
         lists = [leaf for leaf in tree_leaves(batch, is_leaf=_is_plain_list) if _is_plain_list(leaf)]
@@ -271,9 +273,9 @@ class Columns:
                 (v for v, a, b in zip(lists, now, self._first) if a != b), lists[-1] if lists else ()
             )
             raise ValueError(
-                f"a batch of {samples} samples has the list {_shown(value)}, which the first batch had otherwise: a "
-                "list with a value for each sample is cut as tensors are. Make it a tuple if it goes whole to every "
-                "micro-batch, or give every batch as many values as samples"
+                f"a batch of {samples} samples has the list {_shown(value)}, which was treated differently in the "
+                "first batch: a list with a value for each sample is split as tensors are. Make it a tuple if it goes "
+                "whole to every micro-batch, or give every batch as many values as samples"
             )
 
 
@@ -285,14 +287,14 @@ def _shown(value: Any) -> str:
 def concatenate(values: list[Any], sizes: Sequence[int], dims: Any = 0) -> Any:
     """Invert :func:`split` for outputs of micro-batches of ``sizes`` samples: join tensors along their samples.
 
-    What has no samples is returned once if all micro-batches have the same. ValueError if they have not.
+    A value without samples is returned once if all micro-batches have the same. ValueError if they differ.
     """
     if len(values) == 1:
         return values[0]
     flat = [tree_flatten(v) for v in values]
     specs = [spec for _, spec in flat]
     if any(spec != specs[0] for spec in specs):
-        raise ValueError("the outputs of micro-batches are not put together alike, so they cannot be joined")
+        raise ValueError("the outputs of micro-batches have different structures, so they cannot be joined")
     places = [dims] * specs[0].num_leaves if type(dims) is int else dims_in(flat[0][0], specs[0], dims)
     columns = zip(*(leaves for leaves, _ in flat))
     joined = [_joined(column, sizes, dim) for column, dim in zip(columns, places)]
@@ -320,25 +322,25 @@ def _joined(column: Sequence[Any], sizes: Sequence[int], dim: int | None) -> Any
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):  # most are, and most are there already
+    if isinstance(value, torch.Tensor):  # the usual case; most are there already
         return value if value.device == device else value.to(device, non_blocking=True)
     return tree_map(lambda t: t.to(device, non_blocking=True) if isinstance(t, torch.Tensor) else t, value)
 
 
 @dataclass(frozen=True)
 class LossWeights:
-    """How micro-batch losses make the batch's loss: ``sum_m factor_m loss_m``, equal to the loss of the whole batch.
+    """Factors that make the batch's loss from micro-batch losses: ``sum_m factor_m loss_m`` is the batch's loss.
 
     A mean over samples weighs by samples; a mean over the elements that are not ignored (cross entropy with
     ``ignore_index`` or class weights) weighs by those; a sum is a sum.
 
     Attributes:
-        factors: of the micro-batches.
-        total: weight of the batch among others: samples, counted elements, or 1 for a sum.
-        scale: what the loss's gradient is multiplied with beside: of a share of a batch, its part of the batch's
-            weight, so that layers see the gradients that one device has.
-        shares: among how many the batch is shared out. Parameters' gradients are multiplied with it after all
-            backwards, so that the mean over the shares' gradients is the gradient of the whole batch.
+        factors: Factors of the micro-batches.
+        total: Weight of the batch among others: samples, counted elements, or 1 for a sum.
+        scale: Additional factor of the loss's gradient: for a share of a batch, its part of the batch's
+            weight, so that layers get the same gradients as on one device.
+        shares: Number of shares of the batch. Parameters' gradients are multiplied by it after all backwards,
+            so that the mean over the shares' gradients is the gradient of the whole batch.
     """
 
     factors: list[float]
@@ -360,14 +362,14 @@ def loss_weights(
     else:
         weights = [float(n) for n in sizes]
     total = sum(weights)
-    # a batch with nothing to count has the loss 0/0 on one device too
+    # a batch with nothing to count has the loss 0/0 on one device, too
     return LossWeights([w / total if total else float("nan") for w in weights], total)
 
 
 def share_out(weights: LossWeights, counts: Sequence[int], is_sum: bool) -> list[LossWeights]:
     """Return the weights of the shares of a batch: the first ``counts[0]`` micro-batches, and so on.
 
-    Each has its own mean as loss, or sum if that is what the loss is.
+    Each share's loss is its own mean, or its sum if the loss is a sum.
     """
     shares = []
     bounds = list(accumulate(counts, initial=0))
@@ -393,11 +395,11 @@ def _counted(loss_fn: nn.CrossEntropyLoss | nn.NLLLoss, target: torch.Tensor) ->
     return float(_beside(loss_fn.weight, kept)[kept].sum(dtype=torch.float64))
 
 
-_copies: Any = WeakTensorKeyDictionary()  # of class weights: the version that was copied, and the copy
+_copies: Any = WeakTensorKeyDictionary()  # for class weights: the copied version, and the copy
 
 
 def _beside(weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Return class weights where the targets are, without asking a device each time."""
+    """Return class weights on the targets' device, without a synchronization each time."""
     if weight.device == target.device:
         return weight
     copy: torch.Tensor

@@ -1,4 +1,4 @@
-"""What a model's own forward does with its blocks, as one run of it shows.
+"""The use of a model's blocks in its own forward, observed in one run.
 
 Many models that cannot be traced call a list of blocks one after another, as transformers do. Their forward is then a
 chain of units, for L blocks numbered from 0 to L + 1::
@@ -7,10 +7,10 @@ chain of units, for L blocks numbered from 0 to L + 1::
               embeddings    block 0, and    block 1, and   ...   block L - 1      norm, head
                             what follows    what follows         alone
 
-A unit begins where its block is called, the last one where the last block returns. What must cross such a boundary is
-found by another run, in which nothing has weights: of what a block is called with, all that this run makes again, such
-as masks and rotary embeddings, follows from the model's inputs alone. The rest, such as hidden states, must come from
-the unit before.
+A unit begins where its block is called, the last one where the last block returns. A second run, in which
+nothing has weights, finds the values that must cross such a boundary: arguments of a block that this run
+reproduces, such as masks and rotary embeddings, depend on the model's inputs only. The rest, such as hidden
+states, must come from the unit before.
 """
 
 from __future__ import annotations
@@ -31,16 +31,17 @@ from avgpipe.model.modes import in_mode
 
 @dataclass(frozen=True)
 class Call:
-    """How a model is called whose forward stays its own.
+    """How to call a model that keeps its own forward.
 
     Attributes:
-        trials: small inputs to try it with, each by argument; the first has all that the model is likely to be given.
-        main: the argument that a tensor alone is meant for.
-        accepts: the names of arguments.
-        is_block: whether a module of the model is one of the blocks that it calls one after another.
-        fixed: further arguments, the same in every call.
-        fill: by argument, an integer without a meaning of its own, such as a word that ends nothing; by default 0.
-        output: makes what a pipeline returns of what the model returns.
+        trials: Small inputs to test it with, each by argument; the first has all inputs that the model is
+            likely to get.
+        main: The argument that a single tensor is passed as.
+        accepts: Names of arguments.
+        is_block: Returns whether a module of the model is one of the blocks that it calls one after another.
+        fixed: Further arguments, the same in every call.
+        fill: By argument, an integer without special meaning, such as a word that ends nothing; by default 0.
+        output: Makes the pipeline's output from the model's.
     """
 
     trials: Sequence[Mapping[str, Any]]
@@ -53,9 +54,10 @@ class Call:
 
 
 class BlockSlot(NamedTuple):
-    """The place of a tensor among a block's arguments: ``leaf`` of the pytree that ``key`` names or numbers.
+    """The place of a tensor among a block's arguments: ``leaf`` of the pytree with name or number ``key``.
 
-    Of a mapping, which blocks may fill for later ones: of its ``entry``, a tuple of ``parts``, or 0 for a tensor alone.
+    For a mapping, which blocks may fill for later ones: in its ``entry``, a tuple of ``parts``, or 0 for a
+    single tensor.
     """
 
     key: int | str
@@ -75,7 +77,7 @@ def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
     arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
     found: Slots = {}
     for key, value in arguments:
-        if isinstance(value, torch.Tensor):  # most are, and this is called in every forward
+        if isinstance(value, torch.Tensor):  # the usual case, in every forward
             found[BlockSlot(key, 0)] = value
         elif isinstance(value, dict | UserDict) and _is_filled(value):
             for entry, part in value.items():
@@ -89,7 +91,7 @@ def slots_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Slots:
 
 
 def _is_filled(mapping: Mapping[Any, Any]) -> bool:
-    """Whether a mapping is one from words to tensors and tuples of them."""
+    """Return whether a mapping is one from strings to tensors and tuples of them."""
     parts = [each for part in mapping.values() for each in (part if isinstance(part, tuple) else (part,))]
     return all(isinstance(word, str) for word in mapping) and all(isinstance(t, torch.Tensor) for t in parts)
 
@@ -97,7 +99,7 @@ def _is_filled(mapping: Mapping[Any, Any]) -> bool:
 def replace_slots(
     args: Sequence[Any], kwargs: Mapping[str, Any], given: Slots
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a call with ``given`` in the place of its tensors. Mappings themselves are filled."""
+    """Return the arguments of a call with its tensors replaced by ``given``. Mappings themselves are filled."""
     positional, named = list(args), dict(kwargs)
     for (key, n, entry, count), tensor in given.items():
         arguments: Any = positional if isinstance(key, int) else named
@@ -114,7 +116,7 @@ def replace_slots(
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values have equal tensors, NaN counting as equal; plain values are not compared."""
+    """Return whether two values have equal tensors, with NaN equal to NaN; plain values are not compared."""
     mine, other = tree_leaves(a), tree_leaves(b)
     return len(mine) == len(other) and all(map(_is_same_leaf, mine, other))
 
@@ -127,12 +129,12 @@ def _is_same_leaf(a: Any, b: Any) -> bool:
     return bool(torch.isclose(a, b, rtol=0, atol=0, equal_nan=True).all())
 
 
-# ---- the run -------------------------------------------------------------------------------------------------------
+# ---- the run ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class BlockCall:
-    """What a block was called with, and what it returned."""
+    """The arguments of a block's call, and its output."""
 
     slots: Slots
     returned: Any = None
@@ -140,14 +142,14 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Observed:
-    """What one run of the whole model shows.
+    """The observations of one run of the whole model.
 
     Attributes:
-        calls: by the name of a block, in the order of the calls.
-        units_of: by the name of a parameter or buffer, the units that compute with it.
-        called: names of the modules that were called.
-        output: what the model returned.
-        inside: what the modules inside of blocks returned, the innermost first.
+        calls: Calls in order, by the name of a block.
+        units_of: By the name of a parameter or buffer, the units that compute with it.
+        called: Names of the modules that were called.
+        output: Output of the model.
+        inside: Outputs of the modules inside of blocks, the innermost first.
     """
 
     calls: Mapping[str, BlockCall]
@@ -158,10 +160,10 @@ class Observed:
 
 
 def observe(model: nn.Module, call: Call) -> Observed:
-    """Run ``model`` in evaluation mode and look.
+    """Run ``model`` in evaluation mode and observe it.
 
     Raises:
-        ValueError: its blocks are not called one after another, each once.
+        ValueError: Its blocks are not called one after another, each once.
     """
     blocks = _outermost(model, call.is_block)
     if not blocks:
@@ -188,12 +190,12 @@ def _outermost(
 
 
 class _Watch:
-    """Watches a run: which block is called when, and which unit uses what."""
+    """Observes a run: the calls of blocks in order, and the units that use each tensor."""
 
     def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
         self._model, self._blocks = model, blocks
         self.calls: dict[str, BlockCall] = {}
-        self.entered: dict[str, set[int]] = {}  # by module, in which units
+        self.entered: dict[str, set[int]] = {}  # by module, the units that call it
         self.again: list[str] = []
         self.inside: list[tuple[str, Any]] = []
         self._modules: dict[int, list[str]] = {}
@@ -210,7 +212,7 @@ class _Watch:
         return [name for name in self._blocks if name not in self.calls]
 
     def units_of(self) -> dict[str, frozenset[int]]:
-        """Return the units that use a parameter, by its name: of a tied one by that of the module which ran there."""
+        """Return the units that use each parameter, by name; a tied one by its name in the module that ran."""
         found: dict[str, set[int]] = {}
         for tensor, units in self.uses.found.items():
             for unit in units:
@@ -236,7 +238,7 @@ class _Watch:
                 self.again.append(name)
             slots = slots_of(args, kwargs)
             self.uses.unit = len(self.calls) + 1
-            for tensor in slots.values():  # a parameter that a block is given is used there
+            for tensor in slots.values():  # a parameter passed to a block is used there
                 self.uses.note(tensor)
             self.calls[name] = BlockCall(slots)
 
@@ -258,11 +260,11 @@ class _Watch:
         return leave
 
 
-_PARTS = ("T", "mT", "H", "mH", "data", "real", "imag")  # others, such as the dtype, are no use of the values
+_PARTS = ("T", "mT", "H", "mH", "data", "real", "imag")  # others, such as the dtype, do not use the values
 
 
 class _Uses(TorchFunctionMode):
-    """Notes which parameters and buffers torch's functions are given, and in which unit."""
+    """Records the parameters and buffers passed to torch's functions, and the unit of each."""
 
     def __init__(self, tensors: Collection[int]) -> None:
         """``tensors``: their ids."""
@@ -275,7 +277,7 @@ class _Uses(TorchFunctionMode):
             self.found.setdefault(id(value), set()).add(self.unit)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asked = getattr(getattr(func, "__self__", None), "__name__", "")  # of an attribute
+        asked = getattr(getattr(func, "__self__", None), "__name__", "")  # the name of an attribute
         if getattr(func, "__name__", "") != "__get__" or asked in _PARTS:
             for leaf in tree_leaves((args, kwargs or {})):
                 self.note(leaf)

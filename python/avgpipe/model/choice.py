@@ -1,8 +1,8 @@
-"""One graph of what a module computes in training and of what it computes in evaluation.
+"""Merges the graph of a module in training and its graph in evaluation into one.
 
-Whoever records a forward finds ``self.training`` as it stands, and writes down what follows from it: a probability of
-dropout, or ``training=True``. So a module is recorded twice. Where the graphs differ in such constants alone, the
-constant is chosen anew in every forward.
+A recording of a forward has a fixed ``self.training``, and keeps its consequences: a probability of dropout,
+or ``training=True``. So a module is recorded twice. Where the graphs differ in such constants only, every
+forward chooses the constant.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch._ops import OpOverload
 
-# Recorded where it copies, which follows from the operators before.
+# Recorded where contiguous() copies, which depends on the operators before.
 _SAME_VALUES = torch.ops.aten.contiguous.default
 
 
@@ -29,24 +29,24 @@ CHOICE = "_by_mode"
 
 
 class Differs(ValueError):
-    """A module does other things in training than in evaluation, by more than constants; the message says what."""
+    """A module differs between training and evaluation by more than constants; the message says where."""
 
 
-Value = Callable[[str], Any]  # of a name in a graph
+Value = Callable[[str], Any]  # returns the value of a name in a graph
 
 
 def merged(training: fx.Graph, evaluation: fx.Graph, value: Value, value_of_other: Value) -> bool:
-    """Have ``training`` choose constants by the mode where ``evaluation`` has others; return whether there are any.
+    """Make ``training`` choose constants by the mode where ``evaluation`` has others; return whether there are any.
 
     Args:
-        training: what was recorded in training; changed.
-        evaluation: what was recorded in evaluation.
-        value, value_of_other: what stands at a name that the first, or the other, graph reads.
+        training: The graph recorded in training, which is changed.
+        evaluation: The graph recorded in evaluation.
+        value, value_of_other: Return the value of a name that the first, or the other, graph reads.
 
     Raises:
-        Differs: the graphs differ in more.
+        Differs: The graphs differ in more.
     """
-    twins: dict[fx.Node, fx.Node] = {}  # by node of the evaluation
+    twins: dict[fx.Node, fx.Node] = {}  # by node of the evaluation graph
     trained, evaluated = list(training.nodes), list(evaluation.nodes)
     chosen, i = False, 0
     for node in evaluated:
@@ -67,7 +67,7 @@ def merged(training: fx.Graph, evaluation: fx.Graph, value: Value, value_of_othe
 
 
 def _copied(graph: fx.Graph, value: fx.Node) -> fx.Node:
-    """Put a copy with the same values between ``value`` and those that use it."""
+    """Insert a copy with the same values between ``value`` and its users."""
     with graph.inserting_after(value):
         copied = graph.call_function(_SAME_VALUES, (value,))
     value.replace_all_uses_with(copied, delete_user_cb=lambda user: user is not copied)
@@ -105,7 +105,7 @@ def _choose(mine: fx.Node, other: fx.Node, twins: dict[fx.Node, fx.Node]) -> boo
         found = True
         with mine.graph.inserting_before(mine):
             choice = mine.graph.call_module(CHOICE, (a, b))
-        choice.meta = dict(mine.meta)  # of the same module, and so of the same piece
+        choice.meta = dict(mine.meta)  # it belongs to the same module, so to the same piece
         return choice
 
     args, kwargs = either(args, args_of_other), either(kwargs, kwargs_of_other)
@@ -119,14 +119,14 @@ def _ends(value: slice) -> tuple[Any, Any, Any]:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Look through copies with the same values."""
+    """Return the source of a node before copies with the same values."""
     while node.target is _SAME_VALUES:
         node = node.all_input_nodes[0]
     return node
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a node's arguments; of an operator all of them, also those that are its defaults."""
+    """Return a node's arguments; for an operator all of them, with defaults."""
     if not isinstance(node.target, OpOverload):
         return node.args, dict(node.kwargs)
     args, kwargs = list(node.args), dict(node.kwargs)
@@ -141,7 +141,7 @@ def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _said(node: fx.Node | None) -> str:
-    """Describe a node for people: what it calls, and in which module."""
+    """Describe a node in words: the function or module that it calls."""
     if node is None:
         return "nothing"
     if node.op == "output":

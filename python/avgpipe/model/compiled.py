@@ -1,10 +1,11 @@
-"""Layers that run through torch.compile: those that a pipeline is asked to compile, and those that come compiled.
+"""Layers that run through torch.compile: compiled on request, or compiled already when passed in.
 
-Each layer is compiled by itself, since a stage seeds the random generators before each. A copy of a compiled module is
-not compiled, so modules that came compiled are compiled again in the stage, by the very options of theirs.
+Each layer is compiled separately, since a stage seeds the random generators before each. A copy of a compiled
+module is not compiled, so modules that were passed in compiled are compiled again in the stage, with their
+own options.
 
-torch.compile keeps what it has compiled with a function's code, a few variants of it, and runs what is beyond them
-without compiling. So every layer is called through a function of its own, and layers that look alike share its code:
+torch.compile stores compiled variants, a limited number, with a function's code, and runs further variants
+uncompiled. So every layer is called through a separate function, and layers that look alike share its code:
 the replicas of a layer, and the blocks of a transformer, are compiled once.
 """
 
@@ -24,7 +25,7 @@ from avgpipe.errors import nearest, reason
 from avgpipe.model.context import Carry
 from avgpipe.model.copies import copied
 
-# What makes a compiled function of a function, with the options it was made with.
+# Makes a compiled function from a function, with the options that it was made with.
 _Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
@@ -32,32 +33,32 @@ class Compiler:
     """Copies layers and compiles the copies, for all stages of a process.
 
     Args:
-        options: Arguments of torch.compile for every layer that has none of its own; None: only what comes compiled.
-        model: What was handed in; if it is compiled as a whole, and there are no ``options``, so are all its layers.
+        options: Arguments of torch.compile for every layer without options of its own; None: compile only
+            layers that were passed in compiled.
+        model: The model passed in; if it is compiled as a whole, and there are no ``options``, all its layers
+            are compiled.
 
     Attributes:
         is_asked: Whether there are ``options``.
-        description: The same text on every rank that has the same ``options``.
+        description: A text that is equal on all ranks with the same ``options``.
     """
 
     def __init__(self, options: dict[str, Any] | None = None, model: Any = None) -> None:
         self.description = described(options)
         self._context = _context_of(model) if options is None else _compiling(options)
         self.is_asked = options is not None
-        self._codes: dict[
-            Any, CodeType
-        ] = {}  # by what a layer looks like, and whether it is to be compiled here
+        self._codes: dict[Any, CodeType] = {}  # by the look of a layer, and whether it is compiled on request
 
     def copied(self, layers: Sequence[nn.Module]) -> nn.ModuleList:
         originals = nn.ModuleList(layers)
-        # A copy of torch.compile(module) would lose some of its options: it keeps the very context instead.
+        # A copy of torch.compile(module) would lose some of its options: keep the original context instead.
         kept = {id(c): c for c in (_context_of(m) for m in originals.modules() if _is_wrapper(m))}
         copies = copied(originals, kept)
         chain = {id(part) for layer in originals for part in _parts(layer)}
         compiled = bool(kept)
         for original, mine in zip(originals.modules(), copies.modules()):
             if _is_wrapper(original):
-                continue  # and so is its copy
+                continue  # its copy is compiled as well
             _refuse_compiled_forward(original)
             context = _context_of(original)
             if context is None and id(original) in chain:
@@ -72,23 +73,24 @@ class Compiler:
         return copies
 
     def refuse_cuda_graphs(self, layers: Sequence[nn.Module]) -> None:
-        """Refuse, with ValueError, layers or options with which torch.compile makes CUDA graphs of its own.
+        """Refuse, with ValueError, layers or options with which torch.compile makes its own CUDA graphs.
 
-        These give out memory that their next run overwrites, and end a run with the backward, or with the next call of
-        another compiled function. Here a layer hands its output to the next one, and several micro-batches, each with
-        weights at addresses of their own, are under way before the first backward.
+        Their output memory is overwritten by their next run, and they end a run with the backward, or with
+        the next call of another compiled function. Here a layer passes its output to the next one, and
+        several micro-batches, each with weights at different addresses, are in flight before the first
+        backward.
         """
         contexts = [self._context, *map(_context_of, nn.ModuleList(layers).modules())]
         probes = (context(_probe()) for context in contexts if context is not None)
         if any(_makes_cuda_graphs(_context_in(probe)) for probe in probes):
             raise ValueError(
-                "torch.compile with CUDA graphs of its own (mode 'reduce-overhead' or 'max-autotune') cannot keep "
+                "torch.compile with its own CUDA graphs (mode 'reduce-overhead' or 'max-autotune') cannot keep "
                 "several layers and micro-batches: use mode 'max-autotune-no-cudagraphs' or none, and "
-                "CudaGraphs() where a stage shall be launched as one"
+                "CudaGraphs() to launch a stage as one graph"
             )
 
     def _function(self, layer: Any, is_asked_for: bool) -> Callable[..., Any]:
-        """Return a function that calls ``layer``. Modules that come compiled share nothing with those compiled here."""
+        """Return a function that calls ``layer``. Modules passed in compiled share nothing with those compiled here."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
             return layer._call_impl(*args, **kwargs)
@@ -98,26 +100,27 @@ class Compiler:
 
 
 def _parts(layer: Any) -> Sequence[nn.Module]:
-    """Return what of a layer is compiled, each by itself."""
+    """Return the parts of a layer that are compiled separately."""
     parts: Sequence[nn.Module] = layer.compiled_parts() if hasattr(layer, "compiled_parts") else [layer]
     return parts
 
 
 def _looks(layer: nn.Module) -> Any:
-    """Return what is equal for layers that are likely to be compiled to the same: traced graphs never are."""
+    """Return a key that is equal for layers likely to compile to the same code, which traced graphs never do."""
     if any(isinstance(m, fx.GraphModule) for m in layer.modules()):
         return object()
     tensors = [*layer.named_parameters(), *layer.named_buffers()]
     return repr(layer), tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
-# ---- options -------------------------------------------------------------------------------------------------------
+# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def compile_options(given: Mapping[str, Any], recompute: str = "never") -> dict[str, Any]:
-    """Check arguments of torch.compile and return them, with ``dynamic=False`` under recomputation unless given.
+    """Check arguments of torch.compile and return them.
 
-    Compiled for all sizes, code may save other tensors than what was compiled for one size and ran the first forward.
+    With recomputation, compiled code has fixed sizes (``dynamic=False``) unless ``given`` sets it: code for
+    all sizes may save other tensors than the code for one size that ran the first forward.
     """
     options = dict(given)
     valid = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
@@ -131,13 +134,13 @@ def compile_options(given: Mapping[str, Any], recompute: str = "never") -> dict[
         options.setdefault("dynamic", False)
     try:
         _compiling(options)(_probe())
-    except Exception as error:  # RuntimeError, AssertionError or TypeError, as it comes
+    except Exception as error:  # RuntimeError, AssertionError or TypeError
         raise ValueError(f"Compile({given!r}): torch.compile refuses it: {reason_of(error)}") from error
     return options
 
 
 def described(options: dict[str, Any] | None) -> str:
-    """Describe options by a text that is the same on every rank that asks for the same."""
+    """Describe options by a text that is equal on all ranks with the same options."""
 
     def text(value: Any) -> str:
         if isinstance(value, dict):
@@ -149,7 +152,7 @@ def described(options: dict[str, Any] | None) -> str:
 
 def _compiling(options: dict[str, Any]) -> _Context:
     def context(function: Callable[..., Any]) -> Callable[..., Any]:
-        # torch takes entries out of the inner one
+        # torch removes entries from the inner dict
         own: Any = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
         compiled: Callable[..., Any] = torch.compile(function, **own)
         return compiled
@@ -161,19 +164,19 @@ def _probe() -> Callable[[Any], Any]:
     return lambda x: x
 
 
-# ---- modules that come compiled ------------------------------------------------------------------------------------
+# ---- modules passed in compiled --------------------------------------------------------------------------------------
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module is ``torch.compile(module)``, or its ``compile()`` was called."""
+    """Return whether a module is ``torch.compile(module)``, or its ``compile()`` was called."""
     return _is_wrapper(module) or _context_of(module) is not None
 
 
 def unwrapped(module: Any, memo: dict[int, nn.Module]) -> Any:
-    """Return what ``torch.compile(module)`` wraps, compiled as if by its own ``compile()``; anything else as it is.
+    """Return the module inside ``torch.compile(module)``, compiled as if by its own ``compile()``; others unchanged.
 
-    The wrapped module stays as it is: a wrapper's is copied, but for its parameters and children. ``memo``: the
-    results so far, so that a module that stands at several places stays one.
+    The wrapped module is unchanged: it is copied, without its parameters and children. ``memo``: results so
+    far, so that a module used in several places stays one module.
     """
     if not _is_wrapper(module):
         return module
@@ -185,12 +188,12 @@ def unwrapped(module: Any, memo: dict[int, nn.Module]) -> Any:
 
 
 def original(model: Any) -> Any:
-    """Return what ``torch.compile(model)`` wraps; anything else as it is."""
+    """Return the module inside ``torch.compile(model)``; anything else unchanged."""
     return model._orig_mod if _is_wrapper(model) else model
 
 
 def _is_wrapper(module: Any) -> bool:
-    # Nobody has called torch.compile where its code was never imported, which would take a second.
+    # If its code was never imported, torch.compile was never called, and the import takes a second.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
@@ -206,8 +209,8 @@ def _context_of(module: Any) -> _Context | None:
 def _context_in(function: Any) -> _Context | None:
     """Return how a function was compiled; None if it was not.
 
-    torch has no way to ask. Its wrapper of a function is a closure over the context; where it should be another thing
-    in some release, the default options are the honest rest.
+    torch has no API for it. Its wrapper of a function is a closure over the context; if a release changes
+    that, the default options are used.
     """
     if not hasattr(function, "_torchdynamo_orig_callable"):
         return None
@@ -229,16 +232,16 @@ def _makes_cuda_graphs(context: Any) -> bool:
 def _refuse_compiled_forward(module: nn.Module) -> None:
     if hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable"):
         raise ValueError(
-            f"{type(module).__name__}.forward was replaced by torch.compile(module.forward), which goes on computing "
+            f"{type(module).__name__}.forward was replaced by torch.compile(module.forward), which still computes "
             "with the weights of the model that was passed in: call module.compile() instead"
         )
 
 
-# ---- errors --------------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 def compiler_error() -> type[Exception]:
-    """Return what torch.compile raises that is no RuntimeError: code that needs one graph has too many variants."""
+    """Return the error of torch.compile that is no RuntimeError: code that needs one graph has too many variants."""
     found: type[Exception] = getattr(
         sys.modules.get("torch._dynamo.exc"), "FailOnRecompileLimitHit", RuntimeError
     )
@@ -246,22 +249,22 @@ def compiler_error() -> type[Exception]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Say in a line what an error is about; of a compiler's, what went wrong in it."""
+    """Summarize an error in one line; for a compiler's error, the inner cause."""
     inner = getattr(error, "inner_exception", None)
-    if isinstance(inner, BaseException):  # "backend='inductor' raised:", and this
+    if isinstance(inner, BaseException):  # the text "backend='inductor' raised:" comes before it
         return f"torch.compile: {type(inner).__name__}: {reason_of(inner)}"
     first = reason(error)
     if not type(error).__module__.startswith("torch._dynamo"):
         return first
     lines = map(str.strip, str(error).splitlines())
     explanation = next((line for line in lines if line.startswith("Explanation: ")), "")
-    # Before what it got stands what was called, at length.
+    # A long description of the call comes before ": got ".
     why = explanation.removeprefix("Explanation: ").rpartition("): got ")[2]
     return f"torch.compile: {first}" + (f": {why}" if why else "")
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """Copy modules and what they know, but for parameters, buffers and what is compiled, which both then have."""
+    """Copy modules and their attributes, except for parameters, buffers and compiled code, which both then share."""
     memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
     memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copied(model, memo)

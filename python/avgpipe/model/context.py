@@ -1,10 +1,10 @@
-"""Where in a run the code that executes now stands: the keys of random numbers, and what layers carry over.
+"""The position in a run of the code that executes now: keys of random numbers, and state that layers carry over.
 
-What a layer draws depends on (seed, pipeline, batch, micro-batch, layer) alone. So dropout depends neither on timing
-nor on the number of stages, recomputation repeats it, and a run can be replayed.
+The random numbers of a layer depend on (seed, pipeline, batch, micro-batch, layer) only. So dropout depends
+neither on timing nor on the number of stages, recomputation repeats it, and a run can be replayed.
 
-A recurrent layer whose hidden state goes on from one batch to the next keeps it in a :class:`Carry`, which holds one
-value per micro-batch and stays right under recomputation. Other layers need nothing of this.
+A recurrent layer whose hidden state continues from one batch to the next keeps it in a :class:`Carry`, which
+holds one value per micro-batch and stays correct under recomputation. Other layers do not need this module.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from avgpipe.device import generator_of, generators_of
 
 
 class Position(NamedTuple):
-    """The place of a forward or backward in a run."""
+    """The position of a forward or backward in a run."""
 
     pipeline: int = 0
-    batch: int = -1  # -1: outside of any pipeline, where every call counts as a new batch
+    batch: int = -1  # -1: outside of any pipeline, where every call is a new batch
     micro_batch: int = 0
 
 
@@ -34,12 +34,12 @@ _here = Position()
 
 
 def position() -> Position:
-    """Return the place of the computation that is running now."""
+    """Return the position of the running computation."""
     return _here
 
 
 def set_position(there: Position) -> Position:
-    """Set the current place and return the one before."""
+    """Set the position and return the one before."""
     global _here
     before, _here = _here, there
     return before
@@ -48,7 +48,7 @@ def set_position(there: Position) -> Position:
 class Carry(nn.Module):
     """A pytree of tensors that a layer carries from a batch to the next one of the same pipeline, per micro-batch.
 
-    Not a part of ``state_dict()``. ``get`` returns what ``set`` stored in the *previous* batch, also when
+    Not a part of ``state_dict()``. ``get`` returns the value of ``set`` in the *previous* batch, also when
     recomputation runs a forward a second time, or None at the beginning::
 
         hidden = self.carry.get()
@@ -58,9 +58,10 @@ class Carry(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.values: dict[int, Any] = {}  # by micro-batch, what the newest batch wrote
+        self.values: dict[int, Any] = {}  # by micro-batch, the value of the newest batch
         self._newest: dict[int, int] = {}  # by micro-batch, that batch
-        # By batch and micro-batch, what was there before: a forward may run again when later batches have written.
+        # By batch and micro-batch, the value before: a forward may run again after later batches have
+        # written.
         self._read: dict[tuple[int, int], Any] = {}
 
     def get(self) -> Any:
@@ -71,18 +72,18 @@ class Carry(nn.Module):
         _, batch, m = _here
         if (batch, m) in self._read:
             if self._newest[m] != batch:
-                return  # this forward has run before, and others since
+                return  # this forward runs again, after later ones
         elif batch != -1 and torch.is_grad_enabled():
             self._read[batch, m] = self.values.get(m)
         self.values[m], self._newest[m] = value, batch
 
     def forget(self, batch: int) -> None:
-        """Forget what only forwards of ``batch`` need, none of which will run again."""
+        """Drop the state that only forwards of ``batch`` need, none of which will run again."""
         for place in [place for place in self._read if place[0] == batch]:
             del self._read[place]
 
     def drop_nonfinite(self) -> None:
-        """Begin anew where what was carried has infinities or NaN, as its batch shall not count."""
+        """Reset carried values with infinities or NaN, as their batch is skipped."""
         for m, value in list(self.values.items()):
             tensors = [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
             if not all(bool(x.isfinite().all()) for x in tensors):
@@ -90,7 +91,7 @@ class Carry(nn.Module):
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Forwards may run inside, between batches: all is as before afterwards."""
+        """Allow forwards inside, between batches: afterwards all is as before."""
         before = self.values, self._newest, self._read
         self.values, self._newest, self._read = dict(self.values), dict(self._newest), dict(self._read)
         try:
@@ -99,7 +100,7 @@ class Carry(nn.Module):
             self.values, self._newest, self._read = before
 
     def hide_from_compiler(self) -> None:
-        """Have torch.compile call ``get`` and ``set`` as they are: compiled, they would be for one batch only."""
+        """Make torch.compile call ``get`` and ``set`` uncompiled: compiled, they would be for one batch only."""
         disable: Any = torch.compiler.disable  # torch leaves it untyped
         for name in ("get", "set"):
             setattr(self, name, disable(getattr(self, name)))
@@ -122,7 +123,7 @@ def mix(*words: int) -> int:
 
 
 def mix_more(key: int, *words: int) -> int:
-    """Go on hashing more words after those that made ``key``."""
+    """Hash further words after those that made ``key``."""
     for word in words:
         key = (key + word + 0x9E3779B97F4A7C15) & _MASK
         key = ((key ^ (key >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -131,18 +132,18 @@ def mix_more(key: int, *words: int) -> int:
     return key
 
 
-# Where layers draw, and the key of a stage's forward, if it trains.
+# Device that layers draw on, and the key of a stage's forward, if it trains.
 _layers: tuple[torch.device, int] | None = None
 
 
 def key_layers(device: torch.device, key: int | None) -> None:
-    """Say what the layers of the stage that runs now draw from: see :func:`begin_layer`. None: nothing to seed."""
+    """Set the source of the running stage's random numbers, see :func:`begin_layer`. None: nothing to seed."""
     global _layers
     _layers = None if key is None else (device, key)
 
 
 def begin_layer(number: int) -> None:
-    """Seed the generators for layer ``number``: for a module that runs several layers of the unsplit model."""
+    """Seed the generators for layer ``number``; for a module that runs several layers of the unsplit model."""
     if _layers is not None and _here.batch != -1:
         seed_generators(_layers[0], mix_more(_layers[1], number))
 
@@ -155,15 +156,15 @@ def seed_generators(device: torch.device, key: int) -> None:
 
 
 class _PutAside(AbstractContextManager[Any]):
-    """Puts something of the caller's aside inside the ``with`` block."""
+    """Sets some state of the caller aside inside the ``with`` block."""
 
     def given_back(self) -> GivenBack:
-        """Run the caller's own code inside this block with what was put aside."""
+        """Run the caller's own code inside this block with the state that was set aside."""
         return GivenBack(self)
 
 
 class GivenBack(AbstractContextManager[None]):
-    """Gives back inside the ``with`` block what was put aside: the caller's own code runs there."""
+    """Restores inside the ``with`` block the state that was set aside: the caller's own code runs there."""
 
     def __init__(self, *aside: _PutAside) -> None:
         self._aside = aside
@@ -178,7 +179,7 @@ class GivenBack(AbstractContextManager[None]):
 
 
 class CallerGenerators(_PutAside):
-    """Puts the states of the caller's generators aside, while layers seed the default ones."""
+    """Sets the states of the caller's generators aside, while layers seed the default ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = generators_of(device)
@@ -196,10 +197,11 @@ _END = object()
 
 
 class CallerModes(_PutAside):
-    """Puts the caller's ``no_grad`` and ``inference_mode`` aside, which would leave nothing to train.
+    """Sets the caller's ``no_grad`` and ``inference_mode`` aside, which would prevent training.
 
-    A generator that yields inside such a mode leaves it on for its caller, as a loader with a teacher does. A mode that
-    the caller's code leaves on in :meth:`given_back` is on again after the ``with`` block, and off inside it.
+    A generator that yields inside such a mode leaves it on for its caller, as a loader with a teacher model
+    does. A mode that the caller's code leaves on in :meth:`given_back` is on again after the ``with`` block,
+    and off inside it.
     """
 
     def __init__(self) -> None:
@@ -207,7 +209,7 @@ class CallerModes(_PutAside):
 
     def __enter__(self) -> CallerModes:
         self._ours = None
-        # Each may be on without the other: enable_grad() inside of inference_mode() leaves that on.
+        # Each may be on without the other: enable_grad() inside of inference_mode() leaves inference mode on.
         if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
             self._ours = ExitStack()
             self._ours.enter_context(torch.inference_mode(False))
@@ -219,7 +221,7 @@ class CallerModes(_PutAside):
             self._ours.close()
 
     def made_outside(self, values: Iterator[Any]) -> Iterator[Any]:
-        """Yield values that the caller's own code makes, in the caller's modes."""
+        """Yield values made by the caller's own code, in the caller's modes."""
         while True:
             with self.given_back():
                 found = next(values, _END)
@@ -228,7 +230,7 @@ class CallerModes(_PutAside):
             yield found
 
 
-# ---- what a forward may draw from ------------------------------------------------------------------------------------
+# ---- generators that a forward may use -------------------------------------------------------------------------------
 
 
 def callers_generators() -> dict[str, Any]:
@@ -240,12 +242,12 @@ def callers_generators() -> dict[str, Any]:
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of what a forward may draw from, by name."""
+    """Return the states of all generators that a forward may use, by name."""
     return {**callers_generators(), "torch": torch.default_generator.get_state()}
 
 
 def set_generators(states: dict[str, Any]) -> None:
-    """Go on from states, of all or of some."""
+    """Restore states, of all or of some."""
     put: dict[str, Callable[[Any], Any]] = {
         "random": random.setstate,
         "torch": torch.default_generator.set_state,
@@ -257,7 +259,7 @@ def set_generators(states: dict[str, Any]) -> None:
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return what was drawn from between two states."""
+    """Return the generators that were used between two states."""
     same: dict[str, Callable[[Any, Any], bool]] = {
         "random": lambda a, b: bool(a == b),
         "torch": torch.equal,

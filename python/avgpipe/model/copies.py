@@ -1,4 +1,4 @@
-"""Copies of modules, and in words why one cannot be made."""
+"""Copies of modules, and explanations why one cannot be made."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def copied(model: M, memo: dict[int, Any]) -> M:
-    """Return a deep copy. ``memo``: by identity, what stands in the copy for something.
+    """Return a deep copy. ``memo``: by identity, the replacement of an object in the copy.
 
-    What a forward has left in an attribute, a tensor with a graph, is copied without it. ValueError names the module
-    and the attribute that cannot be copied.
+    A tensor with a graph that a forward has left in an attribute is copied without the graph. ValueError
+    names the module and the attribute that cannot be copied.
     """
     for module in model.modules():
         for value in vars(module).values():
@@ -26,7 +26,7 @@ def copied(model: M, memo: dict[int, Any]) -> M:
     known = dict(memo)
     try:
         return copy.deepcopy(model, memo)
-    except Exception as error:  # of any kind: objects say how they are copied
+    except Exception as error:  # of any kind: objects define how they are copied
         raise ValueError(_why(model, known) or f"the model cannot be copied: {reason(error)}") from error
 
 

@@ -1,4 +1,4 @@
-"""The cut of a model for people: layers by name, what each is estimated to cost, and what travels between stages."""
+"""The cut of a model as a readable table: layers by name, their estimated costs, and the bytes between stages."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from avgpipe.model.modes import in_mode
 from avgpipe.model.parts import Skips, extract_skips, insert_skips
 from avgpipe.units import format_bytes, format_count
 
-Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by the stages that give and get it
+Traffic = dict[tuple[int, int], int]  # bytes of a micro-batch, by sending and receiving stage
 
-_UNKNOWN = "unknown before the first batch, and then known of this process's stages; example_inputs= tells all at once"
+_UNKNOWN = "unknown before the first batch, and then known for this process's stages; example_inputs= gives all at once"
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class Cut:
     """A model's layers in their stages.
 
     Attributes:
-        names: of the layers, as in the model.
-        parameters: of each layer, how many numbers.
-        costs: of each layer, in proportion to its estimated time.
-        bounds: first layer of each stage, then the number of layers.
-        traffic: where known, bytes of a micro-batch that go from stage to stage, in the dtype that the layers give.
-        kind: in a line, what kind of estimate the costs are.
+        names: Names of the layers, as in the model.
+        parameters: Number of parameters of each layer.
+        costs: Cost of each layer, in proportion to its estimated time.
+        bounds: First layer of each stage, then the number of layers.
+        traffic: If known, bytes of a micro-batch between stages, in the dtype of the layers' outputs.
+        kind: One line on the kind of estimate of the costs.
     """
 
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ class Cut:
         bounds: Sequence[int],
         estimate: Estimate,
     ) -> Cut:
-        """Describe ``layers``, of which ``model`` gives the names."""
+        """Describe ``layers``, with the names that they have in ``model``."""
         return cls(
             tuple(names_of_layers(model, layers)),
             tuple(sum(p.numel() for p in layer.parameters()) for layer in layers),
@@ -63,12 +63,12 @@ class Cut:
 
     @property
     def shares(self) -> list[float]:
-        """Each layer's part of the estimated cost."""
+        """Return each layer's part of the estimated cost."""
         total = sum(self.costs)
         return [cost / total for cost in self.costs]
 
     def sent_by(self, stage: int) -> list[str]:
-        """Say what a stage sends on: to the next one first."""
+        """Describe what a stage sends, to the next stage first."""
         sent = {to: size for (source, to), size in self.traffic.items() if source == stage}
         return [f"{format_bytes(sent[to])} to stage {to}" for to in sorted(sent)]
 
@@ -101,7 +101,7 @@ class Cut:
 
 
 def names_of_layers(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> list[str]:
-    """Name each layer as in ``model``, with its class where the name is only a number."""
+    """Name each layer as in ``model``, with its class if the name is only a number."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     known = {id(module): name for name, module in whole.named_modules() if name}
     found = []
@@ -112,19 +112,19 @@ def names_of_layers(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.
     return found
 
 
-# ---- what travels --------------------------------------------------------------------------------------------------
+# ---- bytes between stages --------------------------------------------------------------------------------------------
 
 
 def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: Any, parts: int) -> Traffic:
-    """Return what a micro-batch of an example sends between stages, without computing it; nothing where that fails.
+    """Return the bytes of a micro-batch between stages, without computing; nothing if that fails.
 
     Args:
-        model: how it is cut.
-        layers: stay as they are.
-        example_inputs: of one batch.
-        parts: its micro-batches.
+        model: The cut model.
+        layers: Its layers, which are unchanged.
+        example_inputs: Inputs of one batch.
+        parts: Micro-batches of the batch.
     """
-    from torch._subclasses.fake_tensor import FakeTensorMode  # only now: it takes a second to import
+    from torch._subclasses.fake_tensor import FakeTensorMode  # imported here, as it takes a second
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     from avgpipe.model.example import device_of
@@ -137,7 +137,7 @@ def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: 
             for layer in layers:
                 modes.enter_context(in_mode(layer, False))
             return _passed_through(model, layers, value)
-    except Exception:  # of any kind: what a layer does with tensors without values is its own matter
+    except Exception:  # of any kind: a layer may fail on tensors without values
         return {}
 
 
@@ -158,7 +158,7 @@ def _passed_through(model: Model, layers: Sequence[nn.Module], value: Any) -> Tr
 
 
 def sent(stage: int, output: Any, skips: Skips) -> Traffic:
-    """Return what a stage sends of its output: to the next stage, and past others."""
+    """Return the bytes of a stage's output: to the next stage, and past others."""
     output, parts = extract_skips(output, skips.departures) if skips.departures else (output, [])
     return {(stage, stage + 1): _bytes(output)} | {
         (stage, route.stage): _bytes(values) for route, values in zip(skips.departures, parts)

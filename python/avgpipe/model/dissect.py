@@ -1,4 +1,4 @@
-"""Finds a model's anatomy: of what its blocks are called with, what earlier units must give."""
+"""Finds a model's anatomy: the arguments of its blocks that earlier units must give."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from avgpipe.model.shell import Shells
 
 
 def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
-    """Run ``model`` a few times on the first of the trials, without gradients.
+    """Run ``model`` several times on the first of the trials, without gradients.
 
     Raises:
-        ValueError: its forward is no chain of blocks.
+        ValueError: Its forward is no chain of blocks.
     """
     anatomy = Anatomy(model, call, observe(model, call))
     with in_mode(model, False), torch.no_grad():
         try:
             seen = _made_up(anatomy, call.trials[0])
-        except RuntimeError:  # as torch's of a tensor whose elements share their memory
+        except RuntimeError:  # torch's, for a tensor whose elements share memory
             anatomy = replace(anatomy, writes=True)
             seen = _made_up(anatomy, call.trials[0])
         anatomy = _with_values(anatomy, seen)
@@ -40,7 +40,7 @@ def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
 
 
 def _made_up(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Seen:
-    """Run a shell in which nothing has weights; what depends on any becomes NaN."""
+    """Run a shell in which nothing has weights; results that depend on weights become NaN."""
     seen = Seen()
     exchange = Exchange(anatomy.writes, math.nan, seen)
     shell = Shells(anatomy).shell(anatomy.units, anatomy.units, exchange)
@@ -49,14 +49,14 @@ def _made_up(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Seen:
     except Exception:
         if len(seen.blocks) < len(anatomy.blocks):
             raise
-        # The model's end may want what nobody has made up, and all that is asked for here has been seen.
+        # The model's end may need values that are not there; everything requested here has been recorded.
     return seen
 
 
 def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
-    """Name what ``seen`` has not made right, of each block's arguments and of what the last block returned."""
+    """Name the values that ``seen`` got wrong, of each block's arguments and of the last block's output."""
     observed, names = anatomy.observed, dict[int, str]()
-    # Stages hold the parameters that their blocks are given.
+    # Stages hold the parameters that are passed to their blocks.
     own = {id(t) for t in chain(anatomy.model.parameters(), anatomy.model.buffers())}
     takes: list[dict[BlockSlot, str]] = [{}]
     for number, call in enumerate(observed.calls.values()):
@@ -80,7 +80,7 @@ def _with_values(anatomy: Anatomy, seen: Seen) -> Anatomy:
 
 
 def _early(anatomy: Anatomy) -> frozenset[str]:
-    """Find the values that are lost where unit 0 makes nothing, though all that earlier blocks are given is right."""
+    """Find the values that are lost if unit 0 makes nothing, though all arguments of earlier blocks are right."""
     calls, blocks = list(anatomy.observed.calls.values()), dict[int, Slots]()
     places = [
         (number, slot, value)
@@ -90,7 +90,7 @@ def _early(anatomy: Anatomy) -> frozenset[str]:
     arrived = {value: calls[number].slots[slot] for number, slot, value in places}
     exchange = Exchange(anatomy.writes, math.nan, Seen(blocks), arrived)
     shell = Shells(anatomy).shell(1, anatomy.units, exchange)
-    # A head that misses something is no matter here: the blocks have been called.
+    # A failure of the head does not matter here: the blocks have been called.
     with suppress(Exception):
         shell(**anatomy.call.trials[0], **anatomy.call.fixed)
     lost = {
@@ -104,7 +104,7 @@ def _early(anatomy: Anatomy) -> frozenset[str]:
 
 
 def _collected(model: nn.Module, observed: Observed) -> dict[int, list[Collected]]:
-    """Find what the model returns of the inside of blocks: by hooks, as they return it to no one."""
+    """Find the tensors inside blocks that the model returns, by hooks, as they are not in any block's output."""
     returned = {id(leaf) for call in observed.calls.values() for leaf in tree_leaves(call.returned)}
     wanted = {id(leaf) for leaf in tree_leaves(observed.output) if isinstance(leaf, torch.Tensor)} - returned
     found: dict[int, list[Collected]] = {}
@@ -124,7 +124,7 @@ def _collected(model: nn.Module, observed: Observed) -> dict[int, list[Collected
 
 
 def _needed_returns(anatomy: Anatomy) -> dict[int, str]:
-    """Return those of the leaves that the last block returns without which the model's output is another."""
+    """Return the leaves of the last block's output that change the model's output."""
     returns = dict(anatomy.returns)
     if len(returns) == 1:
         return returns
@@ -137,7 +137,7 @@ def _needed_returns(anatomy: Anatomy) -> dict[int, str]:
 
 
 def _head(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Any:
-    """Return the model's output, by a shell of the last unit alone."""
+    """Return the model's output, by a shell with the last unit only."""
     exchange = Exchange(anatomy.writes, math.nan)
     shell = Shells(anatomy).shell(anatomy.units - 1, anatomy.units, exchange)
     calls = list(anatomy.observed.calls.values())
@@ -152,7 +152,7 @@ def _head(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Any:
 
 
 def _looked_at(anatomy: Anatomy, seen: Seen) -> list[frozenset[str]]:
-    """Find the inputs that units look at: with another value, something there is another."""
+    """Find the inputs whose values a unit uses: another value changes something there."""
     inputs = anatomy.call.trials[0]
     found = [set(inputs), *(set[str]() for _ in range(anatomy.units - 1))]
     right = _head(anatomy, inputs)

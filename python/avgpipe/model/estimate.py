@@ -1,8 +1,9 @@
-"""What each layer of a model is likely to cost before anything is measured, and what crosses each boundary.
+"""Estimates of each layer's cost before anything is measured, and of the bytes that cross each boundary.
 
-With an example of a batch's inputs, what a forward and a backward compute is counted. Without one, a layer costs as
-much as it has weights, which is true of layers that use each weight once per sample. Convolutions do not, so for a
-model that has some the count is made on inputs that are made up. Every rank finds the same.
+With an example of a batch's inputs, the operations of a forward and a backward are counted. Without one, a
+layer's cost is its number of weights, which is right for layers that use each weight once per sample.
+Convolutions do not, so a model with convolutions is counted on made-up inputs. Every rank gets the same
+result.
 """
 
 from __future__ import annotations
@@ -26,23 +27,25 @@ _STATED = "cost: what layers state as compute_cost, else their weights, each use
 _WEIGHTS = "cost: estimated by the weights, each used once per sample"
 _MEASURE = "measure with avgpipe.profile"
 _COUNT = "example_inputs= counts FLOPs instead"
-# Of images that networks are made for, by the dimensions of a convolution; the count asks for a size that fits.
+# Sizes of images that networks are made for, by the dimensions of a convolution; the count tries which one
+# fits.
 _SIZES = {
     1: (1024, 128, 256, 512, 2048, 16_000, 64, 32),
     2: (224, 32, 28, 64, 96, 128, 256, 299, 227, 112, 160, 192, 384, 512, 48, 16, 8),
     3: (32, 64, 112, 16, 8),
 }
-_SAMPLES, _WORDS = 2, 64  # of what is made up
+_SAMPLES, _WORDS = 2, 64  # of made-up inputs
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What layers cost.
+    """The costs of layers.
 
     Attributes:
-        costs: of each layer, in proportion to its time.
-        sent: over the boundary behind each layer but the last: bytes, or how many values where bytes are not known.
-        kind: what kind of estimate it is, in a line for people.
+        costs: Cost of each layer, in proportion to its time.
+        sent: Over the boundary behind each layer but the last: bytes, or the number of values if bytes are
+            unknown.
+        kind: One line on the kind of estimate.
     """
 
     costs: tuple[float, ...]
@@ -53,13 +56,13 @@ class Estimate:
     def of(
         cls, layers: Sequence[nn.Module], example_inputs: Any = None, parts: int = 1, counts: bool = True
     ) -> Estimate:
-        """Estimate ``layers``, which stay as they are.
+        """Estimate ``layers``, which are unchanged.
 
         Args:
             layers: A chain.
-            example_inputs: Of one batch.
-            parts: Its micro-batches, of the first of which the work is counted.
-            counts: False where nothing depends on it, as in one stage: weights are quicker.
+            example_inputs: Inputs of one batch.
+            parts: Micro-batches of the batch, the first of which is counted.
+            counts: False if nothing depends on it, as with one stage: weights are faster.
         """
         if any(map(_is_stated, layers)):
             return cls._by_weights(layers, f"{_STATED}; {_MEASURE}")
@@ -102,7 +105,7 @@ class Estimate:
 def estimated_cost(layer: nn.Module) -> float:
     """Estimate a layer's compute by its weights, each used once per sample.
 
-    An embedding only looks up; a layer may state its own ``compute_cost``.
+    An embedding is a lookup only; a layer may define its own ``compute_cost``.
     """
     if _is_stated(layer):
         return float(layer.compute_cost)  # type: ignore[arg-type]
@@ -116,14 +119,14 @@ def _is_stated(layer: nn.Module) -> bool:
 
 
 def _first(inputs: Any, parts: int) -> Any:
-    """Return the inputs of the first micro-batch; all where they cannot be divided."""
+    """Return the inputs of the first micro-batch; all if they cannot be divided."""
     try:
         return split(inputs, max(1, min(parts, batch_size(inputs))))[0]
     except ValueError:
         return inputs
 
 
-# ---- inputs that are made up ----------------------------------------------------------------------------------------
+# ---- made-up inputs --------------------------------------------------------------------------------------------------
 
 
 def _convolves(layers: Sequence[nn.Module]) -> int | None:
@@ -134,13 +137,13 @@ def _convolves(layers: Sequence[nn.Module]) -> int | None:
 
 
 def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any, str]]:
-    """Yield inputs that the model may take, each with words for it."""
+    """Yield inputs that the model may accept, each with a description."""
     if isinstance(layers, Whole):
         yield layers.trial, "a few samples"
         return
     modules = (m for layer in layers for m in layer.modules())
     first = next(m for m in modules if isinstance(m, _ConvNd | nn.Embedding | nn.Linear))
-    # Not by first.weight, which a parametrization may compute, and change.
+    # Not by first.weight, which a parametrization may compute, and thereby change.
     dtype = next((p.dtype for p in first.parameters()), None)
     if isinstance(first, nn.Embedding):
         yield torch.zeros(_SAMPLES, _WORDS, dtype=torch.long), f"sequences of {_WORDS} words"

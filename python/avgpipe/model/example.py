@@ -1,4 +1,4 @@
-"""One batch's inputs as an example: how a model is called on them, and whether its layers do the same with them."""
+"""An example of one batch's inputs: the call of a model on them, and the check that its layers compute the same."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from avgpipe.model.modes import in_mode
 from avgpipe.model.proof import difference
 from avgpipe.model.tracing import arguments, names_in
 
-_PROVED = (3, 1)  # samples: some, and one alone, as a last batch may be
+_PROVED = (3, 1)  # samples: several, and a single one, as a last batch may be
 
 
 class Arguments(NamedTuple):
-    """What a model is called with on a batch; ``named``: as the signature of its forward names them."""
+    """The arguments of a model's call on a batch; ``named``: by the names in the signature of its forward."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -49,15 +49,15 @@ class Arguments(NamedTuple):
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is, by its first tensor."""
+    """Return the device of a model, from its first tensor."""
     return next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
 
 def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) -> None:
-    """Compare outputs and gradients in evaluation mode, on the first samples of an example; not of a model on "meta".
+    """Compare outputs and gradients in evaluation mode, on the first samples of an example; not for a model on "meta".
 
     Raises:
-        ValueError: they differ, by how much, or the layers cannot compute them.
+        ValueError: They differ, by how much, or the layers cannot compute them.
     """
     device = device_of(model)
     if device.type == "meta":
@@ -70,11 +70,11 @@ def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) ->
         for size in sizes:
             inputs = first_samples(size, example)
             if not _computes(model, inputs, device, must=size == next(iter(sizes))):
-                return  # the model itself cannot do with fewer
+                return  # the model itself fails with fewer
             whole = partial(_called, model, inputs, device)
             try:
                 found = difference(model, whole, partial(_chained, layers, inputs, device))
-            except Exception as error:  # of any kind, of the layers' code: the model's has run
+            except Exception as error:  # of any kind, from the layers' code: the model's has run
                 found = reason(error)
             if found is not None:
                 raise ValueError(
@@ -103,7 +103,7 @@ def first_samples(size: int, inputs: Any) -> Any:
 
 def _called(model: nn.Module, inputs: Any, device: torch.device) -> Any:
     call = Arguments.on(model, _copied(inputs))
-    seed_generators(device, 0)  # for what draws in evaluation too
+    seed_generators(device, 0)  # for layers that draw in evaluation, too
     return model(*call.args, **call.kwargs)
 
 
@@ -116,5 +116,5 @@ def _chained(layers: Sequence[Callable[[Any], Any]], inputs: Any, device: torch.
 
 
 def _copied(inputs: Any) -> Any:
-    """Copy what the model may write to."""
+    """Copy the inputs, as the model may write to them."""
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)

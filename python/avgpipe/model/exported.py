@@ -1,8 +1,9 @@
 """Models that torch.fx cannot trace, exported by torch.export on an example of their inputs.
 
-The export records operators for sizes in general. It is made in training and in evaluation, and the two become one
-graph (:mod:`avgpipe.model.modes`), which is cut between the blocks of the model's lists of blocks, and otherwise
-between the modules that its forward calls. BatchNorms stay modules, as their statistics are of the whole batch.
+The export records operators for general sizes. It is made in training and in evaluation, and both become one
+graph (:mod:`avgpipe.model.modes`), which is cut between the blocks of the model's lists of blocks, and
+otherwise between the modules that its forward calls. BatchNorms stay modules, as their statistics are of the
+whole batch.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
 from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of
 
 _TORCH = {PurePath(torch.__file__).parent}
-_LEAST_SAMPLES = 2  # of an example: a size of 1 would be taken for one that never changes
+_LEAST_SAMPLES = 2  # of an example: torch.export treats a size of 1 as constant
 _LEAST_LENGTH = 3
-_MOST_SAMPLES = 128  # as many sizes of micro-batches are looked at
+_MOST_SAMPLES = 128  # most sizes of micro-batches that are checked
 
 
 def exported(model: nn.Module, example_inputs: Any) -> list[TracedLayer]:
-    """Export ``model`` and cut it into layers; ValueError where that cannot be, with the reason.
+    """Export ``model`` and cut it into layers; ValueError with the reason if that is not possible.
 
-    A sequence as long as the model can take is, to torch.export, one of that length and no other. So inputs that are
-    numbers are tried a step shorter first; that the layers are right for the example itself is proved in any case.
+    torch.export treats a sequence of the model's greatest length as one of constant length. So integer inputs
+    are first tried a step shorter; that the layers are right for the example itself is checked in any case.
 
     Args:
-        model: Stays as it is, and so do random generators.
+        model: It is unchanged, and so are random generators.
         example_inputs: One batch's inputs, as a loader yields them.
     """
     _refuse(model)
@@ -70,7 +71,7 @@ def exported(model: nn.Module, example_inputs: Any) -> list[TracedLayer]:
 def _exported_on(
     model: nn.Module, inputs: Any, sizes: Any, example: Any, device: torch.device
 ) -> list[TracedLayer]:
-    """Export on ``inputs``, for any number of samples and other ``sizes`` of torch.export.Dim; prove the layers."""
+    """Export on ``inputs``, for any number of samples and other ``sizes`` of torch.export.Dim; check the layers."""
     call = Arguments.on(model, inputs)
     with CallerGenerators(device), torch.enable_grad():
         graph, root = _in_both_modes(model, call, sizes, Arguments.on(model, example))
@@ -90,7 +91,7 @@ def _refuse_few_samples(guards: Guards, model: nn.Module, example: Any) -> None:
     most = batch_size(example)
     for training in (True, False):
         guards.train(training)
-        # One sample alone, BatchNorm refuses to train on.
+        # BatchNorm refuses to train on a single sample.
         for size in range(1 + training, min(most, _MOST_SAMPLES) + 1):
             guards(*Arguments.on(model, first_samples(size, example)).leaves)
 
@@ -104,7 +105,7 @@ def _refuse(model: nn.Module) -> None:
             )
         if is_compiled(module):
             raise ValueError(
-                f"{name or 'the model'!r} is compiled, which torch.export cannot keep: pass it as it was before, with "
+                f"{name or 'the model'!r} is compiled, which torch.export cannot keep: pass it uncompiled, with "
                 "extensions=[avgpipe.Compile()]"
             )
 
@@ -119,7 +120,7 @@ def _at_least_two(inputs: Any) -> Any:
 
 
 def _shorter(example: Any) -> Any:
-    """Make whole numbers and masks a step shorter in every dimension but that of the samples, where they have some."""
+    """Make integer and mask inputs one step shorter in every dimension but that of the samples, if possible."""
 
     def of(value: torch.Tensor) -> torch.Tensor:
         if value.is_floating_point() or value.is_complex():
@@ -141,18 +142,18 @@ def _runs_on(model: nn.Module, inputs: Any, device: torch.device) -> bool:
     try:
         with in_mode(model, False), CallerGenerators(device), torch.no_grad():
             model(*call.args, **call.kwargs)
-    except Exception:  # of any kind: it may need the very length
+    except Exception:  # of any kind: it may need exactly this length
         return False
     return True
 
 
-# ---- torch.export --------------------------------------------------------------------------------------------------
+# ---- torch.export ----------------------------------------------------------------------------------------------------
 
 
 def _in_both_modes(
     model: nn.Module, call: Arguments, sizes: Any, example: Arguments
 ) -> tuple[fx.Graph, dict[str, Any]]:
-    """Return the graph, and what it names."""
+    """Return the graph, and the objects that it names."""
     graphs: list[tuple[fx.Graph, dict[str, Any]]] = []
     for training in (True, False):
         with in_mode(model, training):
@@ -164,7 +165,7 @@ def _in_both_modes(
         merged(graph, other, root.__getitem__, root_of_other.__getitem__)
     except Differs as error:
         raise ValueError(
-            f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
+            f"{type(model).__name__} differs between training and evaluation ({error}), and a cut model does "
             "the same in both: pass a list of layers instead"
         ) from error
     root["_guards"] = Guards(call.leaves, example.leaves, root["_guards"], root_of_other["_guards"])
@@ -172,9 +173,9 @@ def _in_both_modes(
 
 
 def _export(model: nn.Module, call: Arguments, sizes: Any) -> Any:
-    """Export by running the Python code of the model, or else by compiling it; ValueError where neither can be.
+    """Export by running the Python code of the model, or else by compiling it; ValueError if both fail.
 
-    Compiled, an assert about values is an operator.
+    When compiled, an assert about values becomes an operator.
     """
     failures: list[Exception] = []
     for strict in (False, True):
@@ -183,7 +184,7 @@ def _export(model: nn.Module, call: Arguments, sizes: Any) -> Any:
                 return torch.export.export(
                     model, call.args, call.kwargs, dynamic_shapes=_sizes(call, sizes), strict=strict
                 )
-        except Exception as error:  # of any kind: it runs the model
+        except Exception as error:  # of any kind: this runs the model's code
             failures.append(error)
     raise ValueError(
         f"torch.export cannot export {type(model).__name__} for batches of any size ({reason(failures[0])}; "
@@ -193,10 +194,10 @@ def _export(model: nn.Module, call: Arguments, sizes: Any) -> Any:
 
 @contextmanager
 def _masks_as_they_are() -> Iterator[None]:
-    """Have torch's encoders and decoders apply the masks that they are given, whatever is in these.
+    """Make torch's encoders and decoders apply the masks that they get, whatever their values.
 
-    They compare each mask with the causal one, whose kernels are quicker. A graph that goes by values cannot be
-    recorded; and what a mask leaves out is the same in both ways.
+    They compare each mask with the causal one, which has faster kernels. A graph that depends on values
+    cannot be recorded; the masked positions are the same in both ways.
     """
 
     def is_said_to_be_causal(mask: Any, is_causal: bool | None = None, size: int | None = None) -> bool:
@@ -212,10 +213,10 @@ def _masks_as_they_are() -> Iterator[None]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keep to what the error says: torch would print the graph so far, of thousands of lines, and log warnings.
+    """Suppress all output but the error: torch would print a graph of thousands of lines, and warnings.
 
-    Whoever has asked for torch's logs gets all of it. What else is printed, by the model's own code, is printed after
-    an export that has gone well.
+    If torch's logs were requested, they stay on. Other output, of the model's own code, is printed after a
+    successful export.
     """
     if "TORCH_LOGS" in os.environ:
         yield
@@ -235,7 +236,7 @@ def _nothing(_: logging.LogRecord) -> bool:
 
 
 def _place(error: BaseException, model: nn.Module) -> str:
-    """Say where in the model an export has failed: the module, and the line of code that is not torch's."""
+    """Return the place in the model where an export failed: the module, and the line of code outside torch."""
     names = {id(module): name for name, module in model.named_modules()}
     place = f"in {type(model).__name__}"
     for frame, line in traceback.walk_tb(error.__traceback__):
@@ -249,7 +250,7 @@ def _place(error: BaseException, model: nn.Module) -> str:
 
 
 def _sizes(call: Arguments, rest: Any) -> dict[str, Any]:
-    """Leave sizes open: of the samples in any case, ``rest`` says of the other dimensions."""
+    """Return dynamic sizes: of the samples in any case, of the other dimensions by ``rest``."""
 
     def of(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):

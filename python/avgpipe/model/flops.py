@@ -1,9 +1,9 @@
-"""What a forward and a backward of each layer compute, counted on tensors without values.
+"""Counts the operations of a forward and a backward of each layer, on tensors without values.
 
-The count is arithmetic: it is the same on all ranks, takes no memory for activations, and draws nothing. Matrix
-products, convolutions and attention count by their FLOPs, with torch's own formulas where it has them. All other
-operators count by the bytes that they read and write: without these, layers of much data and few weights, as the first
-ones of a network for images, would seem cheaper than they are.
+The count is arithmetic: it is the same on all ranks, takes no memory for activations, and draws no random
+numbers. Matrix products, convolutions and attention count by their FLOPs, with torch's own formulas if they
+exist. All other operators count by the bytes that they read and write: without these, layers with much data
+and few weights, such as the first ones of a network for images, would appear cheaper than they are.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from avgpipe.model.context import generators, set_generators
 from avgpipe.model.copies import copied
 from avgpipe.model.modes import in_mode
 
-# On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix product.
-# On GPUs it takes longer, but there kernels are often fused.
+# On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix
+# product. On GPUs it takes longer, but kernels are often fused there.
 _FLOPS_PER_BYTE = 8
-_MOST_OPERATORS = 200_000  # of one count, which is seconds. A number is the same on all ranks, a time is not
+_MOST_OPERATORS = 200_000  # limit of one count, some seconds; unlike a time limit it is the same on all ranks
 _HOOKS = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 _aten = torch.ops.aten
 
 
 class CannotCount(ValueError):
-    """What a layer computes cannot be counted; the message says why."""
+    """The operations of a layer cannot be counted; the message says why."""
 
 
 class FlopCount(NamedTuple):
-    """What layers do with the inputs of a micro-batch.
+    """The work of layers on the inputs of a micro-batch.
 
     Attributes:
-        flops: of each layer in forward and backward, and what bytes count for.
-        sent: bytes that each layer but the last gives those behind it.
+        flops: FLOPs of each layer in forward and backward, with bytes converted to FLOPs.
+        sent: Bytes that each layer but the last passes to later ones.
     """
 
     flops: list[int]
@@ -49,12 +49,12 @@ class FlopCount(NamedTuple):
 
 
 def work_of(layers: Sequence[nn.Module], inputs: Any) -> FlopCount:
-    """Count what a chain of layers does with ``inputs``: in training, or else, as with too few samples, in evaluation.
+    """Count the work of a chain of layers on ``inputs``: in training, or if that fails, in evaluation.
 
-    Layers, random generators and what is registered stay as they are. Hooks are not called.
+    Layers, random generators and registrations are unchanged. Hooks are not called.
 
     Raises:
-        CannotCount: a layer asks for the values of a tensor, calls an operator without a formula, or fails.
+        CannotCount: A layer needs the values of a tensor, calls an operator without a formula, or fails.
     """
     before = generators()
     try:
@@ -62,7 +62,7 @@ def work_of(layers: Sequence[nn.Module], inputs: Any) -> FlopCount:
             return _counted(layers, inputs, training=True)
         except CannotCount:
             raise
-        except Exception:  # of any kind: it runs the layers' code
+        except Exception:  # of any kind: this runs the layers' code
             return _counted(layers, inputs, training=False)
     except CannotCount:
         raise
@@ -73,7 +73,7 @@ def work_of(layers: Sequence[nn.Module], inputs: Any) -> FlopCount:
 
 
 def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> FlopCount:
-    from torch._subclasses import fake_tensor  # only now: it takes a second to import
+    from torch._subclasses import fake_tensor  # imported here, as it takes a second
 
     fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     with fake:
@@ -89,7 +89,7 @@ def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> FlopCo
             try:
                 value, done = _done(layer, value, counter)
             except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
-                raise CannotCount(f"{_name(layer)} goes by the values of a tensor") from None
+                raise CannotCount(f"{_name(layer)} depends on the values of a tensor") from None
             flops.append(done)
             sent.append(sum(t.nbytes for t in _tensors(value)))
     return FlopCount(flops, sent[:-1])
@@ -104,7 +104,7 @@ def _empty(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _not_compiled() -> AbstractContextManager[Any]:
-    """Have what is compiled run as it was before: the compiler would take minutes."""
+    """Run compiled code uncompiled: the compiler would take minutes."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -113,7 +113,7 @@ def _not_compiled() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_log(log: logging.Logger) -> Iterator[None]:
-    """Have a logger say nothing: shapes that do not fit are for the caller, and no fault of anybody's."""
+    """Silence a logger: shapes that do not fit are tried on purpose."""
     was, log.disabled = log.disabled, True
     try:
         yield
@@ -130,7 +130,7 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _done(layer: nn.Module, value: Any, counter: _Counter) -> tuple[Any, int]:
-    """Return a layer's output, and what its forward and backward compute."""
+    """Return a layer's output, and the work of its forward and backward."""
     received = pytree.tree_map_only(torch.Tensor, _received, value)
     leaves = [t for t in _tensors(received) if t.requires_grad]
     given = pytree.tree_map_only(torch.Tensor, _changeable, received)
@@ -151,17 +151,17 @@ def _received(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _changeable(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what a layer may change in place, which it may not do to a leaf."""
+    """Return a tensor that a layer may change in place, unlike a leaf."""
     return tensor.clone() if tensor.requires_grad else tensor
 
 
-# ---- formulas ------------------------------------------------------------------------------------------------------
+# ---- formulas --------------------------------------------------------------------------------------------------------
 
-# torch counts attention on accelerators alone, and no recurrent layer of oneDNN.
+# torch counts attention on accelerators only, and no recurrent layer of oneDNN.
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Count the products of queries with keys, and of shares with values, as wide."""
+    """Count the products of queries with keys, and of attention weights with values, as equally wide."""
     batch, heads, length, width = query.shape
     return 4 * batch * heads * length * key.shape[-2] * width
 
@@ -197,9 +197,9 @@ _FORMULAS: Mapping[Any, Callable[..., int]] = {
     _aten.mv: _times_vector,
 }
 _OWN = frozenset({"aten", "prim", "prims"})
-# Of torch's own those that compute much, by no formula of anybody's.
+# torch's own operators with much computation, for which there is no formula.
 _UNKNOWN = frozenset({_aten._trilinear, _aten._thnn_fused_lstm_cell, _aten._cdist_forward})
-# They move nothing, though they are no views; and of what these are given, they read a part.
+# They move nothing, though they are no views; of their arguments they read a part.
 _STILL = frozenset(
     {
         _aten._unsafe_view,
@@ -224,18 +224,18 @@ def _moved(func: Any, args: Any, kwargs: Any, out: Any) -> int:
 
 
 class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds up what operators compute that run inside, but for those on the meta device, which are other layers'."""
+    """Sums the work of operators inside, except for those on the meta device, which belong to other layers."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry  # what register_flop_formula adds to, as well
+        from torch.utils.flop_counter import flop_registry  # register_flop_formula adds to it
 
         self.flops, self._operators, self._known = 0, 0, {**_FORMULAS, **flop_registry}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operator = func._overloadpacket
-        if func is torch.ops.prim.device.default:  # asked by C++ code, which takes no exception
+        if func is torch.ops.prim.device.default:  # called by C++ code, where an exception is not possible
             return func(*args, **kwargs)
         if operator not in self._known:
             with self:

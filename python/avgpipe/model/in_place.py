@@ -1,7 +1,7 @@
-"""Pieces of a graph that must stay together: where a value is changed in place that shares memory with another.
+"""Pieces of a graph that must stay together: a value changed in place that shares memory with another.
 
-On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``; behind a cut they would be two tensors, each with memory
-of its own. A changed value itself may cross: the pieces that change it hand it on as it then is.
+On one device ``left = x[:, :4]; left.mul_(2)`` changes ``x``; after a cut they would be two tensors with
+separate memory. A changed value itself may cross: the pieces that change it pass it on in its changed state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx, nn
 from torch._ops import OpOverload
 
-# What may return its first argument, or a part of its memory.
+# Functions that may return their first argument, or a part of its memory.
 _VIEW_NAMES = """
 T mT H mH real imag data getattr getitem view view_as view_as_real view_as_complex reshape
 reshape_as transpose permute t flatten unflatten ravel squeeze unsqueeze expand expand_as
@@ -28,18 +28,18 @@ _VIEW_MODULES = nn.Flatten | nn.Unflatten | nn.Identity | nn.modules.dropout._Dr
 
 
 def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.Node]]:
-    """Put ``pieces`` of the traced graph of ``model`` together where a cut would change a result."""
+    """Join ``pieces`` of the traced graph of ``model`` where a cut would change a result."""
     order = {node: n for n, node in enumerate(node for piece in pieces for node in piece)}
     piece_of = {node: s for s, piece in enumerate(pieces) for node in piece}
     sharing = _sharing(order, model)
-    first = list(range(len(pieces)))  # by piece, the one that it must stay with
+    first = list(range(len(pieces)))  # by piece, the piece that it must stay with
     for node in order:
         changed = _changed(node, model)
         if changed is None:
             continue
         if any(
             member.op == "get_attr" for member in sharing[changed]
-        ):  # a buffer, of which each stage has its own
+        ):  # a buffer, of which each stage has a copy
             users = {user for member in sharing[changed] for user in member.users if user in piece_of}
             places = [piece_of[user] for user in users]
             first[max(places)] = min(first[max(places)], *places)
@@ -59,7 +59,7 @@ def joined(pieces: Sequence[list[fx.Node]], model: nn.Module) -> list[list[fx.No
 
 
 def _sharing(order: dict[fx.Node, int], model: nn.Module) -> dict[fx.Node, list[fx.Node]]:
-    """Return, by value, all that may lie in its memory, itself among them."""
+    """Return, by value, all values that may share its memory, with itself."""
     groups = {node: [node] for node in order}
     for node in order:
         source = _changed(node, model) or _viewed(node, model)
@@ -81,11 +81,11 @@ def _viewed(node: fx.Node, model: nn.Module) -> fx.Node | None:
         return None
     if node.op == "call_module":
         module = model.get_submodule(str(node.target))
-        # What somebody else's module does is not known; dropping paths, for one, returns its input in evaluation.
+        # Third-party modules are unknown; stochastic depth, for example, returns its input in evaluation.
         is_view = isinstance(module, _VIEW_MODULES) or not type(module).__module__.startswith("torch.nn.")
     else:
         is_view = node.op in ("call_method", "call_function") and _name(node) in _VIEWS
-        is_view |= hasattr(node.target, "function")  # what a custom one does is not known either
+        is_view |= hasattr(node.target, "function")  # a custom function is unknown, too
     return source if is_view else None
 
 
@@ -127,11 +127,11 @@ def _name(node: fx.Node) -> str:
 
 
 def _is_asked_to(node: fx.Node) -> bool:
-    """Whether a function's argument ``inplace`` is true."""
+    """Return whether a function's argument ``inplace`` is true."""
     if not callable(node.target):
         return False
     try:
         arguments = inspect.signature(node.target).bind(*node.args, **node.kwargs).arguments
-    except (TypeError, ValueError):  # functions of C have no signature
+    except (TypeError, ValueError):  # C functions have no signature
         return False
     return bool(arguments.get("inplace", False))

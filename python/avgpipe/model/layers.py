@@ -1,4 +1,4 @@
-"""How a model is taken as a chain of layers: as it stands, by the blocks it calls, or by a graph of its forward."""
+"""A model as a chain of layers: as given, by the blocks that it calls, or by a graph of its forward."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from avgpipe.model.parts import PartLayer
 def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None) -> Sequence[nn.Module]:
     """Return the chain of layers that computes ``model``.
 
-    Its children if it is sequential, its blocks if its forward is one of the transformers library, else pieces of its
-    traced graph. ``example_inputs``: one batch's, with which torch.export traces what torch.fx cannot.
+    They are its children if it is sequential, its blocks if its forward is one of the transformers library,
+    else pieces of its traced graph. ``example_inputs``: one batch's, with which torch.export traces models
+    that torch.fx cannot.
     """
     model = without_adapters(original(model))
     if isinstance(model, nn.Module):
@@ -43,7 +44,7 @@ def layers_of(model: nn.Module | Sequence[nn.Module], example_inputs: Any = None
 
 
 def outside_of(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> Outside:
-    """Return what the layers of a model take for constants, as its forward was recorded; nothing where it was not."""
+    """Return the outside values that a recorded forward treats as constants; nothing if it was not recorded."""
     parts = [layer for layer in layers if isinstance(layer, PartLayer)]
     graphs = [part.recorded for part in parts if part.recorded is not None]
     whole = without_adapters(original(model))
@@ -51,16 +52,16 @@ def outside_of(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Modul
 
 
 def is_chain(model: nn.Module) -> bool:
-    """Whether a container of modules is these one after another: it has no forward of its own."""
+    """Return whether a container calls its modules one after another: it has no forward of its own."""
     return type(model).forward in (nn.Sequential.forward, nn.Module.forward)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse hooks of the model as a whole, which no stage is."""
+    """Refuse hooks of the model as a whole, which no stage would call."""
     if has_hooks(model):
         raise ValueError(
             f"the model, a {type(model).__name__}, has a hook of its own, which no stage would call: register it on a "
-            "module inside of it, or do in its forward what the hook does"
+            "module inside of it, or put the hook's code into its forward"
         )
 
 
@@ -68,7 +69,7 @@ def _of_graph(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
     from avgpipe.model.recording import buffers_kept
 
     example_inputs = plain(example_inputs)
-    model = sharing_copy(model)  # the caller's stays as it is
+    model = sharing_copy(model)  # the caller's model is unchanged
     before = generators()
     try:
         with buffers_kept(model):
@@ -89,7 +90,7 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
                 f"{error}: give example_inputs=, one batch's inputs as the loader yields them, so that torch.export "
                 "can try, or pass nn.Sequential or a list of layers instead"
             ) from None
-        from avgpipe.model.exported import exported  # only now: torch.export takes seconds to import
+        from avgpipe.model.exported import exported  # imported here, as torch.export takes seconds
 
         return list(exported(model, example_inputs))
     if example_inputs is None:
@@ -105,17 +106,17 @@ def _recorded(model: nn.Module, example_inputs: Any) -> list[nn.Module]:
 
 
 def _parts(layer: Any) -> list[Any]:
-    """Return an encoder of torch's as its blocks, which is what it calls one after another; anything else as it is."""
+    """Return the blocks of an encoder of torch's, which it calls one after another; anything else unchanged."""
     if type(layer) is not nn.TransformerEncoder or is_compiled(layer) or has_hooks(layer):
         return [layer]
     return [*layer.layers, *([] if layer.norm is None else [layer.norm])]
 
 
 def without_adapters(model: Any) -> Any:
-    """Return the model inside a PeftModel, whose layers have the adapters in them, or ``model`` if it is none.
+    """Return the model inside a PeftModel, whose layers contain the adapters, or ``model`` if it is none.
 
     Raises:
-        ValueError: for adapters that are no part of the layers.
+        ValueError: For adapters that are not part of the layers.
     """
     kinds = {kind.__name__ for kind in type(model).__mro__ if kind.__module__.split(".")[0] == "peft"}
     if "PeftModel" not in kinds:
@@ -130,17 +131,17 @@ def without_adapters(model: Any) -> Any:
 
 
 def _forward_module(model: nn.Module) -> str:
-    """Return the package whose code ``model.forward`` is."""
+    """Return the package that contains the code of ``model.forward``."""
     owner = next(c for c in type(model).__mro__ if "forward" in vars(c))
     return owner.__module__.split(".")[0]
 
 
 def _of_transformers(model: nn.Module) -> Sequence[nn.Module]:
     from avgpipe.model.pieces import BlockChain
-    from avgpipe.model.transformers import call_of, twin_of  # only now: the library takes seconds to import
+    from avgpipe.model.transformers import call_of, twin_of  # imported here, as the library takes seconds
 
     try:
-        # Whatever the caller's default is, as while a model is built on the meta device.
+        # Independent of the caller's default, as while a model is built on the meta device.
         with torch.device("cpu"):
             sample = twin_of(model) if any(p.is_meta for p in model.parameters()) else model
             return BlockChain(sample, call_of(sample), model)

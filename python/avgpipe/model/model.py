@@ -1,7 +1,7 @@
-"""The unsplit model as the runtime sees it: a chain of layers, its cut into stages, and the names of all in it.
+"""The unsplit model in the runtime: a chain of layers, its cut into stages, and the names of its tensors.
 
-Each layer receives what the one before returned. The chain does not depend on the number of stages, so random numbers
-keyed by layer do not either.
+Each layer gets the output of the layer before. The chain does not depend on the number of stages, so random
+numbers keyed by layer do not either.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from avgpipe.model.balance import balance
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.parts import NO_SKIPS, PartLayer, Skips, Whole, skips_of
 
-# ---- the chain of layers and its cut -----------------------------------------------------------
+# ---- the chain of layers and its cut ---------------------------------------------------------------------------------
 
 
 def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
-    """Return what computes the layers from ``begin`` on, before ``end``: as many modules, or fewer."""
+    """Return modules that compute the layers from ``begin`` on, before ``end``: as many as layers, or fewer."""
     return layers.stage(begin, end) if isinstance(layers, Whole) else layers[begin:end]
 
 
@@ -37,11 +37,11 @@ def stage_bounds(
     """Return the first layer of every stage, then the number of layers.
 
     Args:
-        layers: Of the whole model.
-        stages: How many.
-        partition: As in ``Plan``.
-        estimate: Of the layers' costs, for the cut where there is no partition; by default what is known without an
-            example.
+        layers: Layers of the whole model.
+        stages: Number of stages.
+        partition: See ``Plan``.
+        estimate: Costs of the layers, for the cut if there is no partition; by default the estimate without
+            an example.
     """
     count = len(layers)
     if stages > count:
@@ -65,9 +65,9 @@ def stage_bounds(
 
 
 def _more_layers(layers: Sequence[nn.Module]) -> str:
-    """Say what to do where a model has too few layers, and how it was taken apart."""
+    """Describe how the model was divided, and what to do if it has too few layers."""
     if not all(isinstance(layer, PartLayer) and layer.recorded is not None for layer in layers):
-        return "use fewer stages, or a list of what larger layers are made of, with Source(names_of=model)"
+        return "use fewer stages, or a list of the modules inside larger layers, with Source(names_of=model)"
     return (
         "torch.fx begins a layer where the forward enters one of torch's modules, or one of your modules that hold "
         "parameters themselves; where it finds one layer, and example_inputs= is given, torch.export looks for blocks, "
@@ -77,24 +77,26 @@ def _more_layers(layers: Sequence[nn.Module]) -> str:
 
 
 def _named(layers: Sequence[nn.Module], name: str) -> int:
-    """Find the first layer that calls the module ``name`` or one inside of it; its ``calls`` says which it calls."""
+    """Find the first layer that calls the module ``name`` or one inside of it; its ``calls`` has the name."""
     stated = [getattr(layer, "calls", None) for layer in layers]
     called = [calls if isinstance(calls, str) else str(n) for n, calls in enumerate(stated)]
     for n, target in enumerate(called):
         if (target + ".").startswith(name + "."):
             return n
-    raise ValueError(f"split point {name!r} is no module that the model calls; it calls {', '.join(called)}")
+    raise ValueError(
+        f"split point {name!r} is not a module that the model calls; it calls {', '.join(called)}"
+    )
 
 
 def named_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the ``state_dict`` of the unsplit model, with the very tensors (tied ones under each name)."""
+    """Return the ``state_dict`` of the unsplit model, with the original tensors (tied ones under each name)."""
     whole = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     state = whole.state_dict(keep_vars=True)
     return {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
 
 
 def learning_tensors(model: nn.Module | Sequence[nn.Module]) -> dict[str, torch.Tensor]:
-    """Return the parameters that want gradients, by their first names, in the order of ``model.parameters()``."""
+    """Return the parameters that require gradients, by their first names, in the order of ``model.parameters()``."""
     first = {id(p): (name, p) for name, p in reversed(named_tensors(model).items()) if p.requires_grad}
     return dict(reversed(first.values()))
 
@@ -105,16 +107,16 @@ def _versions(model: nn.Module | Sequence[nn.Module]) -> dict[str, dict[str, Any
     return dict(getattr(state, "_metadata", {}))
 
 
-# ---- everything in the model, by name -----------------------------------------------------------
+# ---- everything in the model, by name --------------------------------------------------------------------------------
 
 
 class Entry(NamedTuple):
     """A tensor of a stage's ``state_dict``.
 
     Attributes:
-        names: in the unsplit model.
-        local: its name in the stage.
-        arena: its number among the parameters in flat buffers; None for a frozen parameter or a buffer.
+        names: Names in the unsplit model.
+        local: Name in the stage.
+        arena: Number among the parameters in flat buffers; None for a frozen parameter or a buffer.
     """
 
     names: list[str]
@@ -126,20 +128,22 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of the model that was given: nothing here changes with it afterwards.
+    """Facts about the given model, which later changes of the model do not affect.
 
     Attributes:
-        bounds: first layer of each stage, then the number of layers.
-        names: of the unsplit model's ``state_dict``, in its order.
-        entries: everything that is saved, per stage; a tensor that is tied inside a stage stands there once.
-        trainable: the first names of each stage's trainable parameters, each once, in the order of its flat buffers.
-        shapes: a tensor without values for each of these.
-        shared: of each stage, for every other one that holds trainable parameters of it too, their places in
-            ``trainable``, in an order that both agree on.
-        skips: of each stage, the values that skip the stages beside it.
-        unused: copies of what no stage holds, as no forward uses it.
-        versions: of the modules' state, by their names, as in the ``_metadata`` of the unsplit model's ``state_dict``.
-        normalises: whether some layer normalises what it trains on by the statistics of all its samples.
+        bounds: First layer of each stage, then the number of layers.
+        names: Names of the unsplit model's ``state_dict``, in its order.
+        entries: All saved tensors, per stage; a tensor that is tied inside a stage has one entry.
+        trainable: First names of each stage's trainable parameters, each once, in the order of its flat
+            buffers.
+        shapes: A tensor without values for each of these.
+        shared: For each stage and every other one that also holds some of its trainable parameters, their
+            places in ``trainable``, in an order that both share.
+        skips: For each stage, the values that skip the neighbouring stages.
+        unused: Copies of the tensors that no stage holds, as no forward uses them.
+        versions: Versions of the modules' state, by name, as in the ``_metadata`` of the unsplit model's
+            ``state_dict``.
+        normalises: Whether some layer normalises by the statistics of all its samples in training.
     """
 
     bounds: list[int]
@@ -162,7 +166,7 @@ class Model:
         partition: Sequence[Any] | None,
         estimate: Estimate | None = None,
     ) -> Model:
-        """Cut ``model``, which ``layers`` compute, into ``stages``; the rest is as of :func:`stage_bounds`."""
+        """Cut ``model``, which ``layers`` compute, into ``stages``; for the rest see :func:`stage_bounds`."""
         bounds = stage_bounds(layers, stages, partition, estimate)
         if isinstance(layers, Whole):
             layers.prove(bounds)
@@ -176,7 +180,7 @@ class Model:
         for of, others in zip(trainable, shared):
             for n in (n for places in others.values() for n in places if of[n]._backward_hooks):
                 raise ValueError(
-                    f"parameter {names[id(of[n])][0]!r} has a hook and is held by several stages, none of which sees "
+                    f"parameter {names[id(of[n])][0]!r} has a hook and is held by several stages, none of which has "
                     "its whole gradient: remove the hook, or use a partition that keeps its layers together"
                 )
         entries = [_entries(stage, names, of) for stage, of in zip(held, trainable)]
@@ -199,7 +203,7 @@ class Model:
         return len(self.bounds) - 1
 
     def signature(self) -> dict[str, list[Any]]:
-        """Shape and dtype of every saved tensor by name: what a checkpoint must agree with."""
+        """Return shape and dtype of every saved tensor by name, which a checkpoint must match."""
         return {
             name: [list(e.shape), str(e.dtype)[6:]]
             for stage in self.entries
@@ -208,7 +212,7 @@ class Model:
         }
 
     def shared_values(self, layers: Sequence[nn.Module]) -> dict[str, str]:
-        """Return the SHA-256 of each parameter that several stages hold: their copies must begin alike."""
+        """Return the SHA-256 of each parameter that several stages hold: their copies must start equal."""
         found: dict[str, str] = {}
         for k in range(self.stages):
             parameters = trainable_parameters(nn.ModuleList(stage_layers(layers, *self.bounds[k : k + 2])))
@@ -216,7 +220,7 @@ class Model:
         return found
 
     def shared_digests(self, stage: int, parameters: Sequence[torch.Tensor]) -> dict[str, str]:
-        """Return the SHA-256 of those of a stage's trainable parameters that others hold too, by name."""
+        """Return the SHA-256 of those of a stage's trainable parameters that others also hold, by name."""
         return {
             self.trainable[stage][n]: _digest(parameters[n])
             for n in {n for places in self.shared[stage].values() for n in places}

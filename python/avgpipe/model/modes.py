@@ -1,4 +1,4 @@
-"""Which modules train and which are in evaluation mode, as whoever gave the model wants it."""
+"""The training and evaluation modes of modules, as the caller set them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def is_evaluated(modules: Iterable[Any]) -> bool:
-    """Whether all modules are in evaluation mode, as a model that was loaded: then it was not put there to stay."""
+    """Return whether all modules are in evaluation mode, as in a loaded model: then the mode is not deliberate."""
     of_all = (m for whole in modules if isinstance(whole, nn.Module) for m in whole.modules())
     return not any(module.training for module in of_all)
 
@@ -27,7 +27,7 @@ def evaluated_in(layers: Iterable[nn.Module]) -> list[str]:
 
 
 def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
-    """Whether some layer does other things in training than in evaluation."""
+    """Return whether some layer behaves differently in training and in evaluation."""
     kinds = (nn.modules.batchnorm._NormBase, nn.modules.dropout._DropoutNd)
     of_all = [m for whole in modules for m in whole.modules()]
     own = [m for m in of_all if type(m).__module__.split(".")[0] not in ("torch", "transformers", "avgpipe")]
@@ -35,9 +35,9 @@ def tells_modes_apart(modules: Iterable[nn.Module]) -> bool:
 
 
 class Modes:
-    """Has a module train, or not, but for what is in evaluation mode now: whoever put it there wants it so.
+    """Sets a module to training or evaluation, except for modules that are in evaluation mode now, on purpose.
 
-    ``keeps``: False where nothing is to stay there.
+    ``keeps``: False if no module is to stay in evaluation mode.
     """
 
     def __init__(self, module: nn.Module, keeps: bool = True) -> None:
@@ -51,7 +51,7 @@ class Modes:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Have the module evaluate inside of the ``with`` block, and train after it as whoever gave it left it."""
+        """Evaluate inside of the ``with`` block, and restore the caller's modes after it."""
         self.train(False)
         try:
             yield
@@ -61,7 +61,7 @@ class Modes:
 
 @contextmanager
 def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
-    """Have a model and all that is in it train, or not, inside of the ``with`` block; as of :class:`Modes`."""
+    """Set a model and all its modules to training or evaluation inside of the ``with`` block; see :class:`Modes`."""
     before = [(module, module.training) for module in model.modules()]
     keeps = training and not is_evaluated([model])
     for module, was in before:
@@ -77,11 +77,11 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody has registered a hook on this very module."""
+    """Return whether a hook is registered on this module itself."""
     return any(vars(module)[of] for of in _HOOKS)
 
 
 def reads_mode(module: nn.Module) -> bool:
-    """Whether a module's own forward asks for ``self.training``, as far as its code shows."""
+    """Return whether a module's own forward reads ``self.training``, as far as its code shows."""
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     return code is not None and "training" in code.co_names

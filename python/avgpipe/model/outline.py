@@ -1,9 +1,10 @@
-"""What stands in a stage for the parts of a model that other stages hold.
+"""Replacements, in a stage, of the parts of a model that other stages hold.
 
-A stage is the model itself: its own forward runs, from the beginning on, but modules of other stages are outlines,
-which have no weights and do not compute. So masks and positions are made by the model's own code. Where the stage's
-first block is called, what has come from the stage before takes the place of what the outlines have made up; where a
-block of the next stage is called, or the last own block has returned, the forward has done its work and is left.
+A stage is the model itself: its own forward runs, from the beginning on, but modules of other stages are
+outlines, which have no weights and do not compute. So the model's own code makes masks and positions. Where
+the stage's first block is called, the values from the stage before replace those that the outlines made up;
+where a block of the next stage is called, or the last own block has returned, the forward is complete and is
+left.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from avgpipe.model.context import begin_layer
 
 
 class Reached(BaseException):  # not an Exception, which a model's forward may catch
-    """The forward has come to the end of the stage."""
+    """The forward has reached the end of the stage."""
 
 
 @dataclass
 class Seen:
-    """What a forward has called: the slots of each block, and by unit the arguments of outlines of all else."""
+    """The calls of a forward: the slots of each block, and by unit the arguments of all other outlines."""
 
     blocks: dict[int, Slots] = field(default_factory=dict)
     others: list[tuple[int, Any]] = field(default_factory=list)
@@ -38,12 +39,12 @@ class Seen:
 
 @dataclass
 class Exchange:
-    """What a stage has been given for the forward that runs, and what the next one gets. By the names of values.
+    """The values that a stage has received for the running forward, and those for the next stage, by name.
 
     Attributes:
-        whole: whether made-up tensors get memory of their own, for a forward that writes to them.
-        filling: the number that made-up tensors are filled with.
-        seen: where it is asked for, what blocks and outlines were called with.
+        whole: Whether made-up tensors get their own memory, for a forward that writes to them.
+        filling: Number that made-up tensors are filled with.
+        seen: If requested, the arguments of blocks and outlines.
     """
 
     whole: bool = False
@@ -63,19 +64,19 @@ def without_weights(module: nn.Module) -> nn.Module:
 
 
 class Outline(nn.Module):
-    """Stands for a module: returns made-up tensors of the shapes that it would return. Attributes are the module's."""
+    """Replaces a module: returns made-up tensors of the shapes that it would return. Attributes are the module's."""
 
     def __init__(self, shape: nn.Module, exchange: Exchange) -> None:
-        """``shape``: the module without weights."""
+        """Make an outline of ``shape``, the module without weights."""
         super().__init__()
         self._exchange = exchange
-        self._shape = (shape,)  # so that it is no part of this module
+        self._shape = (shape,)  # in a tuple, so that it is not registered as a submodule
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if "_shape" not in self.__dict__:  # as while it is copied
+            if "_shape" not in self.__dict__:  # while it is being copied
                 raise
             return getattr(self.__dict__["_shape"][0], name)
 
@@ -84,7 +85,7 @@ class Outline(nn.Module):
         if exchange.seen is not None:
             exchange.seen.others.append((len(exchange.seen.blocks), (args, kwargs)))
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if isinstance(shape, nn.Embedding) and len(given) == 1:  # the commonest by far
+        if isinstance(shape, nn.Embedding) and len(given) == 1:  # the most common case
             weight = shape.weight
             return made_up((*given[0].shape, weight.shape[1]), weight.dtype, given[0].device, exchange)
         args, kwargs = tree_map_only(torch.Tensor, partial(torch.empty_like, device="meta"), (args, kwargs))
@@ -97,7 +98,7 @@ class Outline(nn.Module):
 def made_up(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, exchange: Exchange
 ) -> torch.Tensor:
-    """Return a tensor that has one element's memory, whatever its shape, where the model's forward allows that."""
+    """Return a tensor with the memory of one element, whatever its shape, if the model's forward allows that."""
     number = exchange.filling if dtype.is_floating_point else 0
     if exchange.whole:
         return torch.full(shape, number, dtype=dtype, device=device)
@@ -105,18 +106,19 @@ def made_up(
 
 
 class OtherBlock(Outline):
-    """Stands for a block of another stage: returns what it was given, in the structure that the block returns.
+    """Replaces a block of another stage: returns its inputs, in the structure of the block's output.
 
-    One of a later stage takes what it is called with, and ends the forward; where the first stage makes something for
-    one that comes later, the forward goes on as far as that.
+    A block of a later stage takes its arguments, and ends the forward; if the first stage makes something for
+    a later block, the forward continues up to that block.
 
     Args:
-        number: of the block.
-        call: an earlier one of the block itself.
-        arriving: of the model's last block, the values that the head is given instead, by the leaf that they are.
-        collected: what the model collects of the block's inside, by hooks, which are called with what has arrived.
-        takes: what the next stage is given of what it is called with.
-        ends: whether the forward has nothing else to give.
+        number: Number of the block.
+        call: An earlier call of the block itself.
+        arriving: For the model's last block, the values that the head gets instead, by leaf.
+        collected: Tensors inside the block that the model collects by hooks, which are called with the
+            arrived values.
+        takes: The arguments that are passed to the next stage.
+        ends: Whether the forward has nothing else to pass on.
     """
 
     def __init__(
@@ -169,14 +171,14 @@ class OtherBlock(Outline):
 
 @dataclass(frozen=True)
 class _Made:
-    """A leaf of what an outline of a block returns: what is like it, and the value that it is where this has come."""
+    """A leaf of an outline's output: its likeness, and the name of the value that replaces it if it has arrived."""
 
     like: Any
     value: str | None
 
 
 def _like(leaf: Any, slots: Slots) -> Any:
-    """Return the slot that has a leaf's shape and dtype, else the leaf without its values."""
+    """Return the slot with a leaf's shape and dtype, else the leaf without its values."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     for slot, tensor in slots.items():
@@ -186,14 +188,15 @@ def _like(leaf: Any, slots: Slots) -> Any:
 
 
 class OwnBlock(nn.Module):
-    """A block of this stage: called with what has arrived from the stage before, where that is something.
+    """A block of this stage: called with the values from the stage before, if there are any.
 
     Args:
-        unit: its number among the model's units, by which it draws random numbers.
-        then: the unit that begins when it returns, in the same stage; None if none does.
-        takes: what it needs of earlier units.
-        gives: of the model's last block, if the stage ends with it, what the head needs of what it returns, by leaf.
-        collected: what the model's end needs of its inside.
+        unit: Its number among the model's units, which keys its random numbers.
+        then: The unit that begins when it returns, in the same stage; None if none does.
+        takes: Values that it needs from earlier units.
+        gives: For the model's last block, if the stage ends with it, the values of its output that the head
+            needs, by leaf.
+        collected: Tensors inside it that the model's end needs.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
-"""What the code of a forward reads beside its arguments and its module: variables around it, and the environment.
+"""The values that a forward reads besides its arguments and its module: outside variables, and the environment.
 
-A recorded graph keeps what these were while it was recorded, and asks them never again.
+A recorded graph keeps their values at the time of recording, and never reads them again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx, nn
 
 _log = logging.getLogger("avgpipe")
 
-# What asks for, or sets, the gradient mode, or hangs something on a gradient. None of it is in a graph.
+# Functions that read or set the gradient mode, or attach something to a gradient. A graph has none of them.
 _OF_GRADIENTS = frozenset(
     (
         *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "is_grad_enabled"),
@@ -27,30 +27,30 @@ _OF_GRADIENTS = frozenset(
     )
 )
 _OF_GRAPHS = frozenset(("is_leaf", "grad_fn"))
-_LETTERS = 2000  # of a value that is looked at in every batch, at most
+_LETTERS = 2000  # most letters of a value that is compared in every batch
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
 def sees_to_gradients(module: nn.Module) -> bool:
-    """Whether the code of a module's own forward deals with what a graph leaves out, as far as it shows."""
+    """Return whether the code of a module's own forward handles gradients in ways that a graph leaves out."""
     return any(_OF_GRADIENTS & set(code.co_names) for _, code in _functions(module))
 
 
 def warn_of_graphs(modules: Iterable[nn.Module]) -> None:
-    """Warn of code that asks where a tensor comes from, which is not what it was where a cut lies before it."""
+    """Warn of code that asks for a tensor's origin, which changes if a cut is before it."""
     for module in modules:
         for _, code in _functions(module):
             if asked := _OF_GRAPHS & set(code.co_names):
                 _log.warning(
-                    "the forward of a %s asks for %s of a tensor: what comes over a cut is a leaf, whatever it is on "
-                    "one device. Let it ask for requires_grad, or for nothing",
+                    "the forward of a %s asks for %s of a tensor: a tensor that crosses a cut is a leaf, unlike on "
+                    "one device. Use requires_grad instead, or nothing",
                     *(type(module).__name__, min(asked)),
                 )
                 return
 
 
 def asks_for_none(module: nn.Module) -> bool:
-    """Whether the code of a module's own forward asks whether a variable of it is None."""
+    """Return whether the code of a module's own forward tests whether a variable of it is None."""
     return any(_asks_for_none(code) for _, code in _functions(module))
 
 
@@ -66,7 +66,7 @@ def _asks_for_none(code: CodeType) -> bool:
 
 
 def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list[nn.Module]:
-    """Return the modules whose forwards graphs have recorded; they call the others, by their names, as they are."""
+    """Return the modules whose forwards graphs have recorded; the others are called unchanged, by their names."""
     names = {str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_module"}
     every = dict(model.named_modules(remove_duplicate=False))
     called = {id(inside) for name in names & every.keys() for inside in every[name].modules()}
@@ -77,7 +77,7 @@ UNKNOWN = object()
 
 
 def plain(value: Any) -> Any:
-    """Return numbers, words and collections of them as they are now, to be compared; UNKNOWN for all else."""
+    """Return the current numbers, strings and collections of them, for comparison; UNKNOWN for all else."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
         return value
     if isinstance(value, list | tuple | dict | set):
@@ -87,11 +87,11 @@ def plain(value: Any) -> Any:
     return UNKNOWN
 
 
-_Variable = tuple[str, Callable[[], Any]]  # a name, and what returns the value
+_Variable = tuple[str, Callable[[], Any]]  # a name, and a function that returns the value
 
 
 class Outside:
-    """Remembers what variables around forwards are, to see whether they change."""
+    """Remembers the values of variables around forwards, to detect changes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._read: dict[tuple[Any, ...], _Variable] = {}
@@ -113,11 +113,11 @@ class Outside:
 
     @property
     def reads(self) -> bool:
-        """Whether there is any variable."""
+        """Return whether there is any variable."""
         return bool(self._read)
 
     def changed(self) -> str | None:
-        """Name the first variable that is another one now; None if there is none."""
+        """Name the first variable whose value has changed; None if there is none."""
         for key, (name, read) in self._read.items():
             if plain(read()) != self._known[key]:
                 return name
@@ -125,7 +125,7 @@ class Outside:
 
 
 def _is_handy(value: Any) -> bool:
-    """Whether a value can be compared in every batch, as no table of words can."""
+    """Return whether a value is small enough to compare in every batch, unlike a vocabulary."""
     return value is not UNKNOWN and len(repr(value)) <= _LETTERS
 
 
@@ -137,7 +137,7 @@ def _content(cell: Any) -> Any:
 
 
 def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Yield the code of a module's own forward, with that of what it calls in the same file, and whose it is."""
+    """Yield the code of a module's own forward and of functions it calls in the same file, with the function."""
     forward = inspect.unwrap(module.forward)
     first = getattr(forward, "__func__", forward)
     found, left = set[int](), list[Any]([first])
@@ -160,12 +160,12 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
 
 
 def _is_library(function: FunctionType) -> bool:
-    module = function.__module__ or "torch"  # None: it was made of a graph
+    module = function.__module__ or "torch"  # None: it was made from a graph
     return module.split(".")[0] in ("torch", "transformers")
 
 
 def leaves_of(roots: Iterable[torch.Tensor], ends: Iterable[Any] = ()) -> Iterator[torch.Tensor]:
-    """Yield the leaves that tensors lead back to, but for what lies behind ``ends``, nodes of their graph."""
+    """Yield the leaves of the graphs of tensors, except for those behind ``ends``, nodes of their graph."""
     seen, left = {None, *ends}, [root.grad_fn for root in roots]
     while left:
         node: Any = left.pop()

@@ -1,8 +1,9 @@
-"""Layers that are parts of a model's own forward, and the values that travel between them.
+"""Layers that are parts of a model's own forward, and the values passed between them.
 
-Values of a traced model may skip stages that do not need them. Such a value stands there as None. It goes by a message
-of its own from the stage that made it, or used it last, to the next one that uses it, and its gradient goes back the
-same way; so a stage that uses it adds its part of the gradient, and the maker receives the sum::
+Values of a traced model may skip stages that do not need them, where they are None. Such a value is sent in a
+separate message from the stage that made it, or used it last, to the next one that uses it, and its gradient
+goes back the same way; so a stage that uses it adds its part of the gradient, and the maker receives the
+sum::
 
     stage      0         1         2         3
     v          made      -         used      used
@@ -20,15 +21,15 @@ from torch import fx, nn
 
 
 class Values(NamedTuple):
-    """A piece of a model's values, by name.
+    """The values of a piece of a model, by name.
 
-    The first piece takes the model's input, which has no names, and the last gives the model's output, so neither is
-    listed.
+    The first piece takes the model's input, which has no names, and the last gives the model's output, so
+    neither is listed.
 
     Attributes:
-        takes: In the order of its tuple.
-        gives: In the order of its tuple.
-        uses: Of what it takes, what it computes with.
+        takes: Input values, in the order of its tuple.
+        gives: Output values, in the order of its tuple.
+        uses: The input values that it computes with.
     """
 
     takes: tuple[str, ...]
@@ -40,8 +41,8 @@ class PartLayer(nn.Module):
     """A layer that is a part of a model's forward: it takes a tuple of values, and returns one.
 
     Attributes:
-        values: what it takes and gives, by name.
-        calls: the name of its first module.
+        values: Its input and output values, by name.
+        calls: Name of its first module.
     """
 
     values: Values
@@ -59,16 +60,16 @@ class Whole(Sequence[nn.Module]):
     @property
     @abstractmethod
     def model(self) -> nn.Module:
-        """The whole model, whose very modules the layers hold."""
+        """The whole model, which shares its modules with the layers."""
 
     @property
     @abstractmethod
     def trial(self) -> dict[str, Any]:
-        """Some inputs that it takes."""
+        """Some inputs that it accepts."""
 
     @abstractmethod
     def called(self, model: nn.Module, value: Any) -> Any:
-        """Return what a copy of the whole model makes of a batch's inputs, as the last layer returns it."""
+        """Return the output of a copy of the whole model for a batch's inputs, in the form of the last layer's."""
 
     @abstractmethod
     def stage(self, begin: int, end: int) -> list[nn.Module]:
@@ -76,18 +77,18 @@ class Whole(Sequence[nn.Module]):
 
     @abstractmethod
     def prove(self, bounds: Sequence[int]) -> None:
-        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model does."""
+        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model."""
 
 
 class SkipRoute(NamedTuple):
-    """One end of a skip over other stages. ``stage``: the other end. ``places``: the values' in this end's tuple."""
+    """One end of a skip over other stages. ``stage``: the other end. ``places``: places of the values in the tuple."""
 
     stage: int
     places: tuple[int, ...]
 
 
 class Skips(NamedTuple):
-    """Where skipping values of a stage's input come from, and those of its output go, each in stage order."""
+    """The sources of skipping values of a stage's input, and the targets of those of its output, in stage order."""
 
     arrivals: tuple[SkipRoute, ...] = ()
     departures: tuple[SkipRoute, ...] = ()
@@ -99,7 +100,7 @@ NO_SKIPS = Skips()
 def skips_of(pieces: Sequence[Values], bounds: Sequence[int]) -> list[Skips]:
     """Find the skips of every stage. ``bounds``: first piece of each stage, then the number of pieces."""
     stages = [pieces[a:b] for a, b in pairwise(bounds)]
-    ways: dict[tuple[int, int], list[str]] = {}  # by both ends, what goes there
+    ways: dict[tuple[int, int], list[str]] = {}  # by both ends, the values
     holders = dict.fromkeys(stages[0][-1].gives, 0)  # by value, the stage that made it or used it last
     for k, stage in enumerate(stages[1:], 1):
         used = frozenset[str]().union(*(piece.uses for piece in stage))
@@ -126,7 +127,7 @@ def _places(names: tuple[str, ...], found: Iterable[str]) -> tuple[int, ...]:
 def extract_skips(
     output: tuple[Any, ...], departures: Sequence[SkipRoute]
 ) -> tuple[tuple[Any, ...], list[list[Any]]]:
-    """Return a stage's output as the next stage gets it, and for each departure the values that go there."""
+    """Return a stage's output as the next stage gets it, and for each departure the values sent there."""
     parts = [[output[n] for n in route.places] for route in departures]
     gone = {n for route in departures for n in route.places}
     return tuple(None if n in gone else value for n, value in enumerate(output)), parts

@@ -24,18 +24,19 @@ from avgpipe.model.shell import Shells
 _ELSEWHERE = (
     "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with Source(names_of=model)"
 )
-_INPUTS = "inputs"  # the name of what every piece hands on beside the values of blocks
+_INPUTS = "inputs"  # name of the inputs, which every piece passes on in addition to values of blocks
 
 
 class Piece(PartLayer):
-    """Some units of a model, one after another; see ``avgpipe.model.blocks``.
+    """Consecutive units of a model; see ``avgpipe.model.blocks``.
 
-    The first takes the model's input, a tensor or a dict of arguments, and the last returns the model's output. Between
-    them travel the values of blocks and, in a dict, the inputs; of those that no later unit looks at, dtype and sizes.
+    The first takes the model's input, a tensor or a dict of arguments, and the last returns the model's
+    output. Between them pass the values of blocks and, in a dict, the inputs; inputs whose values no later
+    unit uses are passed as dtype and sizes.
 
     Attributes:
-        calls: the name of the piece's first module.
-        values: what it takes and gives, by name.
+        calls: Name of the piece's first module.
+        values: Its input and output values, by name.
     """
 
     def __init__(self, anatomy: Anatomy, shells: Shells, begin: int, end: int) -> None:
@@ -49,7 +50,7 @@ class Piece(PartLayer):
         self._takes, self._gives = anatomy.alive(begin), anatomy.alive(end)
         uses = anatomy.used(begin, end) & set(self._takes)
         self.values = Values((*self._takes, _INPUTS), (*self._gives, _INPUTS), frozenset(uses | {_INPUTS}))
-        # Of inputs that were not tried, each unit may want the values.
+        # For inputs that were not tried, each unit may need the values.
         self._made = frozenset(call.trials[0]).difference(*anatomy.looks_at[begin:])
         self._reduced = frozenset(call.trials[0]).difference(*anatomy.looks_at[end:])
         self._next = anatomy.blocks[min(end, len(anatomy.blocks)) - 1]
@@ -59,7 +60,7 @@ class Piece(PartLayer):
         self.calls = own or next(held, "")
 
     def compiled_parts(self) -> list[nn.Module]:
-        """Return what torch.compile is for: the blocks. What the model does around them is not its business."""
+        """Return the parts for torch.compile: the blocks, without the model's code around them."""
         return [module.block for module in self.modules() if isinstance(module, OwnBlock)]
 
     def forward(self, value: Any) -> Any:
@@ -78,15 +79,16 @@ class Piece(PartLayer):
             if self._is_last:
                 return self._output(returned)
         except Reached:
-            there = exchange.taken | arrived  # what a block is given once more, outlines may have made up
+            # Of repeated arguments of a block, some may be made up by outlines.
+            there = exchange.taken | arrived
         finally:
             exchange.arrived, exchange.taken = {}, {}
         try:
             values = [there[value] for value in self._gives]
         except KeyError:
             raise RuntimeError(
-                f"the model's forward has not called the block {self._next}, where a stage ends: it must call all its "
-                "blocks, one after another"
+                f"the model's forward has not called the block {self._next}, at which a stage ends: it must call all "
+                "its blocks, one after another"
             ) from None
         return (*values, {name: self._passed(name, given) for name, given in inputs.items()})
 
@@ -106,7 +108,7 @@ class Piece(PartLayer):
         return given
 
     def _filled(self, name: str, given: Any, device: torch.device | None) -> Any:
-        """Return an input as the forward takes it: made up where only dtype and sizes have come."""
+        """Return an input as the forward takes it: made up if only dtype and sizes have arrived."""
         if name not in self._made or not isinstance(given, tuple):
             return given
         dtype, *sizes = given
@@ -122,16 +124,16 @@ class Piece(PartLayer):
 
 
 class BlockChain(Whole):
-    """The chain of a model's units, each a piece of its own.
+    """The chain of a model's units, each as a piece.
 
     Args:
-        sample: what is run to see what the model does; a cut is proved of it.
-        call: how it is called.
-        model: the whole, of the same classes and names as the sample, of which pieces hold the very modules; by default
-            the sample itself.
+        sample: The model that is run to find its anatomy; cuts are checked on it.
+        call: How it is called.
+        model: The whole model, with the same classes and names as the sample; pieces share its modules; by
+            default the sample itself.
 
     Raises:
-        ValueError: the model's forward is no chain of blocks.
+        ValueError: The model's forward is no chain of blocks.
     """
 
     def __init__(self, sample: nn.Module, call: Call, model: nn.Module | None = None) -> None:
@@ -152,16 +154,16 @@ class BlockChain(Whole):
 
     @property
     def model(self) -> nn.Module:
-        """The whole model, whose very modules the pieces hold."""
+        """The whole model, which shares its modules with the pieces."""
         return self._anatomy.model
 
     @property
     def trial(self) -> dict[str, Any]:
-        """Some inputs that the sample takes."""
+        """Some inputs that the sample accepts."""
         return dict(self._anatomy.call.trials[0])
 
     def called(self, model: nn.Module, value: Any) -> Any:
-        """Return what a copy of the whole model makes of a batch's inputs, as the last piece returns it."""
+        """Return the output of a copy of the whole model for a batch's inputs, in the form of the last piece's."""
         call = self._anatomy.call
         return call.output(model(**self._pieces[0]._given(value), **call.fixed))
 
@@ -173,7 +175,7 @@ class BlockChain(Whole):
         return Piece(self._anatomy, self._shells, begin, end)
 
     def prove(self, bounds: Sequence[int]) -> None:
-        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model does.
+        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model.
 
         Outputs and gradients are compared, in evaluation mode, on all of the trials.
         """

@@ -1,4 +1,4 @@
-"""An exported program as a graph like those of torch.fx: it takes what the model takes, and gives what it gives."""
+"""An exported program as a graph like those of torch.fx: with the model's arguments and output."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from avgpipe.model.units import module_of, submodule
 
 _Check = Callable[..., Any]
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-_NOT_MET = "the model was exported for inputs like example_inputs, and these are others"
+_NOT_MET = "the model was exported for inputs like example_inputs, and these differ"
 
 
 class Leaves(nn.Module):
-    """Takes an argument apart; ValueError if it is nested in another way than the example's was."""
+    """Flattens an argument; ValueError if its structure is not that of the example's."""
 
     def __init__(self, name: str, example: Any) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Leaves(nn.Module):
 
 
 class Nested(nn.Module):
-    """Puts the model's output together."""
+    """Rebuilds the model's output from its leaves."""
 
     def __init__(self, spec: pytree.TreeSpec) -> None:
         super().__init__()
@@ -48,13 +48,14 @@ class Nested(nn.Module):
 class Guards(nn.Module):
     """Refuses inputs that the graph was not made for.
 
-    torch.export excludes a length that a model's code treats no differently, as that of the whole of a table. Inputs
-    as long as the example's, of which the layers are proved to be right, need not meet what is demanded themselves.
+    torch.export also excludes lengths for which the model's code behaves normally, such as the whole length
+    of a table. Inputs as long as the example's, for which the layers were checked, need not meet these
+    conditions.
 
     Args:
-        leaves: What was exported on.
-        proved: The example's, as long or a step longer.
-        training: What torch.export demands of sizes, by AssertionError.
+        leaves: Leaves of the exported inputs.
+        proved: Leaves of the example, equally long or a step longer.
+        training: Conditions of torch.export on sizes, by AssertionError.
         evaluation: The same, in evaluation.
     """
 
@@ -92,7 +93,7 @@ class Guards(nn.Module):
 
 
 def plain_graph(model: nn.Module, program: Any, call: Arguments) -> tuple[fx.Graph, dict[str, Any]]:
-    """Return a program's graph with the model's arguments and output as they are, and what it names."""
+    """Return a program's graph with the model's arguments and output, and the objects that it names."""
     module = program.module()
     graph, root = fx.Graph(), dict[str, Any]()
     graph.output(graph.graph_copy(module.graph, {}))
@@ -103,7 +104,7 @@ def plain_graph(model: nn.Module, program: Any, call: Arguments) -> tuple[fx.Gra
     _keep_batch_norms(graph, root, model)
     for node in reversed(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
-            graph.erase_node(node)  # autocast, or another device, would break what it says
+            graph.erase_node(node)  # autocast, or another device, would violate its assertion
         elif node.op == "get_attr":
             if not node.users:
                 graph.erase_node(node)
@@ -127,7 +128,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _found(model: nn.Module, module: nn.Module, name: str) -> Any:
-    """Return the model's own tensor of a name, or else what the export made."""
+    """Return the model's own tensor of a name, or else the one that the export made."""
     try:
         return attribute(model, name)
     except AttributeError:
@@ -135,7 +136,7 @@ def _found(model: nn.Module, module: nn.Module, name: str) -> Any:
 
 
 def _keep_batch_norms(graph: fx.Graph, root: dict[str, Any], model: nn.Module) -> None:
-    """Call BatchNorms in place of their operators, which would move the statistics with every micro-batch."""
+    """Call BatchNorms instead of their operators, which would update the statistics with every micro-batch."""
     for node in reversed(graph.nodes):
         name = module_of(node)
         module = submodule(model, name) if name else None
@@ -157,7 +158,7 @@ def _keep_batch_norms(graph: fx.Graph, root: dict[str, Any], model: nn.Module) -
 
 
 def _only_the_norm(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
-    """Return a subclass's layer as one of torch's, with the same tensors: what else it does is in the graph."""
+    """Return a subclass's layer as one of torch's, with the same tensors: the rest of its work is in the graph."""
     if type(module) is kind:
         return module
     norm = kind.__new__(kind)
@@ -170,7 +171,7 @@ def _only_the_norm(module: nn.Module, kind: type[nn.Module]) -> nn.Module:
 
 
 def _take_arguments(graph: fx.Graph, root: dict[str, Any], call: Arguments) -> None:
-    """Have the graph take what the model takes, rather than the tensors in it."""
+    """Make the graph take the model's arguments, instead of the tensors in them."""
     old = [n for n in graph.nodes if n.op == "placeholder"]
     given = [*zip(_names_of_args(call), call.args), *call.kwargs.items()]
     first = next(iter(graph.nodes))
@@ -198,7 +199,7 @@ def _names_of_args(call: Arguments) -> list[str]:
 
 
 class Place(nn.Module):
-    """Knows the device that a stage is on."""
+    """Holds the device of a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class Place(nn.Module):
 
 
 def place_anew(graph: fx.Graph, root: dict[str, Any], device: torch.device) -> None:
-    """Make tensors where the stage is, in place of where the example was."""
+    """Create tensors on the device of the stage, instead of the example's."""
     for node in list(graph.nodes):
         if not any(value == device for value in pytree.tree_leaves((node.args, dict(node.kwargs)))):
             continue

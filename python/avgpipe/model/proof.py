@@ -1,4 +1,4 @@
-"""Whether the stages of a model compute what the model itself does: the comparison of two runs."""
+"""Checks that the stages of a model compute the same as the model itself, by comparing two runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-# Elements of a gradient that are compared: all of them would take as much memory as the model.
+# Most elements of a gradient to compare: all of them would take as much memory as the model.
 _MOST = 1 << 20
 
-Rounding = tuple[float, float]  # of the largest number in a tensor, and in all that are compared
+Rounding = tuple[float, float]  # relative to the largest number in a tensor, and in all compared tensors
 
-# More than rounding does.
+# More than rounding causes.
 _TOLERANCES = {torch.float64: (1e-8, 1e-11), torch.complex128: (1e-8, 1e-11)}
 _TOLERANCE = 1e-4, 1e-6
 TO_16_BITS = 5e-2, 1e-2
-# Where samples are added up in another order, and anything is computed in less than float64.
+# For sums over samples in another order, in less than float64.
 OTHER_SUMS = 1e-3, 1e-5
 
 
@@ -27,9 +27,10 @@ class Outcome(NamedTuple):
     """The results of one run of a model.
 
     Attributes:
-        outputs: the tensors of what it returned.
-        gradients: of a number made of the outputs, by name of a parameter; of large ones, some elements.
-        buffers: by name.
+        outputs: Tensors of its output.
+        gradients: Gradients of a number made from the outputs, by name of a parameter; of large ones, some
+            elements.
+        buffers: Buffers, by name.
     """
 
     outputs: list[torch.Tensor]
@@ -38,13 +39,13 @@ class Outcome(NamedTuple):
 
 
 def difference(model: nn.Module, whole: Callable[[], Any], stages: Callable[[], Any]) -> str | None:
-    """Compare what ``model`` returns, ``whole()``, and what its stages return; both are pytrees of tensors.
+    """Compare ``whole()``, the output of ``model``, with the output of its stages; both are pytrees of tensors.
 
-    Compared are outputs, and gradients of a number made of them. The caller has seen to it that nothing is drawn at
-    random.
+    It compares outputs, and gradients of a number made from them. The caller ensures that no random numbers
+    are used.
 
     Returns:
-        None if they are equal but for rounding; else how they differ.
+        None if they are equal up to rounding; else the difference.
     """
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
@@ -52,9 +53,9 @@ def difference(model: nn.Module, whole: Callable[[], Any], stages: Callable[[], 
 
 
 def compared(expected: Outcome, got: Outcome, rounding: Rounding = (0.0, 0.0)) -> str | None:
-    """Say how the stages' outcome, ``got``, differs from the model's; None if by rounding.
+    """Describe how the stages' outcome, ``got``, differs from the model's; None if by rounding only.
 
-    ``rounding``: what it may do at least, of the largest number in a tensor, and in all; by default, what dtypes say.
+    ``rounding``: Lower bounds of the tolerance, relative to the largest number in a tensor, and in all.
     """
     counts = len(expected.outputs), len(got.outputs)
     if counts[0] != counts[1]:
@@ -69,7 +70,7 @@ def compared(expected: Outcome, got: Outcome, rounding: Rounding = (0.0, 0.0)) -
 
 
 def some(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what is compared of a tensor: all of it, or of a large one some elements, copied."""
+    """Return the compared elements of a tensor: all, or some of a large one, copied."""
     tensor = tensor.detach()
     if tensor.numel() <= _MOST or tensor.layout is not torch.strided:
         return tensor
@@ -78,13 +79,13 @@ def some(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def number_of(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Make a number of tensors to which all their elements count differently."""
+    """Make a number from tensors, with a different weight for each element."""
     terms = [_number(t) for t in tensors]
     return sum(terms[1:], terms[0])
 
 
 def _outcome(output: Any, parameters: Mapping[str, nn.Parameter]) -> Outcome:
-    """Return the tensors of an output, and the gradients that there are."""
+    """Return the tensors of an output, and their gradients."""
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
     learnt = [t for t in tensors if t.requires_grad]
     gradients: tuple[torch.Tensor | None, ...] = ()
@@ -105,7 +106,7 @@ def _number(tensor: torch.Tensor) -> torch.Tensor:
 def _largest(
     expected: Mapping[str, torch.Tensor], got: Mapping[str, torch.Tensor], rounding: Rounding
 ) -> str | None:
-    """Say where two sets of tensors differ most; None if nowhere."""
+    """Describe where two sets of tensors differ most; None if nowhere."""
     if lost := sorted(expected.keys() ^ got.keys()):
         return f"{lost[0]}: only the {'model' if lost[0] in expected else 'stages'} has it"
     unlike = [
@@ -113,7 +114,7 @@ def _largest(
     ]
     if unlike:
         a, b = (f"{list(t.shape)} {str(t.dtype)[6:]}" for t in (expected[unlike[0]], got[unlike[0]]))
-        return f"{unlike[0]} is {a} of the model and {b} of the stages"
+        return f"{unlike[0]} is {a} in the model and {b} in the stages"
     sizes = {name: size_of(t) for name, t in expected.items() if t.numel()}
     largest, worst, found = max(sizes.values(), default=0.0), 0.0, None
     for name, size in sizes.items():
@@ -130,7 +131,7 @@ def size_of(tensor: torch.Tensor) -> float:
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Return the largest distance of two elements, infinite where one of them is no number and the other is."""
+    """Return the largest distance of two elements, infinite if only one of them is NaN."""
     a, b = _wide(a.detach()), _wide(b.detach())
     same = (a == b) | (a.isnan() & b.isnan())
     return float((a - b).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf).max())

@@ -1,8 +1,8 @@
-"""A model's forward while it is recorded as a graph: the caller's model stays as it is, and what a graph lacks is seen.
+"""The recording of a model's forward as a graph: keeps the caller's model unchanged, and detects lost behaviour.
 
-Whoever records a forward runs the model's own code once. What that code does beside computing, a graph would do once
-and never again: a coin that is thrown is the same in every batch, a counter stands still, a number that was drawn is a
-constant. And a custom ``autograd.Function`` would be its forward alone, without the backward that it was written for.
+A recording runs the model's own code once. A graph would not repeat effects other than computing: a random
+choice is the same in every batch, a counter stays constant, a random number is a constant. And a custom
+``autograd.Function`` would lose its own backward.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from avgpipe.model.outside import UNKNOWN, plain
 
 
 class Lost(ValueError):
-    """A forward does what a graph of it would not; the message says what, and where."""
+    """A forward has an effect that a graph of it would lose; the message says what, and where."""
 
 
 @contextmanager
 def buffers_kept(model: nn.Module) -> Iterator[None]:
-    """Let forwards inside write to buffers; afterwards they have the values of before."""
+    """Let forwards inside write to buffers; afterwards the buffers have their former values."""
     kept = [
         (module, name, t, t.detach().clone()) for module in model.modules() for name, t in _buffers_of(module)
     ]
@@ -46,13 +46,13 @@ def _buffers_of(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, t) for name, t in module._buffers.items() if t is not None]
 
 
-# ---- what modules know -----------------------------------------------------------------------------------------------
+# ---- state of modules ------------------------------------------------------------------------------------------------
 
 _OWN = ("_parameters", "_buffers", "_modules", "training")
 
 
 class Knowledge:
-    """What modules know beside their tensors, and how often tensors were written to."""
+    """The attributes of modules besides tensors, and the number of writes to each tensor."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -73,9 +73,10 @@ class Knowledge:
         }
 
     def changed(self) -> str | None:
-        """Name the first attribute or tensor that is another one now; None if there is none.
+        """Name the first attribute or tensor that has changed; None if there is none.
 
-        Activations that a forward stores in an attribute, as for logging, do not count: the graph never reads them.
+        Activations that a forward stores in an attribute, for example for logging, do not count: the graph
+        never reads them.
         """
         for name, module, key, tensor, version in self._tensors:
             if tensor._version != version or (key in module._buffers and module._buffers[key] is not tensor):
@@ -94,12 +95,12 @@ Instead = Callable[[type, tuple[Any, ...], dict[str, Any]], Any]
 
 @contextmanager
 def functions_called(by: Instead, is_recorded: Callable[[Any], bool]) -> Iterator[None]:
-    """Have ``by(function, args, kwargs)`` stand for ``function.apply`` inside, on values that are recorded.
+    """Replace ``function.apply`` by ``by(function, args, kwargs)`` inside, for recorded values.
 
-    An alias of ``apply`` that was made before is not seen, and refused by Lost.
+    An alias of ``apply`` that was made before cannot be replaced, and is refused by Lost.
     """
     function: Any = torch.autograd.Function
-    # The latter is what the former calls, and so does an alias of it.
+    # apply calls the latter, and so does an alias of apply.
     own, unwrap = vars(function)["apply"], functorch.unwrap_dead_wrappers
 
     def has_recorded(args: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The model itself with outlines in the place of what a stage does not hold."""
+"""The model itself with outlines instead of the modules that a stage does not hold."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from avgpipe.model.outline import (
 
 
 class Shells:
-    """Makes shells of a model. What stands for a module is made once; modules that are held are the model's own."""
+    """Makes shells of a model. The replacement of a module is made once; held modules are the model's own."""
 
     def __init__(self, anatomy: Anatomy) -> None:
         self._anatomy = anatomy
@@ -38,7 +38,7 @@ class _Shell:
         self._numbers = {name: number for number, name in enumerate(anatomy.blocks)}
 
     def of(self, module: nn.Module, name: str) -> nn.Module:
-        """Return what stands for a module in this shell."""
+        """Return the replacement of a module in this shell."""
         if name in self._numbers:
             return self._block(module, self._numbers[name])
         inside = f"{name}." if name else ""
@@ -49,14 +49,14 @@ class _Shell:
             if not tensors or any(self._anatomy.needs(tensor, self._units) for tensor in tensors):
                 return module
             if not any(True for _ in module.parameters()) and not module.state_dict():
-                # what is not saved costs little, and may be what masks and positions are made of
+                # non-persistent buffers are small, and masks and positions may depend on them
                 return module
             if name in self._anatomy.observed.called:
                 return Outline(self._shape(module), self._exchange)
         return self._opened(module, inside)
 
     def _opened(self, module: nn.Module, inside: str) -> nn.Module:
-        """Return a copy of a module that shares what it holds, with its children replaced."""
+        """Return a copy of a module that shares its tensors, with its children replaced."""
         mine = copy.copy(module)
         for kind in ("_modules", "_parameters", "_buffers"):
             setattr(mine, kind, dict(getattr(module, kind)))
@@ -71,7 +71,7 @@ class _Shell:
                 if self._units:
                     del mine._parameters[name]
                     mine.register_buffer(name, made, persistent=False)
-                else:  # a forward may ask for the dtype of its parameters, and here are no others
+                else:  # a forward may read the dtype of its parameters, and has no others here
                     mine._parameters[name] = nn.Parameter(made, requires_grad=False)
         return mine
 

@@ -1,7 +1,7 @@
 """Traced models: the graph of a module, cut into pieces that run one after another.
 
-Pieces take and give tuples of all values that they or later pieces need. The graph is what ``torch.fx`` makes of a
-module; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
+Pieces take and give tuples of all values that they or later pieces need. ``torch.fx`` makes the graph of a
+module here; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from avgpipe.model.recording import Knowledge, Lost, applying, functions_called
 class TracedLayer(PartLayer):
     """A piece of a traced graph. Takes and returns the values that it or later pieces need, as a tuple.
 
-    The first takes the model's input, see :func:`arguments`. The last returns the model's output. A value that the
-    piece only passes on may be anything. ``calls`` is the name of the module that begins the piece.
+    The first takes the model's input, see :func:`arguments`. The last returns the model's output. A value
+    that the piece only passes on may be anything. ``calls`` is the name of the first module of the piece.
     """
 
     def __init__(self, graph: fx.GraphModule, calls: str, values: Values, is_first: bool) -> None:
@@ -50,11 +50,11 @@ class TracedLayer(PartLayer):
             if self._absent:
                 args, kwargs = self._without_absent(args, kwargs)
             return self.graph.forward(*args, **kwargs)
-        # Not by a call, where torch.fx prints a text of its own beside an error.
+        # Not by a call, where torch.fx prints additional text for an error.
         return self.graph.forward(*value) if isinstance(value, tuple) else self.graph.forward(value)
 
     def leave_out(self, names: Sequence[str], absent: frozenset[str]) -> None:
-        """Have the first layer take arguments of these ``names``, of which those that are ``absent`` are None."""
+        """Make the first layer take arguments of these ``names``; those in ``absent`` are None."""
         self._arguments, self._absent = list(names), absent
 
     def _without_absent(
@@ -64,18 +64,18 @@ class TracedLayer(PartLayer):
         given = [name for name, value in named if name in self._absent and value is not None]
         if given:
             raise ValueError(
-                f"the forward was recorded without {given[0]!r}, which is None by default and whose absence it asks "
-                "for, and a batch gives it: say so by Pipeline(example_inputs=...), the inputs of such a batch"
+                f"the forward was recorded without {given[0]!r}, which is None by default and which it tests for "
+                "None, but a batch has it: pass Pipeline(example_inputs=...), the inputs of such a batch"
             )
         left = tuple(value for name, value in zip(self._arguments, args) if name not in self._absent)
         return left, {name: value for name, value in kwargs.items() if name not in self._absent}
 
 
 def arguments(value: Any, names: Sequence[str]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with which a model is called on ``value``, one batch's inputs.
+    """Return the arguments of a model's call on ``value``, one batch's inputs.
 
-    A tuple spreads over positional arguments and a dict over keywords, unless the model has one argument, which then
-    is the whole. ``names``: of the arguments, with their stars.
+    A tuple becomes positional arguments and a dict keywords, unless the model has one argument, which then
+    gets the whole. ``names``: names of the arguments, with their stars.
     """
     is_collection = len(names) != 1 or names[0].startswith("*")
     if isinstance(value, dict) and (is_collection or list(names) == list(value)):
@@ -91,15 +91,15 @@ class CannotTrace(ValueError):
 
 
 class _Tracer(fx.Tracer):
-    """Calls as they are: compiled modules, which cannot be traced through, ``leaves``, and custom functions.
+    """Calls some modules untraced: compiled modules, which cannot be traced through, ``leaves``, and custom functions.
 
     Args:
-        reads_buffers: whether the graph reads buffers in each forward. If so, the model's code cannot branch on their
-            values; if not, they are constants of the graph.
-        absent: arguments of the model that are None.
+        reads_buffers: Whether the graph reads buffers in each forward. If so, the model's code cannot branch
+            on their values; if not, they are constants of the graph.
+        absent: Arguments of the model that are None.
 
     Attributes:
-        drawn: what was drawn from, and the innermost module in whose code.
+        drawn: The generators that were used, and the innermost module whose code used them.
     """
 
     def __init__(
@@ -140,15 +140,15 @@ class _Tracer(fx.Tracer):
 
 
 def traced(model: nn.Module, given: Mapping[str, Any] | None = None) -> list[TracedLayer]:
-    """Cut the graph of ``model`` where its forward enters modules; CannotTrace where there is none.
+    """Cut the graph of ``model`` where its forward enters modules; CannotTrace if it cannot be traced.
 
-    These are the modules that the graph calls, and those of one's own that hold parameters themselves, whose code is
-    in the graph.
+    These are the modules that the graph calls, and the user's modules that hold parameters themselves, whose
+    code is in the graph.
 
     Args:
-        model: stays as it is.
-        given: the arguments that batches give, by name; None: not known. Then those are left out that are None by
-            default, if some forward asks whether a variable is None: a graph has no such branch.
+        model: It is unchanged.
+        given: Arguments that batches have, by name; None: unknown. Then arguments with default None are left
+            out, if some forward tests whether a variable is None: a graph has no such branch.
     """
     signature = inspect.signature(model.forward)
     optional = {name for name, p in signature.parameters.items() if p.default is None}
@@ -161,7 +161,7 @@ def traced(model: nn.Module, given: Mapping[str, Any] | None = None) -> list[Tra
     kept = frozenset(m for m in model.modules() if m is not model and _is_called_as_it_is(m))
     whole = _graph(model, kept, frozenset(absent))
     calls = _entered(whole.graph, model)
-    if kept and len(calls) < 2:  # there is nothing to cut but what they are made of
+    if kept and len(calls) < 2:  # there is nothing else to cut than these modules
         whole = _graph(model, frozenset(), frozenset(absent))
         calls = _entered(whole.graph, model)
     pieces: list[list[fx.Node]] = [[]]
@@ -182,19 +182,19 @@ def names_in(signature: inspect.Signature) -> list[str]:
 
 
 def _is_called_as_it_is(module: nn.Module) -> bool:
-    """Whether a graph of what is inside a module would leave out something that its call does."""
+    """Return whether a graph of a module's inside would leave out something that its call does."""
     return has_hooks(module) or sees_to_gradients(module)
 
 
 def _entered(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
-    """Return by node, of each call of a module that begins a layer, the first one, and the module's name."""
+    """Return by node, for each call of a module that begins a layer, the first one, and the module's name."""
     found, seen = dict[fx.Node, str](), set[Any]()
     for node in graph.nodes:
         if node.op == "call_module":
             if node.target != CHOICE:
                 found[node] = str(node.target)
         elif node.op in ("call_function", "call_method"):
-            # Of a second call of a module, the key has a number.
+            # For a second call of a module, the key has a number.
             key, (name, _) = next(reversed((node.meta.get("nn_module_stack") or {"": ("", None)}).items()))
             if name and key not in seen and attribute(model, name)._parameters:
                 found[node] = name
@@ -205,9 +205,9 @@ def _entered(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
 def layers_of_graph(
     whole: fx.GraphModule, pieces: Sequence[list[fx.Node]], calls: Mapping[fx.Node, str]
 ) -> list[TracedLayer]:
-    """Make layers of the pieces of a graph, all nodes but its output in order.
+    """Make layers of the pieces of a graph: all nodes but its output, in order.
 
-    Pieces that must stay together make one. ``calls``: by node, the module that it belongs to, where it does.
+    Pieces that must stay together make one layer. ``calls``: by node, the module that it belongs to, if any.
     """
     pieces = joined(pieces, whole)
     result = next(n for n in whole.graph.nodes if n.op == "output")
@@ -215,13 +215,13 @@ def layers_of_graph(
     return [_traced_layer(whole, pieces, s, result, names[s]) for s in range(len(pieces))]
 
 
-# ---- the graph of a module -----------------------------------------------------------------------------------------
+# ---- the graph of a module -------------------------------------------------------------------------------------------
 
 
 def _graph(model: nn.Module, kept: frozenset[nn.Module], absent: frozenset[str]) -> fx.GraphModule:
-    """Trace in both modes. Modules whose own code depends on the mode are called as they are, where that is needed.
+    """Trace in both modes. Modules whose own code depends on the mode are called untraced, if needed.
 
-    ``kept``: modules that are so in any case. ``absent``: arguments that are None.
+    ``kept``: modules that are called untraced in any case. ``absent``: arguments that are None.
     """
     aware = [m for m in model.modules() if m is not model and reads_mode(m)]
     leaves = frozenset(m for m in aware if not any(True for _ in m.children()))
@@ -236,9 +236,9 @@ def _graph(model: nn.Module, kept: frozenset[nn.Module], absent: frozenset[str])
         raise CannotTrace(f"{type(model).__name__} cannot be traced: {error}") from None
     except Differs as error:
         raise ValueError(
-            f"{type(model).__name__} does other things in training than in evaluation ({error}), and a cut model does "
-            "the same in both: build it without (such as aux_logits=False), move what differs into a module of its "
-            "own, or pass a list of layers"
+            f"{type(model).__name__} differs between training and evaluation ({error}), and a cut model does "
+            "the same in both: build it without the difference (such as aux_logits=False), move it into a separate "
+            "module, or pass a list of layers"
         ) from None
     except Exception as error:
         raise CannotTrace(
@@ -247,12 +247,12 @@ def _graph(model: nn.Module, kept: frozenset[nn.Module], absent: frozenset[str])
 
 
 def _in_both_modes(model: nn.Module, leaves: frozenset[nn.Module], absent: frozenset[str]) -> fx.GraphModule:
-    """Trace in both modes; buffers are constants only where code asks for their values, and then none may change."""
+    """Trace in both modes; buffers are constants only if code reads their values, and then none may change."""
     try:
         return _with(model, leaves, absent, reads_buffers=True)
     except (Lost, Differs):
         raise
-    except Exception as error:  # of any kind: it runs the model
+    except Exception as error:  # of any kind: this runs the model's code
         try:
             return _with(model, leaves, absent, reads_buffers=False)
         except (Lost, Differs):
@@ -270,7 +270,7 @@ def _with(
             tracer, knowledge = _Tracer(leaves, reads_buffers, absent), Knowledge(model)
             graphs.append(tracer.trace(model))
             _refuse_losses(model, tracer, knowledge)
-    value = partial(attribute, tracer.root)  # also of constants that it met
+    value = partial(attribute, tracer.root)  # includes constants of the trace
     chosen = merged(graphs[0], graphs[1], value, value)
     if not chosen:
         return fx.GraphModule(model, graphs[0], type(model).__name__)
@@ -278,7 +278,7 @@ def _with(
 
 
 def _refuse_losses(model: nn.Module, tracer: _Tracer, knowledge: Knowledge) -> None:
-    """Raise Lost for what has happened once while it was recorded, and would not in a graph."""
+    """Raise Lost for effects of the recording that a graph would not repeat."""
     if tracer.drawn is not None:
         generators, name = tracer.drawn
         where = f"module {name!r}" if name else f"the forward of {type(model).__name__}"
@@ -288,13 +288,13 @@ def _refuse_losses(model: nn.Module, tracer: _Tracer, knowledge: Knowledge) -> N
         )
     if (changed := knowledge.changed()) is not None:
         raise Lost(
-            f"its forward changes {changed!r}, which a recorded graph would do once and never again; make it a buffer "
+            f"its forward changes {changed!r}, which a recorded graph would do only once; make it a buffer "
             "that is changed in place (self.count.add_(1)), a layer of a list, or"
         )
 
 
 def with_choice(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> dict[str, Any]:
-    """Return what ``graph`` names, taken from ``root``, and the choice by mode."""
+    """Return the objects that ``graph`` names, from ``root``, and the choice by mode."""
     found = {CHOICE: Choice()}
     for node in graph.nodes:
         if node.op in ("get_attr", "call_module") and node.target != CHOICE:
@@ -305,7 +305,7 @@ def with_choice(root: nn.Module | Mapping[str, Any], graph: fx.Graph) -> dict[st
 
 
 def attribute(root: nn.Module, name: str) -> Any:
-    """Return what stands at ``name``, with dots, in a module."""
+    """Return the object at the dotted ``name`` in a module."""
     value: Any = root
     for atom in name.split("."):
         value = getattr(value, atom)
@@ -313,13 +313,13 @@ def attribute(root: nn.Module, name: str) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Say where in somebody's code torch.fx failed: not in its own."""
+    """Return the place in the user's code where torch.fx failed."""
     own = PurePath(fx.__file__).parent
     frames = [f for f in traceback.extract_tb(error.__traceback__) if own not in PurePath(f.filename).parents]
     return f"in {frames[-1].name}, {PurePath(frames[-1].filename).name}, line {frames[-1].lineno}"
 
 
-# ---- pieces --------------------------------------------------------------------------------------------------------
+# ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
 def _traced_layer(

@@ -1,19 +1,19 @@
-"""Models of the transformers library: how to call one whose blocks shall run on several stages.
+"""Models of the transformers library: how to call a model whose blocks run on several stages.
 
-``Pipeline`` takes such a model as it is. Its stages are the model itself, with the blocks of other stages left out, so
-masks, positions, attention, dropout and what the head makes of hidden states stay the model's own code, and names of
+``Pipeline`` takes such a model unchanged. Its stages are the model itself, with the blocks of other stages
+left out, so masks, positions, attention, dropout and the head stay the model's own code, and names of
 parameters stay the model's.
 
-Input: a tensor, of the model's main input such as ``input_ids`` [b, T], or a plain dict of the model's arguments; what
-is None is left out. Key-value caches are not used.
+Input: a tensor, the model's main input such as ``input_ids`` [b, T], or a plain dict of the model's
+arguments; entries that are None are left out. Key-value caches are not used.
 
-Output: what the model returns, without caches, attentions and the hidden states of all layers. If that is one tensor,
-such as ``logits``, it stands alone; else it is the model's own output object, with ``aux_loss`` and ``router_logits``
-where the configuration asks for them. Losses belong to the pipeline.
+Output: the model's output, without caches, attentions and the hidden states of all layers. If that is one
+tensor, such as ``logits``, the output is this tensor; else it is the model's own output object, with
+``aux_loss`` and ``router_logits`` if the configuration enables them. Losses belong to the pipeline.
 
-Between stages travel the hidden states, and of the inputs only those whose values later blocks look at, such as the
-attention mask: each stage makes its own masks and positions of them. A mask that is given is looked at by the library,
-for which a GPU waits: leave it out where there is no padding.
+Between stages pass the hidden states, and only those inputs whose values later blocks use, such as the
+attention mask: each stage makes its own masks and positions from them. The library reads a given mask, for
+which a GPU must be synchronized: leave it out if there is no padding.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def call_of(model: nn.Module) -> Call:
     """Return how to call a model of transformers.
 
     Raises:
-        ValueError: a model that cannot be tried, or whose settings stages cannot follow.
+        ValueError: For a model that cannot be tested, or whose settings stages cannot follow.
     """
     whole: Any = model
     _refuse(whole)
@@ -62,12 +62,12 @@ def call_of(model: nn.Module) -> Call:
 
 
 def is_block(module: nn.Module) -> bool:
-    """Whether a module is what the library calls a layer, and can recompute by itself."""
+    """Return whether a module is a layer in the library's sense, which can recompute on its own."""
     return isinstance(module, _layers.GradientCheckpointingLayer)
 
 
 def _finder(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return what tells blocks: where the library calls nothing a layer, the members of lists are meant."""
+    """Return a test for blocks: the library's layers, or without any, the members of lists."""
     if any(map(is_block, model.modules())):
         return is_block
     lists = (m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)
@@ -76,7 +76,7 @@ def _finder(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 
 def output_of(returned: Any) -> Any:
-    """Return what a model returns, without caches, attentions and the hidden states of all layers."""
+    """Return a model's output without caches, attentions and the hidden states of all layers."""
     if not isinstance(returned, _utils.ModelOutput):
         return returned
     kept = {name: value for name, value in returned.items() if _is_kept(name) and value is not None}
@@ -106,7 +106,7 @@ def _refuse(model: Any) -> None:
             )
 
 
-# ---- inputs to try a model with ------------------------------------------------------------------------------------
+# ---- inputs for a test call ------------------------------------------------------------------------------------------
 
 
 def _trial(
@@ -125,7 +125,7 @@ def _trial(
                 f"{type(model).__name__} takes {main}, of which no small example can be made here"
             )
         inputs = {main: torch.randn(samples, *make(config), generator=draw)}
-    # A tower of images beside one of text; elsewhere words stand for images, which no trial needs.
+    # An image tower beside a text tower; elsewhere words replace images, which no trial needs.
     stands_for = hasattr(config, "image_token_id") or hasattr(config, "image_token_index")
     if (
         main == "input_ids"
@@ -165,7 +165,7 @@ def _words(config: Any, shape: tuple[int, int], draw: torch.Generator) -> Tensor
 
 
 def _plain_words(config: Any) -> list[int]:
-    """Return some numbers of words that are no special ones; [0] where there are no words."""
+    """Return some numbers of words that are not special; [0] if there are no words."""
     text = config.get_text_config()
     size = getattr(text, "vocab_size", None) or 0
     fields = [value for name, value in vars(text).items() if name.endswith(("token_id", "token_index"))]
@@ -180,7 +180,7 @@ def _image(config: Any) -> tuple[int, ...]:
     return (*([frames] if frames else []), config.num_channels, height, width)
 
 
-# by a model's main input that is no text: its sizes beside the samples
+# by a model's main input that is no text: its sizes without the samples
 _SIGNALS: dict[str, Callable[[Any], tuple[int, ...]]] = {
     "pixel_values": _image,
     "input_features": lambda config: (config.num_mel_bins, 2 * config.max_source_positions),
@@ -189,10 +189,10 @@ _SIGNALS: dict[str, Callable[[Any], tuple[int, ...]]] = {
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Make a tiny model of the same kind and depth, and with the same names, as one on the meta device.
+    """Make a tiny model of the same kind, depth and names as one on the meta device.
 
     Raises:
-        ValueError: none can be made.
+        ValueError: No such model can be made.
     """
     whole: Any = model
     try:
@@ -201,8 +201,8 @@ def twin_of(model: nn.Module) -> nn.Module:
             twin: nn.Module = type(whole)(shrunk(whole.config))
     except Exception as error:
         raise ValueError(
-            f"{type(model).__name__} is on the meta device, and no tiny model like it can be made to see what it does "
-            f"({reason(error)}): build it with values"
+            f"{type(model).__name__} is on the meta device, and no tiny model like it can be made to observe its "
+            f"forward ({reason(error)}): build it with values"
         ) from error
     mine, other = ({name for name, _ in of.named_parameters()} for of in (model, twin))
     if mine != other:

@@ -1,7 +1,7 @@
-"""Where the graph of an exported model is cut: between the modules that its operators were recorded in.
+"""The places where the graph of an exported model is cut: between the modules that recorded its operators.
 
-A unit is a module that is not cut inside: an entry of a list of blocks, as the layers of a transformer, or else a
-module that holds no such list.
+A unit is a module that is not cut inside: an entry of a list of blocks, such as the layers of a transformer,
+or else a module that holds no such list.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx, nn
 
 
 def units_of(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
-    """Return by node the unit that it belongs to, by its name; "" for what lies between units."""
+    """Return by node the name of its unit; "" for nodes between units."""
     lists = _lists_of_blocks(model)
     return {node: _unit(node, model, lists) for node in graph.nodes}
 
@@ -33,13 +33,13 @@ def pieces_of(graph: fx.Graph, units: Mapping[fx.Node, str]) -> list[list[fx.Nod
 
 
 def _lists_of_blocks(model: nn.Module) -> set[str]:
-    """Return the names of lists, of two entries at least, all of one class."""
+    """Return the names of lists of at least two entries, all of one class."""
     lists = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential))
     return {name for name, found in lists if len(found) > 1 and len(set(map(type, found.children()))) == 1}
 
 
 def _unit(node: fx.Node, model: nn.Module, lists: set[str]) -> str:
-    """Return the module that a node belongs to and that is not cut inside; none for what lies between such."""
+    """Return the name of the unit of a node; "" for nodes between units."""
     for name in stack_of(node):
         if not name:
             continue
@@ -56,7 +56,7 @@ def _unit(node: fx.Node, model: nn.Module, lists: set[str]) -> str:
 def stack_of(node: fx.Node) -> list[str]:
     """Return the names of the modules that a node was recorded in, from the outermost on."""
     entries = (node.meta.get("nn_module_stack") or {}).values()
-    # The empty entry is one of torch's own making; a second call of a module has a number behind its name.
+    # The empty entry is one of torch's own making; a second call of a module has a number after its name.
     return [name.partition("@")[0] for name, kind in entries if isinstance(name, str) and name != str(kind)]
 
 
@@ -71,11 +71,11 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-# ---- sizes ---------------------------------------------------------------------------------------------------------
+# ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
 def take_sizes_from_near(graph: fx.Graph, pieces: Sequence[list[fx.Node]]) -> None:
-    """Have pieces find sizes by tensors that they get anyway, as the model's code does: numbers need not travel."""
+    """Make pieces compute sizes from tensors that they get anyway, as the model's code does, so that none are sent."""
     piece_of = {node: s for s, piece in enumerate(pieces) for node in piece}
     for s, piece in enumerate(pieces[1:], 1):
         tensors = [
@@ -104,7 +104,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 def _near(size: fx.Node, tensors: Sequence[fx.Node], found: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
-    """Return a node that computes ``size`` from ``tensors``; None where there is no way."""
+    """Return a node that computes ``size`` from ``tensors``; None if there is no way."""
     if size not in found:
         made = _by_a_dimension(size, tensors) or _by_the_same_formula(size, tensors, found)
         if made is not None:

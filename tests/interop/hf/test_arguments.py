@@ -19,7 +19,7 @@ from tests.interop.hf.cases import arguments, causal, pipelined, texts
         ({"gradient_checkpointing": True}, r"use Plan\(recompute='always'\)"),
         ({"auto_find_batch_size": True}, "raise the plan's micro_batches"),
         ({"bf16_full_eval": True}, "evaluation is in the dtype of the weights"),
-        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0\) cannot train stages: its noise"),
+        ({"neftune_noise_alpha": 5.0}, r"neftune_noise_alpha=5.0\) cannot train stages: a hook on the model"),
         (
             {"lr_scheduler_type": "greedy", "eval_strategy": "epoch"},
             "use another schedule, such as 'cosine'",
@@ -51,7 +51,7 @@ def test_optimizers_of_the_whole_model(tmp_path: Path) -> None:
         pipelined(model, arguments(tmp_path), texts(), optimizers=made)
     kind = (torch.optim.SGD, {"lr": 0.1, "params": [{"params": list(model.parameters())}]})
     trainer = pipelined(model, arguments(tmp_path), texts(), optimizer_cls_and_kwargs=kind)
-    with pytest.raises(ValueError, match=r"is made of the whole model, .* or optimizers=\(function, None\)"):
+    with pytest.raises(ValueError, match=r"needs the whole model, .* or optimizers=\(function, None\)"):
         trainer.train()
 
 
