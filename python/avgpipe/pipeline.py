@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import math
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial, wraps
-from html import escape
-from itertools import chain, pairwise
-from pathlib import Path
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -48,39 +45,25 @@ from avgpipe.runtime.evaluate import (
 )
 from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import BatchResult
+from avgpipe.runtime.inspection import Inspection
+from avgpipe.runtime.keeping import Keeping
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.policy import Policy
-from avgpipe.runtime.session import LOST, Session
+from avgpipe.runtime.session import LOST, Session, recovering
 from avgpipe.runtime.spec import Spec
-from avgpipe.runtime.weights import gather_state
 
 if TYPE_CHECKING:  # slow to import, or unused by most pipelines
-    from matplotlib.figure import Figure
-
     import avgpipe.fault.membership
     import avgpipe.planning.advance
     import avgpipe.planning.costs
     import avgpipe.runtime.distances
     import avgpipe.timeline.timeline
-    from avgpipe.model.cut import Cut
-    from avgpipe.runtime.loading import LoadedKeys
 
 _log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for the other workers to receive the last messages
 
 
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _recovering(call: _Call) -> _Call:
-    """Make a method survive the replacement of a rank: it starts again, from the same state of training."""
-
-    @wraps(call)
-    def again(self: Pipeline, *args: Any, **options: Any) -> Any:
-        session = self._session
-        return session.policy.call(session, partial(call, self, *args, **options), (*args, *options.values()))
-
-    return cast(_Call, again)
 
 
 def _in_own_modes(call: _Call) -> _Call:
@@ -94,7 +77,7 @@ def _in_own_modes(call: _Call) -> _Call:
     return cast(_Call, apart)
 
 
-class Pipeline:
+class Pipeline(Inspection, Keeping):
     """Trains ``plan.pipelines`` replicas of a model together, each cut into ``plan.stages`` stages.
 
     Every rank builds the same model and Pipeline. With a default process group, or torchrun's environment, there
@@ -330,7 +313,7 @@ class Pipeline:
         """
         return self._session.policy.enter(self._session)
 
-    @_recovering
+    @recovering
     def once(self, what: str, find: Callable[[], Any]) -> Any:
         """Return, on every rank of all pipelines, what ``find()`` returns on one of them, sent as JSON.
 
@@ -349,7 +332,7 @@ class Pipeline:
 
     # ---- using the model -----------------------------------------------------------------------------------------
 
-    @_recovering
+    @recovering
     def evaluate(
         self,
         loader: Iterable[Any],
@@ -389,7 +372,7 @@ class Pipeline:
             deque(modes.made_outside(batches), maxlen=0)
         return EvaluationResult(**found)
 
-    @_recovering
+    @recovering
     def predict(self, inputs: Any, *, weights: str | int = "reference") -> Any:
         """Return the model's output for a batch of any size, in evaluation mode, on every rank.
 
@@ -415,173 +398,10 @@ class Pipeline:
             raise ValueError(refusal)
         return output
 
-    @_recovering
-    def state_dict(self, weights: str | int = "reference") -> dict[str, torch.Tensor]:
-        """Return weights and buffers under the unsplit model's names; they load into it with ``strict=True``.
-
-        ``weights``: as in :meth:`evaluate`. Buffers are not averaged over time: with "ema" they are the reference's.
-        """
-        which = self._which(weights)
-        session = self._session
-        session.policy.come_in(session)
-        with session.idle():
-            return gather_state(self._spec.model, session.worker, which)
-
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
-        """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
-
-        Optimizers, learning-rate schedules, and state that layers carry from batch to batch stay unchanged;
-        the average of ``ema_decay`` starts again. A plan without a flush fills its pipeline again.
-
-        Args:
-            state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
-                so the mapping may read its files on access.
-            strict: whether missing and unexpected names are refused. Otherwise what is missing stays
-                unchanged.
-
-        Returns:
-            The names that are missing, and those that are unexpected.
-
-        Raises:
-            ValueError: on every rank, with nothing changed, for names or shapes that are not the model's, and for
-                optimizers that keep weights in their state.
-        """
-        session = self._session
-        session.policy.come_in(session)
-        is_new = session.policy.is_new
-        with session.idle(ValueError):
-            load = named("avgpipe.runtime.loading:load_state")
-            found: LoadedKeys = load(self._spec.model, session.worker, state_dict, strict, sets=not is_new)
-        if not is_new:
-            session.go_on()
-        return found
-
-    @_recovering
-    def distances(self) -> avgpipe.runtime.distances.Distances:
-        """Return the distances of the replicas from the reference and from each other, over the whole model.
-
-        It reads the weights of all replicas once or twice and copies none. With one pipeline all distances are 0.
-        """
-        session = self._session
-        if session.worker.is_sharded:
-            raise ValueError(
-                "distances() needs whole weights, and prepare_stage has sharded stages: they have one replica, whose "
-                "distances are 0"
-            )
-        session.policy.come_in(session)
-        with session.idle():
-            return named("avgpipe.runtime.distances:gather_distances")(self._spec.model, session.worker)  # type: ignore[no-any-return]
-
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    @property
-    def _saving(self) -> Any:
-        """The object that saves and loads checkpoints."""
-        session = self._session
-        if session.saving is None:
-            session.saving = named("avgpipe.checkpoint.saving:Saving")(session)
-        return session.saving
-
-    @_recovering
-    def save(self, directory: str | Path, *, wait: bool = True, also: Sequence[str | Path] = ()) -> None:
-        """Write a checkpoint that loads under any plan. Its folder appears, or replaces another, in one step.
-
-        Args:
-            directory: of the checkpoint.
-            wait: False: the state is copied in main memory, which is kept for the next time, and a thread writes it
-                while training goes on; batches in flight go on, too, each stage copying its state between
-                two. If it cannot be written, :meth:`wait_for_save` raises the error; else the next save,
-                which then has saved nothing, or :meth:`close`. A save waits for the one before. Isolated
-                pipelines always wait.
-            also: other folders that get the same checkpoint, by links to its files if the file system has
-                them.
-
-        Raises:
-            CheckpointError: on every rank, if it cannot be written, if another run saves there, and for
-                weights with infinities or NaN: the old checkpoint stays, and training may go on.
-            ValueError: for sharded stages: see :meth:`sharded_state_dict`.
-        """
-        self._saving.save([Path(folder) for folder in (directory, *also)], wait)
-
-    @_recovering
-    def wait_for_save(self) -> None:
-        """Wait until the checkpoint that ``save(folder, wait=False)`` has begun is written.
-
-        CheckpointError, on every rank, if it cannot be. If a rank is replaced meanwhile, it may be missing: a
-        warning reports it.
-        """
-        self._saving.wait()
-
-    def load(self, directory: str | Path) -> None:
-        """Resume from a checkpoint: bit for bit under the same plan, else from weights and optimizer states.
-
-        An isolated pipeline that joins others in training gets their state, and loads nothing before its
-        first batch.
-
-        CheckpointError, on every rank, if it is missing, damaged or another model's: nothing has changed
-        then. ValueError for sharded stages: see :meth:`sharded_state_dict`.
-        """
-        self._saving.load(Path(directory))
-
-    @_recovering
-    def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state for ``torch.distributed.checkpoint``, under any sharding.
-
-        ``dcp.save(pipeline.sharded_state_dict(), checkpoint_id=folder)`` on all ranks of the mesh writes weights,
-        buffers, optimizer states, learning-rate schedule and loss scale. To resume, also with other numbers
-        of stages, shards or replicas: let ``dcp.load`` fill what this returns, then call
-        :meth:`load_sharded_state_dict`. Tensors are not copied; the names below "model" are those of
-        ``state_dict()``. An average of ``ema_decay`` starts again.
-
-        Raises:
-            ValueError: for several pipelines: use :meth:`save`.
-            CheckpointError: for optimizers with ``train()`` and ``eval()`` modes: use :meth:`save`.
-        """
-        return self._saving.sharded_state()  # type: ignore[no-any-return]
-
-    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume, on every rank, from a :meth:`sharded_state_dict` that ``dcp.load`` has filled.
-
-        CheckpointError if it is no such state; the pipeline may have a part of it then.
-        """
-        self._saving.load_sharded_state(state)
-
-    @_recovering
-    def requires_grad_(self, names: str | Sequence[str], flag: bool = True) -> None:
-        """Freeze parameters (``flag`` False), or let them train again, from the next batch on; on every rank alike.
-
-        With several pipelines all of them get the reference's values of frozen parameters. A checkpoint does
-        not record which are frozen.
-
-        Args:
-            names: of parameters, or of modules that hold them, as in ``state_dict()``.
-            flag: whether they train.
-
-        Raises:
-            ValueError: for parameters that did not require a gradient when the Pipeline was made.
-        """
-        names = [names] if isinstance(names, str) else list(names)
-        if self._spec.options.prepare is not None:
-            raise ValueError(
-                "prepare_stage has set up which gradients are averaged: freeze parameters before the Pipeline is made"
-            )
-        if self._spec.options.cuda_graphs:
-            raise ValueError("CudaGraphs() has captured which gradients are needed: leave it out")
-        indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
-        with self._session.idle():
-            self.world.require_same("argument of requires_grad_", json.dumps([names, flag]))
-            named("avgpipe.runtime.loading:set_requires_grad")(self._session.worker, indices, flag)
-        self._session.policy.froze(names, flag)
-
     @property
     def world(self) -> World:
         """The ranks of this pipeline."""
         return self._session.world
-
-    @property
-    def advance(self) -> avgpipe.planning.advance.AdvanceChoice | None:
-        """The choice of advance="auto"."""
-        return None if self._session.auto is None else self._session.auto.choice
 
     @property
     def launcher(self) -> avgpipe.fault.membership.Membership | None:
@@ -589,90 +409,11 @@ class Pipeline:
         return self._session.policy.launcher  # type: ignore[no-any-return]
 
     @property
-    def device(self) -> torch.device:
-        """The device where this rank computes, on CUDA with its number."""
-        return self._spec.device
-
-    @property
-    def bounds(self) -> list[int]:
-        """The first layer of each stage, then the number of layers."""
-        return list(self._spec.model.bounds)
-
-    @property
-    def has_copies(self) -> bool:
-        """Whether a lost process may be replaced from a copy of its state: see ``copies_every_s``."""
-        return self._spec.options.copies
-
-    @property
     def batches(self) -> int:
         """Batches begun so far, over all pipelines; of batches taken in turn the next is pipeline ``batches % N``'s."""
         return self._session.feed.count_batches()
 
-    def loader_state(self, loader: Any) -> Any:
-        """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.
-
-        The loader itself may be a batch ahead. ``loader`` is the one given to :meth:`train`, and has a
-        ``state_dict``, like torchdata's StatefulDataLoader. Batches in flight are finished first.
-        """
-        self.drain()
-        return self._session.loader.state(loader)
-
-    @property
-    def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers of this rank: one per pipeline and stage that has trainable parameters.
-
-        Their groups' options and their states may be changed between two batches, but not weights: with
-        several pipelines the reference has them, too, and :meth:`load_state_dict` changes all.
-        """
-        return [r.optimizer for r in self._session.worker.trained.values() if r.optimizer is not None]
-
-    @property
-    def skipped_updates(self) -> int:
-        """Updates that ``skip_nonfinite`` or ``loss_scale`` left out, of pipelines with a part on this rank.
-
-        If pipelines that share a batch leave it out together, it counts once.
-        """
-        worker = self._session.worker
-        found = {i: lane.update.skipped for (_, i), lane in worker.lanes.items()}
-        are_one = self.plan.shares > 1 and not worker.placement.is_dedicated
-        return max(found.values(), default=0) if are_one else sum(found.values())
-
     # ---- what a run does -----------------------------------------------------------------------------------------
-
-    @_recovering
-    def timeline(self) -> avgpipe.timeline.timeline.Timeline:
-        """Return the recent steps on all ranks, with their times in seconds from the first of them."""
-        with self._session.idle():
-            return named("avgpipe.measure.running:gather_timeline")(self._session.worker)  # type: ignore[no-any-return]
-
-    @_recovering
-    def busy_fractions(self, first_batch: int = 0) -> list[float]:
-        """Return each worker's share of time spent computing, 0..1, in recorded batches from ``first_batch``.
-
-        Cheaper than :meth:`timeline`: each worker sends one number.
-        """
-        with self._session.idle():
-            shares: list[float] = named("avgpipe.measure.running:gather_busy")(
-                self._session.worker, first_batch
-            )
-            return shares
-
-    @_recovering
-    def measured_costs(self) -> avgpipe.planning.costs.Costs:
-        """Return median seconds of each stage's forwards, backwards, updates and messages so far.
-
-        ``simulate`` takes them, for another plan. It includes memory only after ``advance="auto"``.
-
-        Raises:
-            ValueError: for stages with replicas, and pipelines with workers of their own.
-        """
-        if self.plan.replication or self.plan.spread:
-            raise ValueError(
-                "measured_costs() needs stages with one worker each, and the plan has "
-                f"replication={self.plan.replication} and spread={self.plan.spread}: see timeline()"
-            )
-        with self._session.idle():
-            return named("avgpipe.measure.running:measured_costs")(self._session.worker)  # type: ignore[no-any-return]
 
     def preempt(self) -> None:
         """Announce that this process will end soon; also from a signal handler or thread. See ``preempted``."""
@@ -700,10 +441,6 @@ class Pipeline:
         worker = self._session.worker
         with worker.running():
             return worker.preemption.is_due(self._session.feed.next_batch)
-
-    def doing(self) -> str:
-        """Return what this rank is doing, in words; from any thread."""
-        return f"{self.world.name(self.world.rank)}: {self._session.worker.scheduler.doing()}"
 
     # ---- life ----------------------------------------------------------------------------------------------------
 
@@ -737,57 +474,6 @@ class Pipeline:
 
     def __exit__(self, kind: object, error: BaseException | None, *_: object) -> None:
         self._close(error)
-
-    def __repr__(self) -> str:
-        bounds = self._spec.model.bounds
-        cut = ", ".join(f"{a}..{b - 1}" for a, b in pairwise(bounds))
-        return f"Pipeline({asdict(self.plan)}, layers of the stages: {cut}, device={self._spec.device})"
-
-    def _repr_html_(self) -> str:
-        """Show the plan, the layers of each stage and the device as a table in a notebook."""
-        cut = [f"{a}..{b - 1}" for a, b in pairwise(self._spec.model.bounds)]
-        facts = {**asdict(self.plan), "layers of the stages": ", ".join(cut), "device": self._spec.device}
-        chosen = {name: value for name, value in facts.items() if value is not None and value is not False}
-        cells = (f"<tr><th>{escape(n)}</th><td>{escape(str(value))}</td></tr>" for n, value in chosen.items())
-        return f"<table><caption>Pipeline</caption>{''.join(cells)}</table>"
-
-    def __str__(self) -> str:
-        """Return the cut as a table: layers by name, parameters, estimated cost, and messages between stages.
-
-        A line beneath names the kind of estimate.
-        """
-        cut = self._seen_cut()
-        how = f"{self.plan.pipelines} pipeline{'s' * (self.plan.pipelines > 1)}, {self.plan.schedule}"
-        stages = f"{len(cut.bounds) - 1} stages of {len(cut.names)} layers"
-        return f"Pipeline: {stages}, {how}, on {self.device}\n{cut}"
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the cut that ``print(pipeline)`` shows; a matplotlib figure, written to ``path`` if given."""
-        return named("avgpipe.measure.cut_picture:plot_cut")(self._seen_cut(), path)  # type: ignore[no-any-return]
-
-    def _seen_cut(self) -> Cut:
-        """Return the cut with the messages that stages of this process have sent so far."""
-        from avgpipe.model.cut import Cut, sent
-
-        spec = self._spec
-        found = dict(spec.traffic)
-        for trained in self._session.worker.trained.values():
-            k, output = trained.stage.index, trained.stage.inputs.output
-            if output is not None and k < self.plan.stages - 1:
-                found |= sent(k, output, spec.model.skips[k])
-        return replace(Cut.of(spec.named, spec.layers, spec.model.bounds, spec.estimate), traffic=found)
-
-    def _which(self, weights: str | int) -> str | int:
-        if weights == "ema" and self._spec.options.ema_decay is None:
-            raise ValueError("weights='ema' needs a Pipeline with extensions=[avgpipe.MovingAverage(0.999)]")
-        here = self._session.worker.placement.pipelines
-        if weights in ("reference", "ema") or (type(weights) is int and weights in here):
-            return weights
-        average = "" if self._spec.options.ema_decay is None else ", 'ema'"
-        whose = f"a pipeline from 0 to {self.plan.pipelines - 1}"
-        if self.plan.isolate:
-            whose = f"{here[0]}, the pipeline of this process"
-        raise ValueError(f"weights must be 'reference'{average} or {whose}, not {weights!r}")
 
 
 def _prepare_process(spec: Spec) -> None:

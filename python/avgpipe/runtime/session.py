@@ -6,7 +6,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -28,6 +29,8 @@ from avgpipe.runtime.worker import Worker
 _log = logging.getLogger("avgpipe")
 LOST = PeerLost, PipelineTimeout
 _FAILED_PATIENCE_S = 0.5  # for the other workers to receive the last messages
+
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 class Session:
@@ -224,3 +227,14 @@ class Session:
         for row in self.worker.rows:
             row.resume(self.feed.next_turn)
         self.feed.resume()
+
+
+def recovering(call: _Call) -> _Call:
+    """Make a method survive the replacement of a rank: it starts again, from the same state of training."""
+
+    @wraps(call)
+    def again(self: Any, *args: Any, **options: Any) -> Any:
+        session = self._session
+        return session.policy.call(session, partial(call, self, *args, **options), (*args, *options.values()))
+
+    return cast(_Call, again)
