@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from avgpipe import Copies, Pipeline, Plan
-from avgpipe.ranks.process import generation
+from avgpipe.ranks.environment import generation
 from avgpipe_lab.bench.chaos.job import Journal
 from benchmarks.overlap.models import Attention, Perceptron, loss
 

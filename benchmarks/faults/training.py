@@ -34,7 +34,7 @@ from typing import IO, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from avgpipe.ranks.process import PIPELINE, SPARE
+from avgpipe.ranks.environment import PIPELINE, SPARE
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import RESULTS, say, write_record
 

@@ -26,13 +26,9 @@ from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
-from avgpipe.ranks.process import (
-    SPARE,
-    keep_freed_memory,
-    named,
-    pipeline_here,
-    report_lost_peers,
-)
+from avgpipe.ranks.environment import SPARE, named, pipeline_here
+from avgpipe.ranks.machine import keep_freed_memory
+from avgpipe.ranks.process import report_lost_peers
 from avgpipe.ranks.world import World
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.evaluate import (

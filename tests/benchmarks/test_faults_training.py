@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.ranks.process import PIPELINE, SPARE
+from avgpipe.ranks.environment import PIPELINE, SPARE
 from benchmarks.faults.training import compared, picture, ranks
 from benchmarks.tables.disturbed import disturbed, disturbed_bars
 

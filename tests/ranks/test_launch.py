@@ -21,7 +21,8 @@ from avgpipe.ranks.launch import (
     start,
     tied,
 )
-from avgpipe.ranks.process import PEER_LOST, cores
+from avgpipe.ranks.machine import cores
+from avgpipe.ranks.process import PEER_LOST
 from tests.cli.command import PACKAGES, ROOT, alive, environment
 from tests.patience import limit, wait_until
 

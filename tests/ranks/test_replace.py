@@ -15,8 +15,8 @@ from avgpipe import PeerLost
 from avgpipe.fault.generation import announcement, next_generation, prospect
 from avgpipe.fault.replace import Replacing
 from avgpipe.ranks import launch
+from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.launch import RanksFailed, tied
-from avgpipe.ranks.process import GENERATION
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """

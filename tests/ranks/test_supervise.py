@@ -11,9 +11,9 @@ import pytest
 
 from avgpipe.fault import supervise
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
+from avgpipe.ranks.environment import SPARE
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.process import SPARE
 
 pytestmark = pytest.mark.ranks
 

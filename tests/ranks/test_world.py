@@ -14,8 +14,8 @@ from torch.distributed import HashStore
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.fault.generation import given_up
 from avgpipe.ranks import met, rendezvous
+from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.met import gather
-from avgpipe.ranks.process import GENERATION
 from avgpipe.ranks.world import meet
 from tests.runner import Ranks, run
 

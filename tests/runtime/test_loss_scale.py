@@ -13,7 +13,7 @@ from torch import nn
 
 import avgpipe.runtime.loss
 from avgpipe import Pipeline, Plan, Precision
-from avgpipe.runtime.loss import LossScale
+from avgpipe.runtime.loss_scale import LossScale
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal

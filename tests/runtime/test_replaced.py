@@ -27,8 +27,8 @@ from avgpipe.links.message import Message
 from avgpipe.model.context import Carry
 from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
+from avgpipe.ranks.environment import GENERATION, STORE_FILE
 from avgpipe.ranks.launch import is_stopped
-from avgpipe.ranks.process import GENERATION, STORE_FILE
 from avgpipe.runtime.session import Session
 from avgpipe.testing import fail_at
 from tests.options import grouped

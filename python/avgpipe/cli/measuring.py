@@ -25,7 +25,7 @@ from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.process import peak_memory_bytes
+from avgpipe.ranks.machine import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.tasks import Workload, build_workload
 

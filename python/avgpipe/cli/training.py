@@ -30,7 +30,8 @@ from avgpipe.measure.profiler import profile
 from avgpipe.pipeline import Pipeline
 from avgpipe.planning import Profile
 from avgpipe.planning.rebalance import rebalanced
-from avgpipe.ranks.process import PEER_LOST, peak_memory_bytes
+from avgpipe.ranks.machine import peak_memory_bytes
+from avgpipe.ranks.process import PEER_LOST
 from avgpipe.ranks.signals import Answers, answering
 from avgpipe.report.course import Totals, Validations, parse_target, target_text
 from avgpipe.report.runs import unbroken

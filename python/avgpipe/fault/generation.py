@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PeerLost
-from avgpipe.ranks.process import GENERATION, SPARE, ask_for_losses, generation
+from avgpipe.ranks.environment import GENERATION, SPARE, generation
+from avgpipe.ranks.process import ask_for_losses
 
 _LOOK_S = 0.01
 

@@ -16,7 +16,7 @@ from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
 from avgpipe.plan import Plan
 from avgpipe.ranks import probe
-from avgpipe.ranks.process import pipeline_here
+from avgpipe.ranks.environment import pipeline_here
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.scheduler import Scheduler

@@ -14,7 +14,7 @@ from typing import Any
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
 from avgpipe.fault.coordinator import VERSION, encoded, received
 from avgpipe.fault.roster import Roster
-from avgpipe.ranks.process import PIPELINE, RUN
+from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe_ext.ring import Memory
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"

@@ -17,7 +17,7 @@ from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTim
 from avgpipe.fault.copies import StateCopies
 from avgpipe.fault.generation import next_generation, restored, waited_for
 from avgpipe.model.context import CallerGenerators, CallerModes
-from avgpipe.ranks.process import generation, is_replaceable
+from avgpipe.ranks.environment import generation, is_replaceable
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.runtime.feed import BatchFeed
 from avgpipe.runtime.loading import find_parameters, set_requires_grad

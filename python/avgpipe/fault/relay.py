@@ -18,7 +18,7 @@ from avgpipe.fault.mirror import bells_at, published_by
 from avgpipe.fault.passage import OPEN, Passage
 from avgpipe.fault.roster import Roster
 from avgpipe.fault.trunk import Trunk, let_in
-from avgpipe.ranks.process import RUN
+from avgpipe.ranks.environment import RUN
 from avgpipe_ext.ring import Memory
 
 

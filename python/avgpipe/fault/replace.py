@@ -34,6 +34,7 @@ from avgpipe.fault.generation import (
     restored,
     waited_for,
 )
+from avgpipe.ranks.environment import GENERATION, SPARE, STORE_FILE
 from avgpipe.ranks.launch import (
     BLAME_S,
     STOPPED,
@@ -47,7 +48,7 @@ from avgpipe.ranks.launch import (
     start,
 )
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.process import GENERATION, SPARE, STORE_FILE, has_missed, is_asked
+from avgpipe.ranks.process import has_missed, is_asked
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run

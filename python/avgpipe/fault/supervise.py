@@ -24,6 +24,7 @@ from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
+from avgpipe.ranks.environment import SPARE
 from avgpipe.ranks.launch import (
     STOPPED,
     Job,
@@ -36,7 +37,7 @@ from avgpipe.ranks.launch import (
     pass_on_questions,
 )
 from avgpipe.ranks.probe import RESTART
-from avgpipe.ranks.process import SPARE, WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
+from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try

@@ -18,16 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.process import (
-    ARGUMENTS,
-    PEER_LOST,
-    PROGRESS,
-    STORE_FILE,
-    WRONG_ARGUMENTS,
-    cores,
-    has_missed,
-    launch_environment,
-)
+from avgpipe.ranks.environment import STORE_FILE
+from avgpipe.ranks.machine import cores, launch_environment
+from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05

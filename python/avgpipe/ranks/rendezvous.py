@@ -22,7 +22,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.ranks.process import STORE_FILE, generation
+from avgpipe.ranks.environment import STORE_FILE, generation
 
 _ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text

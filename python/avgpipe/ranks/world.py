@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.ranks import probe
-from avgpipe.ranks.process import is_replaceable, named
+from avgpipe.ranks.environment import is_replaceable, named
 
 T = TypeVar("T")
 

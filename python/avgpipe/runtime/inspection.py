@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from avgpipe.plan import Plan
-from avgpipe.ranks.process import named
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.session import Session, recovering
 from avgpipe.runtime.spec import Spec
 
@@ -120,7 +120,9 @@ class Inspection:
 
     def doing(self) -> str:
         """Return what this rank is doing, in words; from any thread."""
-        return f"{self._session.world.name(self._session.world.rank)}: {self._session.worker.scheduler.doing()}"
+        return (
+            f"{self._session.world.name(self._session.world.rank)}: {self._session.worker.scheduler.doing()}"
+        )
 
     def __repr__(self) -> str:
         bounds = self._spec.model.bounds

@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from avgpipe.plan import Plan
-from avgpipe.ranks.process import named
-from avgpipe.runtime.loading import LoadedKeys
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.session import Session, recovering
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.weights import gather_state
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.loading import LoadedKeys
 
 
 class Keeping:

@@ -14,7 +14,7 @@ from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
 from avgpipe.rules import CORRECTIONS, Correction
-from avgpipe.runtime.loss import LossScale
+from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes

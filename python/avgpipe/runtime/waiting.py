@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
-from avgpipe.ranks.process import is_replaceable
+from avgpipe.ranks.environment import is_replaceable
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 

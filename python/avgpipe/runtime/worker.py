@@ -22,15 +22,16 @@ from avgpipe.model.context import CallerModes
 from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.ranks import probe
+from avgpipe.ranks.environment import generation, named
 from avgpipe.ranks.preemption import Preemption
-from avgpipe.ranks.process import generation, named
 from avgpipe.ranks.world import World
 from avgpipe.rules import RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.lane import Lane, PipelineRow
-from avgpipe.runtime.loss import LossScale, NonfiniteNotice
+from avgpipe.runtime.loss import NonfiniteNotice
+from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement

@@ -29,7 +29,7 @@ from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.ranks.launch import tied
-from avgpipe.ranks.process import cores
+from avgpipe.ranks.machine import cores
 from avgpipe.report.pictures import Curve, plot_curves
 from avgpipe.report.runs import read_metrics
 from avgpipe.systems import SYSTEMS

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import avgpipe
-from avgpipe.ranks.process import STORE_FILE
+from avgpipe.ranks.environment import STORE_FILE
 from avgpipe_lab.compare.own_model import trained
 from tests.cli.command import environment
 from tests.lab.compare.own_models import add_line, broken, data, held_out_loss, make_loader, make_model, sgd
