@@ -16,10 +16,11 @@ from torch import nn
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.model.batch import BatchDims
-from avgpipe.model.compiled import compile_options
+from avgpipe.model.compiler import compile_options
 from avgpipe.plan import Plan
 from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.options import CHECKS, TrainingOptions, preparing
+from avgpipe.runtime.spec import Spec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +69,33 @@ class Precision(Extension):
             wire_dtype=self.wire_dtype,
             skip_nonfinite=self.skip_nonfinite,
         )
+
+    def check(self, spec: Spec) -> None:
+        """Refuse trained weights in the other 16-bit dtype than that of autocast."""
+        halves = {torch.bfloat16, torch.float16}
+        for layer in spec.layers if self.autocast in halves else ():
+            for name, p in layer.named_parameters():
+                if p.requires_grad and p.dtype in halves - {self.autocast}:
+                    raise ValueError(
+                        f"Precision(autocast={self.autocast}) with weights in {p.dtype} ({name!r} of "
+                        f"{type(layer).__name__}): use autocast={p.dtype}, or weights in torch.float32"
+                    )
+
+
+def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
+    """Refuse layers that hold tensors of no name in the model: a checkpoint could not name them."""
+    known = {id(t) for t in names_of.state_dict(keep_vars=True).values()}
+    for n, layer in enumerate(layers):
+        parameters = dict(layer.named_parameters(remove_duplicate=False))
+        for name, tensor in (layer.state_dict(keep_vars=True) | parameters).items():
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
+                is_buffer = name not in parameters
+                raise ValueError(
+                    f"{'buffer' if is_buffer else 'parameter'} {name!r} of layer {n} ({type(layer).__name__}) is none "
+                    f"of {type(names_of).__name__}'s, which Source(names_of) names tensors by: make the layers of the "
+                    "model's own modules"
+                    + (", or register the buffer with persistent=False" if is_buffer else "")
+                )
 
 
 def precision_of(extensions: Sequence[Extension]) -> Precision:

@@ -26,9 +26,8 @@ from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
-from avgpipe.ranks.environment import SPARE, named, pipeline_here
+from avgpipe.ranks.environment import SPARE, STORE_FILE, named, pipeline_here
 from avgpipe.ranks.machine import keep_freed_memory
-from avgpipe.ranks.process import report_lost_peers
 from avgpipe.ranks.world import World
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.evaluate import (
@@ -476,7 +475,8 @@ def _prepare_process(spec: Spec) -> None:
     """Set up what belongs to the whole process: its allocator, signals and device."""
     if not has_streams(spec.device):
         keep_freed_memory()
-    report_lost_peers()
+    if os.environ.get(STORE_FILE):  # a launcher of ours has started it
+        named("avgpipe.ranks.process:report_lost_peers")()
     select(spec.device)
     if isinstance(spec.options.loss_fn, nn.Module):
         spec.options.loss_fn.to(spec.device)

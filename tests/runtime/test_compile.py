@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Compile, Pipeline, Plan, StageError
-from avgpipe.model.compiled import Compiler, compile_options, described, is_compiled
+from avgpipe.model.compiled import is_compiled
+from avgpipe.model.compiler import Compiler, compile_options, described
 from avgpipe.model.context import Carry
 from avgpipe.model.layers import layers_of
 from avgpipe.model.tracing import TracedLayer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -10,6 +10,7 @@ import torch
 
 import avgpipe_ext
 from avgpipe.elastic.flat import Arena
+from avgpipe.plan import Plan
 from avgpipe.rules import Correction
 
 Flats: TypeAlias = list[torch.Tensor]
@@ -147,3 +148,18 @@ class CorrectedSteps:
             if known is not None and known is not view:
                 view.copy_(known)
                 self._has_last = True
+
+
+def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
+    """Refuse a correction that makes copies of a parameter differ. ``shared``: by stage, its sharers."""
+    if plan.correction in (None, "predicted"):
+        return
+    delays = plan.delays
+    for stage, others in enumerate(shared):
+        for other in others:
+            if delays[other] != delays[stage]:
+                raise ValueError(
+                    f"correction {plan.correction!r} with weights {plan.weights!r} and parameters that stages {stage} "
+                    f"and {other} share, whose gradients are {delays[stage]} and {delays[other]} updates late: use "
+                    "weights 'vertical-sync', the schedule 'pipedream-2bw', or the correction 'predicted'"
+                )

@@ -13,40 +13,35 @@ import time
 from contextlib import suppress
 
 from avgpipe.errors import PipelineTimeout
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import Notice, World
 
 _NAME = "preempted"
 _LOOK_S = 0.2
 
 
-class Preemption:
-    """Decides where the ranks stop; each asks at the same places."""
+class Preemption(Notice):
+    """Decides where several ranks stop; each asks at the same places."""
 
     def __init__(self, world: World) -> None:
+        super().__init__()
         self._world = world
         self._lock = threading.Lock()
         self._place: int | None = None  # at which this rank asked last
         self._announced: int | None = None  # the next place, which it has not passed
-        self._is_noticed = self._is_written = False
+        self._is_written = False
         self._agreed = threading.Event()
         self._stop = 0  # the place at which all stop
-
-    def notice(self) -> None:
-        """Note that this process will be ended; in any thread, and in a signal handler."""
-        self._is_noticed = True
 
     @property
     def is_known(self) -> bool:
         """Whether this process will be ended, or knows that another one will."""
-        return self._is_noticed or self._announced is not None
+        return self.is_noticed or self._announced is not None
 
     def is_due(self, place: int) -> bool:
         """Whether to stop at ``place``, a number that grows; the same on all ranks that ask there.
 
         PeerLost or PipelineTimeout where another rank does not publish its place.
         """
-        if self._world.size == 1:
-            return self._is_noticed
         with self._lock:
             self._place, announced = place, self._announced
         if announced is None or place < announced:
@@ -71,7 +66,7 @@ class Preemption:
             return
         with suppress(RuntimeError):  # the store does not answer: next time
             if self._announced is None:
-                if not (self._is_noticed or self._world.noted(_NAME)):
+                if not (self.is_noticed or self._world.noted(_NAME)):
                     return
                 with self._lock:
                     self._announced = self._place + 1

@@ -40,6 +40,33 @@ def meet(timeout_s: float, members: dist.ProcessGroup | None = None) -> World:
     return world
 
 
+class Notice:
+    """Whether a process will be ended soon, and with it a pipeline that has no other rank.
+
+    Attributes:
+        is_noticed: Whether it is known.
+    """
+
+    def __init__(self) -> None:
+        self.is_noticed = False
+
+    def notice(self) -> None:
+        """Note that this process will be ended; in any thread, and in a signal handler."""
+        self.is_noticed = True
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this process will be ended, or knows that another one will."""
+        return self.is_noticed
+
+    def is_due(self, place: int) -> bool:
+        """Whether to stop at ``place``, a number that grows."""
+        return self.is_noticed
+
+    def look(self) -> None:
+        """Publish where this rank is, and read where the others are."""
+
+
 class World:
     """The ranks of one pipeline: this one alone.
 

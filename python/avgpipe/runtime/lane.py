@@ -20,7 +20,6 @@ from avgpipe.links.message import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind
-from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import SCALING, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
@@ -28,6 +27,7 @@ from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
     from avgpipe.runtime.policy import Peers
+    from avgpipe.runtime.shared_batch import SharedBatches
     from avgpipe.runtime.streams import LaneStream
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}

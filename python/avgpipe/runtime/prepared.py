@@ -25,8 +25,10 @@ from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.sharded import ShardedArena
 from avgpipe.errors import StageError
 from avgpipe.model.model import trainable_parameters
+from avgpipe.plan import Plan
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.stage import Stage
+from avgpipe.schedule.row import Kind
 
 PrepareStage: TypeAlias = Callable[[nn.Module, int, DeviceMesh], Any]
 
@@ -199,4 +201,19 @@ def _check_layers(stage: Stage, layers: list[nn.Module], before: dict[str, _Stag
         raise ValueError(
             f"prepare_stage has changed {what} of stage {stage.index}, but weights are already assigned to stages by "
             "name: change the model before the Pipeline is made"
+        )
+
+
+def check_prepared(plan: Plan, ranks: int) -> None:
+    """Refuse schedules that ``prepare_stage`` does not support. ``ranks``: of the pipeline."""
+    rows = plan.build_schedule().rows
+    if any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row):
+        raise ValueError(
+            f"Ranks(prepare_stage) cannot have schedule={plan.schedule!r}: use one whose backwards are whole"
+        )
+    stages = max(len({a.stage for a in row}) for row in rows) if ranks > 1 else plan.stages
+    if stages > 1:
+        raise ValueError(
+            f"Ranks(prepare_stage) cannot have {stages} stages in one process: use a rank for each, and a "
+            "schedule with one a worker"
         )

@@ -21,7 +21,6 @@ from avgpipe.links import refuse_elsewhere, refuse_unverified
 from avgpipe.model.context import Carry
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.schedule import Kind
 
 _log = logging.getLogger("avgpipe")
 
@@ -137,22 +136,6 @@ def warn_of_hooks(plan: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
         )
 
 
-def check_names(layers: Sequence[nn.Module], names_of: nn.Module) -> None:
-    """Refuse layers that hold tensors of no name in the model: a checkpoint could not name them."""
-    known = {id(t) for t in names_of.state_dict(keep_vars=True).values()}
-    for n, layer in enumerate(layers):
-        parameters = dict(layer.named_parameters(remove_duplicate=False))
-        for name, tensor in (layer.state_dict(keep_vars=True) | parameters).items():
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in known:
-                is_buffer = name not in parameters
-                raise ValueError(
-                    f"{'buffer' if is_buffer else 'parameter'} {name!r} of layer {n} ({type(layer).__name__}) is none "
-                    f"of {type(names_of).__name__}'s, which Source(names_of) names tensors by: make the layers of the "
-                    "model's own modules"
-                    + (", or register the buffer with persistent=False" if is_buffer else "")
-                )
-
-
 def check_options(options: TrainingOptions) -> None:
     """Refuse values that are wrong for every model and device."""
     _check_functions(options)
@@ -204,18 +187,6 @@ def check_carries(options: TrainingOptions, layers: Sequence[nn.Module]) -> None
         )
 
 
-def check_dtypes(options: TrainingOptions, layers: Sequence[nn.Module]) -> None:
-    """Refuse trained weights in the other 16-bit dtype than that of autocast."""
-    halves = {torch.bfloat16, torch.float16}
-    for layer in layers if options.autocast in halves else ():
-        for name, p in layer.named_parameters():
-            if p.requires_grad and p.dtype in halves - {options.autocast}:
-                raise ValueError(
-                    f"Precision(autocast={options.autocast}) with weights in {p.dtype} ({name!r} of "
-                    f"{type(layer).__name__}): use autocast={p.dtype}, or weights in torch.float32"
-                )
-
-
 def check_device(options: TrainingOptions, device: torch.device) -> None:
     """Refuse options that ``device`` does not support."""
     refuse_elsewhere(options.link, device.type)
@@ -223,36 +194,6 @@ def check_device(options: TrainingOptions, device: torch.device) -> None:
         refuse_unverified(options.link, device.type)
     if options.cuda_graphs and not has_graphs(device):
         raise ValueError(f"CudaGraphs() needs CUDA, not device {str(device)!r}: leave it out")
-
-
-def check_prepared(plan: Plan, ranks: int) -> None:
-    """Refuse schedules that ``prepare_stage`` does not support. ``ranks``: of the pipeline."""
-    rows = plan.build_schedule().rows
-    if any(a.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT) for row in rows for a in row):
-        raise ValueError(
-            f"Ranks(prepare_stage) cannot have schedule={plan.schedule!r}: use one whose backwards are whole"
-        )
-    stages = max(len({a.stage for a in row}) for row in rows) if ranks > 1 else plan.stages
-    if stages > 1:
-        raise ValueError(
-            f"Ranks(prepare_stage) cannot have {stages} stages in one process: use a rank for each, and a "
-            "schedule with one a worker"
-        )
-
-
-def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
-    """Refuse a correction that makes copies of a parameter differ. ``shared``: by stage, its sharers."""
-    if plan.correction in (None, "predicted"):
-        return
-    delays = plan.delays
-    for stage, others in enumerate(shared):
-        for other in others:
-            if delays[other] != delays[stage]:
-                raise ValueError(
-                    f"correction {plan.correction!r} with weights {plan.weights!r} and parameters that stages {stage} "
-                    f"and {other} share, whose gradients are {delays[stage]} and {delays[other]} updates late: use "
-                    "weights 'vertical-sync', the schedule 'pipedream-2bw', or the correction 'predicted'"
-                )
 
 
 def warn_of_waits(options: TrainingOptions, plan: Plan, shares: bool) -> None:

@@ -23,7 +23,7 @@ from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.policy import Policy
-from avgpipe.runtime.requirements import check_correction, check_prepared, warn_of_waits
+from avgpipe.runtime.requirements import warn_of_waits
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.worker import Worker
 
@@ -68,9 +68,10 @@ class Session:
         spec, world = self.spec, self.world
         options, plan, model = spec.options, spec.plan, spec.model
         if options.prepare is not None:
-            check_prepared(plan, world.size)
+            named("avgpipe.runtime.prepared:check_prepared")(plan, world.size)
         placement = self._agree()
-        check_correction(plan, model.shared)
+        if plan.correction is not None:
+            named("avgpipe.elastic.correction:check_correction")(plan, model.shared)
         if not world.rank:
             warn_of_waits(options, plan, any(model.shared))
         if world.size == 1 and not has_streams(spec.device):
@@ -96,7 +97,7 @@ class Session:
         placement = Placement.of(spec.plan, world.size, self.policy.pipeline)
         world.describe([placement.describe(rank) for rank in range(world.size)])
         world.require_same(*options.shared_text())
-        world.require_same("compile", spec.compiler.description)
+        world.require_same("compile", "" if spec.compiler is None else spec.compiler.description)
         world.require_same("model", json.dumps(spec.model.signature()))
         world.require_same(
             "cut of the model, which follows from the shapes of example_inputs,",

@@ -13,25 +13,25 @@ import torch
 from torch import nn
 
 from avgpipe.device import has_streams, own_device
-from avgpipe.model.compiled import Compiler
+from avgpipe.model.compiled import comes_compiled
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model, learning_tensors
 from avgpipe.plan import Plan
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.options import TrainingOptions, callers
 from avgpipe.runtime.requirements import (
     check_carries,
     check_device,
-    check_dtypes,
     check_memory,
     check_model,
-    check_names,
     check_options,
     warn_of_hooks,
 )
 from avgpipe.runtime.together import groups_of_whole, warn_of_steps
 
 if TYPE_CHECKING:
+    from avgpipe.model.compiler import Compiler
     from avgpipe.runtime.initial import InitialWeights
 
 
@@ -88,17 +88,17 @@ class Spec:
         layers = layers_of(given, example_inputs)
         if names_of is not None:
             check_model(names_of, may_be_meta=may_be_meta)
-            check_names(layers, names_of)
-        named = given if names_of is None else names_of
+            named("avgpipe.options:check_names")(layers, names_of)
+        naming = given if names_of is None else names_of
         estimate = Estimate.of(layers, example_inputs, plan.micro_batches, counts=plan.stages > 1)
-        model = Model.cut(named, layers, plan.stages, plan.partition, estimate)
+        model = Model.cut(naming, layers, plan.stages, plan.partition, estimate)
         traffic: Mapping[tuple[int, int], int] = {}
         if example_inputs is not None:
             from avgpipe.model.cut import expected_traffic
 
             traffic = expected_traffic(model, layers, example_inputs, plan.micro_batches)
         in_layers = set(chain.from_iterable(model.trainable))
-        learning = {name: p for name, p in learning_tensors(named).items() if name in in_layers}
+        learning = {name: p for name, p in learning_tensors(naming).items() if name in in_layers}
         warn_of_hooks(plan, learning)
         if options.check != "off":
             # Before the optimizers that train: a script may keep a reference to the last one that it made.
@@ -110,25 +110,29 @@ class Spec:
         if weights_from is not None:
             from avgpipe.runtime.initial import InitialWeights
 
-            initial = InitialWeights.of(weights_from, named, model)
+            initial = InitialWeights.of(weights_from, naming, model)
         on = _device(device, layers)
         check_carries(options, layers)
-        check_dtypes(options, layers)
         check_device(options, on)
         spec = cls(
-            *(given, layers, model, named, estimate, traffic, plan, options, on),
+            *(given, layers, model, naming, estimate, traffic, plan, options, on),
             *(seed, timeout_s, initial),
         )
-        if has_streams(on):
+        if has_streams(on) and spec.compiler is not None:
             spec.compiler.refuse_cuda_graphs(layers)
         for extension in options.extensions:
             extension.check(spec)
         return spec
 
     @cached_property
-    def compiler(self) -> Compiler:
-        """Compiles the layers of all stages of this process."""
-        return Compiler(self.options.compile, self.given)
+    def compiler(self) -> Compiler | None:
+        """Compiles the layers of all stages of this process; None if nothing is compiled."""
+        modules = [*nn.ModuleList(self.layers).modules()]
+        whole = [self.given] if isinstance(self.given, nn.Module) else []
+        if self.options.compile is None and not comes_compiled([*whole, *modules]):
+            return None
+        made: Compiler = named("avgpipe.model.compiler:Compiler")(self.options.compile, self.given)
+        return made
 
     @cached_property
     def running(self) -> Plan:

@@ -16,12 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
-from avgpipe.model.compiled import Compiler, compiler_error, reason_of
+from avgpipe.model.compiled import compiler_error
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
+from avgpipe.model.copies import copied
 from avgpipe.model.modes import Modes
 from avgpipe.model.parts import PartLayer
+from avgpipe.ranks.environment import named
 
 if TYPE_CHECKING:
+    from avgpipe.model.compiler import Compiler
     from avgpipe.runtime.batch_norm import BatchStatistics
     from avgpipe.runtime.repeated import Repeated
 
@@ -48,7 +51,7 @@ class Stage(nn.Module):
         sends: bool = False,
     ):
         super().__init__()
-        self.layers = (compiler or Compiler()).copied(layers)
+        self.layers = copied(nn.ModuleList(layers), {}) if compiler is None else compiler.copied(layers)
         self._modes = Modes(self.layers, keeps_modes)
         if materialise is not None:
             materialise(self.layers)
@@ -144,10 +147,11 @@ class Stage(nn.Module):
             raise
         except (RuntimeError, TypeError, ValueError, IndexError, AttributeError, compiler_error()) as error:
             got = shown_shapes(value)
+            explained = named("avgpipe.model.compiler:reason_of")
             source = f"; it came from stage {self.index - 1}" if number == self.first and self.index else ""
             raise StageError(
                 f"stage {self.index}, layer {number} ({type(layer).__name__}) failed on its input "
-                f"({got}{source}): {reason_of(error)}"
+                f"({got}{source}): {explained(error)}"
             ) from error
 
 

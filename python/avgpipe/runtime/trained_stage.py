@@ -14,7 +14,6 @@ from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
 from avgpipe.rules import CORRECTIONS, Correction
-from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
@@ -25,6 +24,7 @@ if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
     from avgpipe.elastic.ema import WeightAverage
     from avgpipe.elastic.versions import Versions
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.prepared import Prepared
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]

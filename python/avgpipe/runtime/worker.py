@@ -23,21 +23,18 @@ from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.ranks import probe
 from avgpipe.ranks.environment import generation, named
-from avgpipe.ranks.preemption import Preemption
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import Notice, World
 from avgpipe.rules import RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute, Port
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import NonfiniteNotice
-from avgpipe.runtime.loss_scale import LossScale
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
-from avgpipe.runtime.shared_batch import SharedBatches
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import LateGradients, TrainedStage
@@ -48,8 +45,10 @@ if TYPE_CHECKING:
     from avgpipe.elastic.ema import WeightAverage
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
+    from avgpipe.runtime.shared_batch import SharedBatches
     from avgpipe.runtime.streams import LaneStream, Streams
 
 _PATIENCE_S = 0.5  # for other ranks to receive messages of a worker whose construction failed
@@ -107,7 +106,7 @@ class Worker:
         self.device, self.model = device, spec.model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
-        self.preemption = Preemption(world)
+        self.preemption = Notice() if world.size == 1 else self._preemption(world)
         self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
         self._plan, self._options = spec.running, options
@@ -158,6 +157,12 @@ class Worker:
         self._watchdog: Watchdog | None = None
         if world.size > 1:
             self._watch(cast("Met", world))
+
+    @staticmethod
+    def _preemption(world: World) -> Notice:
+        from avgpipe.ranks.preemption import Preemption  # agrees with other ranks
+
+        return Preemption(world)
 
     def _watch(self, world: Met) -> None:
         """Watch the other ranks: whether they live, and how fast they are."""
@@ -345,7 +350,10 @@ class Worker:
         scale = self._options.loss_scale
         if scale is None:
             return None
-        return LossScale(None if scale == "dynamic" else float(scale), self._plan.weights != "flush")
+        made: LossScale = named("avgpipe.runtime.loss_scale:LossScale")(
+            None if scale == "dynamic" else float(scale), self._plan.weights != "flush"
+        )
+        return made
 
     def _reference(
         self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: WeightAverage | None
@@ -413,8 +421,16 @@ class Worker:
             overlaps=plan.weights in ("vertical-sync", "double-buffer") and not route.peers,
             remote=isolated or remote,
             stream=stream,
-            shared=self._shared.setdefault(route.replica, SharedBatches()) if is_shared else None,
+            shared=self._shared_batches(route.replica) if is_shared else None,
         )
+
+    def _shared_batches(self, replica: int) -> SharedBatches | None:
+        """Return what pipelines exchange of batches that they share; None if no option needs it."""
+        if not (self._options.needs_norm or self._options.scales_late):
+            return None
+        if replica not in self._shared:
+            self._shared[replica] = named("avgpipe.runtime.shared_batch:SharedBatches")()
+        return self._shared[replica]
 
     def _stream(self, route: Route) -> LaneStream | None:
         if self.streams is None:
