@@ -18,7 +18,7 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.measure import profiler, sweep
-from avgpipe.ranks.machine import peak_memory_bytes
+from avgpipe.ranks.environment import peak_memory_bytes
 from avgpipe.runtime import session
 from tests.happens_before.clocks import Account
 from tests.links.ends import BACK, CHANNELS, CPU, groups

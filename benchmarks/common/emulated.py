@@ -21,7 +21,7 @@ from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.schedule.event import ACTIONS, EventKind
+from avgpipe.schedule.row import ACTIONS, EventKind
 from avgpipe.timeline.timeline import Timeline, occupations
 from avgpipe_lab.bench.schedules import precise_sleeps
 from benchmarks.common.namespaces import check_namespaces, network

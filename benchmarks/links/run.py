@@ -24,8 +24,8 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message
+from avgpipe.ranks.environment import keep_freed_memory
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.machine import keep_freed_memory
 from avgpipe.ranks.rendezvous import join
 
 WINDOW = 32

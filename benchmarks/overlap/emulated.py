@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from avgpipe.ranks.machine import cpu_model
+from avgpipe.ranks.environment import cpu_model
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings
 from benchmarks.common.record import say, write_record

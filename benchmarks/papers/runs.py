@@ -22,7 +22,7 @@ from avgpipe.plan import Plan
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
-from avgpipe.schedule.event import COMPUTE_KINDS, Event
+from avgpipe.schedule.row import COMPUTE_KINDS, Event
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.bench.schedules import mean_loss, precise_sleeps
 from benchmarks.common.namespaces import network

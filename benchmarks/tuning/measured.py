@@ -37,7 +37,7 @@ def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[s
     from avgpipe.cli.measuring import pipeline_of
     from avgpipe.measure.tune import rounds_of
     from avgpipe.plan import Plan
-    from avgpipe.ranks.machine import peak_memory_bytes
+    from avgpipe.ranks.environment import peak_memory_bytes
     from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)

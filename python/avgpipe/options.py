@@ -126,7 +126,7 @@ class Ranks(Extension):
     prepare_stage: PrepareStage | None = None
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:
-        from avgpipe.ranks.mesh import members_of
+        from avgpipe.ranks.met import members_of
 
         members = None
         if self.mesh is not None or self.group is not None:

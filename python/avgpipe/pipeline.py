@@ -26,8 +26,7 @@ from avgpipe.model.layers import outside_of
 from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
-from avgpipe.ranks.environment import SPARE, STORE_FILE, named, pipeline_here
-from avgpipe.ranks.machine import keep_freed_memory
+from avgpipe.ranks.environment import SPARE, STORE_FILE, keep_freed_memory, named, pipeline_here
 from avgpipe.ranks.world import World
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.evaluate import (
@@ -189,7 +188,7 @@ class Pipeline(Inspection, Keeping):
         self._session = Session(spec, policy)
         self._audit()
         if plan.advance == "auto":
-            self._session.auto = named("avgpipe.measure.auto:AutoAdvance")(options.memory_limit_bytes)
+            self._session.auto = named("avgpipe.measure.running:AutoAdvance")(options.memory_limit_bytes)
         atexit.register(_close, weakref.ref(self))
         policy.begin(self._session)
 

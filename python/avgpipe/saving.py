@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from avgpipe.checkpoint.kept import BEST, LAST, checkpoints_in, delete_old, kept_name
+from avgpipe.checkpoint.manifest import BEST, LAST, checkpoints_in, delete_old, kept_name
 from avgpipe.errors import CheckpointError, check_count
 from avgpipe.pipeline import Pipeline
 

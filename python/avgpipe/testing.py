@@ -47,7 +47,7 @@ from typing import Any
 from avgpipe.faults.fault import Armed, Fault, to_json
 from avgpipe.faults.kinds import InjectedFault
 from avgpipe.files import dataclass_of
-from avgpipe.ranks.probe import VARIABLE, armed
+from avgpipe.ranks.environment import VARIABLE, armed
 
 __all__ = ["Armed", "InjectedFault", "environment", "fail_at"]
 

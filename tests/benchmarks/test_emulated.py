@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from avgpipe.errors import PipelineError
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.timeline.timeline import Timeline
 from benchmarks.common import emulated
 from benchmarks.common.emulated import EmulatedSettings, action_costs, simulated_s, summarise

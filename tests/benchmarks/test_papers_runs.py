@@ -9,7 +9,7 @@ import torch
 
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.bench import schedules
 from avgpipe_lab.bench.schedules import mean_loss

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.checkpoint.blocks import BlockFile, checksum_of
+from avgpipe.checkpoint.manifest import BlockFile, checksum_of
 
 
 def checksum_in(path: Path) -> int:

@@ -12,7 +12,7 @@ from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.cli import resolve, training
 from avgpipe.cli.folder import RunFolder
 from avgpipe.pipeline import Pipeline
-from avgpipe.report.runs import read_metrics
+from avgpipe.report.course import read_metrics
 from tests.cli.command import invoke
 
 

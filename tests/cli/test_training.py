@@ -12,7 +12,7 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import TrainingRun
 from avgpipe.pipeline import Pipeline
-from avgpipe.report.runs import read_metrics
+from avgpipe.report.course import read_metrics
 from avgpipe_lab.workloads import awd_lstm
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from avgpipe.faults.connections import begin_message, connections, cut, reset
+from avgpipe.faults.kinds import begin_message, connections, cut, reset
 from tests.patience import limit
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from avgpipe.faults.fault import ACTIONS, KINDS, PHASES, Armed, Fault, armed_by, to_json
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.runtime.route import StepKind
 from avgpipe.testing import environment, fail_at
 

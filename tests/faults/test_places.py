@@ -10,7 +10,7 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.testing import Armed, InjectedFault, fail_at
 from tests.runtime.cases import language_model, momentum, token_batches
 

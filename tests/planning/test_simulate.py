@@ -6,7 +6,7 @@ import avgpipe
 from avgpipe.errors import ScheduleError
 from avgpipe.planning import Costs, simulate
 from avgpipe.schedule import Action, Schedule, build_schedule
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.timeline.timeline import Timeline
 
 LINE = Costs(0.010, 0.020, 0.0087)

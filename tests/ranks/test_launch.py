@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks import launch
+from avgpipe.ranks.environment import cores
 from avgpipe.ranks.launch import (
     RanksFailed,
     first_to_fail,
@@ -21,7 +22,6 @@ from avgpipe.ranks.launch import (
     start,
     tied,
 )
-from avgpipe.ranks.machine import cores
 from avgpipe.ranks.process import PEER_LOST
 from tests.cli.command import PACKAGES, ROOT, alive, environment
 from tests.patience import limit, wait_until

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from avgpipe.ranks.machine import keep_freed_memory, launch_environment
+from avgpipe.ranks.environment import keep_freed_memory, launch_environment
 from tests.patience import limit
 
 NAMES = ["MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"]

@@ -11,9 +11,8 @@ import pytest
 
 from avgpipe.fault import supervise
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
-from avgpipe.ranks.environment import SPARE
+from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import Job, same_modules
-from avgpipe.ranks.probe import RESTART
 
 pytestmark = pytest.mark.ranks
 

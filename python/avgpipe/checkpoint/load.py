@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.content import carries, check_content, parameter_names
+from avgpipe.checkpoint.content import carries, check_content, parameter_names, put_together
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
-from avgpipe.checkpoint.subclasses import put_together
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model

@@ -6,23 +6,27 @@ manifest is validated field by field: it may be damaged, or from an untrusted so
 
 from __future__ import annotations
 
+import fcntl
 import json
+import mmap
 import os
 import re
 import reprlib
+import shutil
 import stat
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from types import UnionType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
+import numpy as np
 import torch
 
-from avgpipe.checkpoint.blocks import checksum_of
 from avgpipe.errors import CheckpointError
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
@@ -246,3 +250,131 @@ def _is_dtype(value: Any) -> bool:
 
 def _in_words(entry: list[Any] | None) -> str:
     return "absent" if entry is None else f"{entry[1]} of shape {tuple(entry[0])}"
+
+
+# ---- several checkpoints of a run ------------------------------------------------------------------------------------
+
+
+T = TypeVar("T")
+
+LAST, BEST, _KEPT = "last", "best", "batch-"
+
+
+def kept_name(batches: int) -> str:
+    """Return the folder of a checkpoint that is kept when the next one is ``last``."""
+    return f"{_KEPT}{batches:09d}"
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in ``folder``, the newest first, without the best."""
+    return [path for path in (folder / LAST, *_kept_in(folder)) if (path / NAME).is_file()]
+
+
+def newest(folder: Path, look: Callable[[Path], T]) -> T:
+    """Return what ``look`` returns for the newest checkpoint for which it raises no CheckpointError."""
+    failure: CheckpointError | None = None
+    for path in checkpoints_in(folder):
+        try:
+            return look(path)
+        except CheckpointError as error:
+            failure = failure or error
+    raise failure or CheckpointError(f"no checkpoint in {folder}")
+
+
+def delete_old(folder: Path, keep: int, following: str, source: str | None = None) -> None:
+    """Delete all but ``keep`` of those before ``following``, beside ``last``, ``best`` and ``source``.
+
+    Those after it are from a course of training that was abandoned.
+    """
+    found = _kept_in(folder)
+    stay = [path for path in found if path.name < following][:keep]
+    for path in found:
+        if path not in stay and path.name != source:
+            with suppress(OSError):  # the next save tries again
+                (path / NAME).unlink(missing_ok=True)  # without it the rest is no checkpoint
+                shutil.rmtree(path)
+
+
+def _kept_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_KEPT}*"), reverse=True)
+
+
+# ---- checksums of files ----------------------------------------------------------------------------------------------
+
+
+_BLOCK = 1 << 20  # bytes
+_PART = 4096  # bytes that are summed for the checksum
+
+
+def _checksum(block: memoryview, before: int) -> int:
+    """Return the checksum of a file up to a block: the CRC-32 of the sums of each 4 KiB, as 64-bit numbers.
+
+    Any flipped bit changes it. A CRC-32 of the bytes would take as long as to write them.
+
+    Args:
+        block: whole parts of 4 KiB, except at the end of the file, which counts as if zeros followed.
+        before: the result for the block before; 0 at the beginning.
+    """
+    whole = len(block) // _PART * _PART
+    end = bytes(block[whole:])
+    for parts in (block[:whole], end.ljust(_PART, b"\0") if end else end):
+        sums = np.frombuffer(parts, "<u8").reshape(-1, _PART // 8).sum(axis=1, dtype="<u8")
+        before = zlib.crc32(sums.data, before)
+    return before
+
+
+def checksum_of(file: IO[bytes]) -> int:
+    """Read an open file to its end; return its checksum."""
+    found, block = 0, memoryview(bytearray(_BLOCK))
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        found = _checksum(block[:count], found)
+    return found
+
+
+class BlockFile:
+    """Writes to ``file``, which is empty.
+
+    Attributes:
+        size: bytes written.
+        checksum: of the file, once it is finished.
+    """
+
+    def __init__(self, file: FileIO) -> None:
+        self._descriptor = file.fileno()
+        self._block = memoryview(mmap.mmap(-1, _BLOCK))  # aligned to pages, as direct writes must be
+        self._filled = 0
+        self.size = self.checksum = 0
+        with suppress(OSError):  # a file system that cannot bypass the cache
+            self._set_direct(os.O_DIRECT)
+
+    def write(self, data: Any) -> int:
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while left:
+            taken = left[: _BLOCK - self._filled]
+            self._block[self._filled : self._filled + len(taken)] = taken
+            self._filled, left = self._filled + len(taken), left[len(taken) :]
+            if self._filled == _BLOCK:
+                self._put()
+        self.size += size
+        return size
+
+    def flush(self) -> None:
+        """Do nothing: a block that is not full waits for more."""
+
+    def finish(self) -> None:
+        """Write the rest, and sync all to the disk."""
+        with suppress(OSError):
+            self._set_direct(0)  # the rest is no whole block
+        self._put()
+        os.fsync(self._descriptor)
+
+    def _put(self) -> None:
+        left = self._block[: self._filled]
+        self.checksum, self._filled = _checksum(left, self.checksum), 0
+        while left:
+            left = left[os.write(self._descriptor, left) :]
+
+    def _set_direct(self, flag: int) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)

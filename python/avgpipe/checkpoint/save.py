@@ -13,12 +13,11 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.blocks import BlockFile
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
-from avgpipe.checkpoint.manifest import NAME, Manifest, file_name
+from avgpipe.checkpoint.manifest import NAME, BlockFile, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.disk import writing, written
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 

@@ -15,7 +15,7 @@ from avgpipe.checkpoint.snapshot import may_run
 from avgpipe.checkpoint.writer import Writer
 from avgpipe.errors import CheckpointError
 from avgpipe.plan import Plan
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.runtime.session import Session
 
 

@@ -19,7 +19,7 @@ import torch
 from avgpipe.checkpoint.content import parameter_names
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, set_group
-from avgpipe.elastic.subclasses import copied, is_made_of_others, local_part
+from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.runtime.optimizers import rescheduled

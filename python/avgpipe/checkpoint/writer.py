@@ -20,7 +20,7 @@ from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.rendezvous import in_thread
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement

@@ -16,7 +16,7 @@ from rich.table import Table
 from avgpipe import __version__
 from avgpipe.cli.config import DoctorConfig
 from avgpipe.cli.output import FAILED, answer
-from avgpipe.ranks.machine import cores, cpu_model
+from avgpipe.ranks.environment import cores, cpu_model
 from avgpipe.units import format_bytes
 
 _PATIENCE_S = 20.0

@@ -13,8 +13,7 @@ from avgpipe.cli.output import strict_json
 from avgpipe.cli.resolve import RUN_FILE
 from avgpipe.files import write_atomically
 from avgpipe.plan import Plan
-from avgpipe.report.course import target_text
-from avgpipe.report.runs import read_metrics
+from avgpipe.report.course import read_metrics, target_text
 from avgpipe.units import duration, format_bytes
 
 

@@ -24,8 +24,8 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe.ranks.environment import peak_memory_bytes
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.machine import peak_memory_bytes
 from avgpipe.ranks.rendezvous import open_store
 from avgpipe.tasks import Workload, build_workload
 

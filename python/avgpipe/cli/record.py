@@ -17,10 +17,9 @@ from avgpipe.cli.progress import ProgressBar
 from avgpipe.fault.joining import ADDRESS
 from avgpipe.fault.membership import Membership
 from avgpipe.plan import Plan
-from avgpipe.report.course import Totals
+from avgpipe.report.course import Totals, read_metrics
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.pictures import Curve, plot_curves
-from avgpipe.report.runs import read_metrics
 
 
 class Record(Protocol):

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from avgpipe import systems
-from avgpipe.checkpoint.kept import LAST, checkpoints_in, newest
-from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
+from avgpipe.checkpoint.manifest import LAST, Manifest, checkpoints_in, newest, verify_checkpoint
 from avgpipe.cli.config import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PIPELINES,

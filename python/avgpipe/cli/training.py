@@ -30,11 +30,10 @@ from avgpipe.measure.profiler import profile
 from avgpipe.pipeline import Pipeline
 from avgpipe.planning import Profile
 from avgpipe.planning.rebalance import rebalanced
-from avgpipe.ranks.machine import peak_memory_bytes
+from avgpipe.ranks.environment import peak_memory_bytes
 from avgpipe.ranks.process import PEER_LOST
 from avgpipe.ranks.signals import Answers, answering
-from avgpipe.report.course import Totals, Validations, parse_target, target_text
-from avgpipe.report.runs import unbroken
+from avgpipe.report.course import Totals, Validations, parse_target, target_text, unbroken
 from avgpipe.runtime.evaluate import EvaluationResult
 from avgpipe.saving import Checkpoints
 from avgpipe.tasks import AveragingOptimizer

@@ -17,7 +17,7 @@ from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
-from avgpipe.ranks.machine import cores
+from avgpipe.ranks.environment import cores
 from avgpipe.tasks import check_workload
 
 _MIB = 2**20

@@ -16,10 +16,9 @@ from typing import Any, TypeAlias
 import torch
 
 import avgpipe_ext
-from avgpipe.elastic.flat import FlatBuffers, Region
+from avgpipe.elastic.flat import FlatBuffers, Region, copied
 from avgpipe.elastic.reference import Reference
 from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides
-from avgpipe.elastic.subclasses import copied
 
 State = dict[str, Any]
 

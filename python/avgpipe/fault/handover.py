@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.checkpoint.content import readable
-from avgpipe.checkpoint.subclasses import put_together, taken_apart
+from avgpipe.checkpoint.content import put_together, readable, taken_apart
 from avgpipe.errors import CheckpointError
 from avgpipe.fault.turn_feed import Counts
 from avgpipe.runtime.weights import published_average, stage_state

@@ -15,7 +15,7 @@ from avgpipe.fault.membership import Membership
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
 from avgpipe.plan import Plan
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import pipeline_here
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.route import Route

@@ -34,7 +34,7 @@ from avgpipe.fault.generation import (
     restored,
     waited_for,
 )
-from avgpipe.ranks.environment import GENERATION, SPARE, STORE_FILE
+from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
 from avgpipe.ranks.launch import (
     BLAME_S,
     STOPPED,
@@ -47,7 +47,6 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
-from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import has_missed, is_asked
 
 _POLL_S = 0.02

@@ -24,7 +24,7 @@ from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
-from avgpipe.ranks.environment import SPARE
+from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import (
     STOPPED,
     Job,
@@ -36,7 +36,6 @@ from avgpipe.ranks.launch import (
     keeping_handlers,
     pass_on_questions,
 )
-from avgpipe.ranks.probe import RESTART
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
 
 _POLL_S = 0.02

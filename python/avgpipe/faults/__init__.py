@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 
 
 def arm(text: str) -> None:

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 
 
 def writing(file: Any, **place: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane

@@ -20,7 +20,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
 from avgpipe.links.message import Channel, Key, detached, on_wire, with_flipped_bit
-from avgpipe.ranks.machine import cores
+from avgpipe.ranks.environment import cores
 from avgpipe_ext.ring import Bell
 
 if TYPE_CHECKING:

@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import generators_of
 from avgpipe.errors import PipelineError, check_count, reason
 from avgpipe.model.batch import LossFn, pair, to_device
+from avgpipe.model.compiled import copied
 from avgpipe.model.context import (
     CallerGenerators,
     CallerModes,
@@ -34,7 +35,6 @@ from avgpipe.model.context import (
     seed_generators,
     set_generators,
 )
-from avgpipe.model.copies import copied
 from avgpipe.model.example import device_of
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import named_tensors

@@ -36,7 +36,7 @@ from avgpipe.model.model import Model
 from avgpipe.model.parts import Skips
 from avgpipe.planning.costs import MOST_JITTER
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.ranks.machine import cpu_model, keep_freed_memory
+from avgpipe.ranks.environment import cpu_model, keep_freed_memory
 from avgpipe.runtime.options import OptimizerFn
 from avgpipe.runtime.stage import Stage
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import statistics
+import sys
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 
 from avgpipe.links.message import Message
-from avgpipe.planning import Costs
+from avgpipe.planning import AdvanceChoice, Costs, choose_advance
+from avgpipe.runtime.session import Session
 from avgpipe.runtime.worker import Worker
-from avgpipe.schedule.event import Event, EventKind
+from avgpipe.schedule.row import Event, EventKind
 from avgpipe.timeline.timeline import Timeline, occupations
 
 
@@ -97,3 +100,42 @@ def _latency_s(worker: Worker, source: int, message: Message) -> float:
     """Return the seconds of a message from a neighbour; 0 in shared memory, where arrival is immediate."""
     link = worker.links.get(source)
     return float(getattr(link, "latency_s", {}).get(message, 0.0))
+
+
+# ---- advance="auto" --------------------------------------------------------------------------------------------------
+
+
+_MEASURED_BATCHES = 4  # per pipeline, the first of which is left out
+
+
+class AutoAdvance:
+    """Chooses the advance once, after the first batches; all ranks make the same choice.
+
+    Args:
+        memory_limit_bytes: Memory of a worker; None: no limit.
+
+    Attributes:
+        choice: The choice; None before it.
+    """
+
+    def __init__(self, memory_limit_bytes: int | None) -> None:
+        self._memory_limit_bytes = memory_limit_bytes
+        self.choice: AdvanceChoice | None = None
+
+    def look(self, session: Session) -> None:
+        """Make the choice, once enough batches are measured."""
+        plan = session.spec.running
+        if self.choice is not None or session.feed.begun < _MEASURED_BATCHES * plan.batches_per_round:
+            return
+        with session.idle():
+            costs = measured_costs(session.worker)
+        self.choice = choose_advance(
+            plan.stages,
+            plan.micro_batches_each,
+            costs,
+            pipelines=plan.pipelines,
+            memory_limit_bytes=self._memory_limit_bytes,
+        )
+        session.worker.follow(replace(plan, advance=self.choice.advance).build_schedule())
+        if session.world.rank == 0:
+            print(f"avgpipe: {self.choice}", file=sys.stderr)

@@ -24,9 +24,8 @@ from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.ranks.environment import named
+from avgpipe.ranks.environment import named, return_freed_memory
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.machine import return_freed_memory
 from avgpipe.ranks.met import gather
 from avgpipe.ranks.rendezvous import join
 from avgpipe_ext import ring

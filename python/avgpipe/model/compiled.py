@@ -6,12 +6,12 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 
-from avgpipe.model.copies import copied
+from avgpipe.errors import reason
 
 # Makes a compiled function from a function, with the options that it was made with.
 Context: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -93,3 +93,43 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(m): m for m in model.modules() if m is not model and is_compiled(m)}
     memo |= {id(t): t for t in (*model.parameters(), *model.buffers())}
     return copied(model, memo)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def copied(model: M, memo: dict[int, Any]) -> M:
+    """Return a deep copy. ``memo``: by identity, the replacement of an object in the copy.
+
+    A tensor with a graph that a forward has left in an attribute is copied without the graph. ValueError
+    names the module and the attribute that cannot be copied.
+    """
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor) and not value.is_leaf:
+                memo.setdefault(id(value), value.detach().clone())
+    known = dict(memo)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # of any kind: objects define how they are copied
+        raise ValueError(_why(model, known) or f"the model cannot be copied: {reason(error)}") from error
+
+
+def _why(model: nn.Module, memo: dict[int, Any]) -> str | None:
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in ("_modules", "_parameters", "_buffers"):
+                continue
+            try:
+                copy.deepcopy(value, dict(memo))
+            except Exception as error:
+                where = f"module {name!r}" if name else "the model"
+                return (
+                    f"{where} ({type(module).__name__}) cannot be copied, as its attribute {key!r} is a "
+                    f"{type(value).__name__} ({reason(error)}), and a Pipeline trains a copy: make it in forward, or "
+                    "give the module a __deepcopy__"
+                )
+    return None

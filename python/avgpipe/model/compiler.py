@@ -20,9 +20,8 @@ import torch
 from torch import fx, nn
 
 from avgpipe.errors import nearest, reason
-from avgpipe.model.compiled import Context, context_in, context_of, is_wrapper
+from avgpipe.model.compiled import Context, context_in, context_of, copied, is_wrapper
 from avgpipe.model.context import Carry
-from avgpipe.model.copies import copied
 
 
 class Compiler:

@@ -20,8 +20,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.errors import reason
+from avgpipe.model.compiled import copied
 from avgpipe.model.context import generators, set_generators
-from avgpipe.model.copies import copied
 from avgpipe.model.modes import in_mode
 
 # On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix

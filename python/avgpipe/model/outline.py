@@ -20,8 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from avgpipe.model.anatomy import Collected
-from avgpipe.model.blocks import BlockCall, BlockSlot, Slots, replace_slots, slots_of
+from avgpipe.model.blocks import BlockCall, BlockSlot, Collected, Slots, replace_slots, slots_of
 from avgpipe.model.context import begin_layer
 
 

@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 from avgpipe.errors import reason
-from avgpipe.model.anatomy import Anatomy
-from avgpipe.model.blocks import Call
+from avgpipe.model.blocks import Anatomy, Call
 from avgpipe.model.dissect import anatomy_of
 from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, OwnBlock, Reached

@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from avgpipe.model.anatomy import Anatomy
+from avgpipe.model.blocks import Anatomy
 from avgpipe.model.outline import (
     Exchange,
     OtherBlock,

@@ -12,7 +12,7 @@ from avgpipe.errors import check_count
 from avgpipe.planning.costs import Array, Costs
 from avgpipe.planning.engine import KINDS, TICKS_PER_S, EngineOutcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.timeline.timeline import Timeline
 
 # A single pipeline that flushes begins each batch after the one before, so that batches hardly differ.

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.environment import STORE_FILE
-from avgpipe.ranks.machine import cores, launch_environment
+from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
 from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed
 from avgpipe.ranks.signals import PREEMPTED
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, named_apart, private_store
 from avgpipe.ranks.world import World
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
@@ -397,3 +400,51 @@ def _around(text: str, place: int) -> str:
     first, end = max(0, place - _SHOWN), place + _SHOWN
     shown = " ".join(text[first:end].split())
     return f"{'...' if first else ''}{shown}{'...' if end < len(text) else ''}"
+
+
+# ---- the ranks of a mesh ---------------------------------------------------------------------------------------------
+
+
+def members_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """Return the group of the ranks of a pipeline; None: all ranks.
+
+    Raises:
+        TypeError: not a mesh or group, such as torch's value for a rank that is in no group.
+        ValueError: both were given, the mesh has several dimensions, or this rank is not in it.
+    """
+    if mesh is not None and group is not None:
+        raise ValueError("mesh and group both say which ranks this pipeline has: give one of the two")
+    if mesh is not None:
+        return _of_mesh(mesh)
+    if group is None:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            f"group must be a torch.distributed process group that this rank is in, not {group!r}"
+        )
+    return group
+
+
+def _of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
+    names = getattr(mesh, "mesh_dim_names", None)
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(
+            f"mesh must be a torch.distributed.device_mesh.DeviceMesh, as device_mesh['pp'], not {mesh!r}"
+        )
+    if mesh.ndim != 1:
+        which = f"mesh[{names[-1]!r}]" if names else "a mesh with mesh_dim_names, by name"
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions ({', '.join(names) if names else 'without names'}), and a pipeline "
+            f"takes the one along which its stages lie: pass it alone, such as {which}"
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in {mesh}: make its Pipeline with the mesh that it is in"
+        )
+    return mesh.get_group()
+
+
+def whole_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that ``mesh`` is a dimension of."""
+    # Private, and the only way back: the tests run it under the oldest torch and the newest.
+    return mesh._get_root_mesh()

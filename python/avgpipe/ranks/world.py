@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import is_replaceable, named
 
 T = TypeVar("T")

@@ -26,7 +26,7 @@ from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
 from avgpipe.links.message import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, split, to_device
-from avgpipe.model.compiled import is_compiled, original, sharing_copy
+from avgpipe.model.compiled import copied, is_compiled, original, sharing_copy
 from avgpipe.model.context import (
     CallerGenerators,
     Position,
@@ -38,7 +38,6 @@ from avgpipe.model.context import (
     set_generators,
     set_position,
 )
-from avgpipe.model.copies import copied
 from avgpipe.model.layers import is_chain, without_adapters
 from avgpipe.model.model import stage_layers
 from avgpipe.model.modes import Modes

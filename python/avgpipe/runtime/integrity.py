@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from avgpipe.device import has_streams
-from avgpipe.elastic.subclasses import is_made_of_others
+from avgpipe.elastic.flat import is_made_of_others
 from avgpipe.errors import PipelineError
 from avgpipe.links.checksum import checksum
 from avgpipe.links.message import tensors_of

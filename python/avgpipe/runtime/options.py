@@ -150,7 +150,7 @@ def preparing(hook: PrepareStage, mesh: DeviceMesh | None) -> Callable[[Any], An
             'prepare_stage needs a mesh with dimensions to be parallel over: pass mesh=device_mesh["pp"], the one '
             "along which the stages lie"
         )
-    from avgpipe.ranks.mesh import whole_mesh
+    from avgpipe.ranks.met import whole_mesh
     from avgpipe.runtime.prepared import prepare  # only now: its imports are slow
 
     return partial(prepare, hook=hook, mesh=whole_mesh(mesh))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.scheduler import Scheduler
-from avgpipe.schedule.event import ACTIONS, EventKind
+from avgpipe.schedule.row import ACTIONS, EventKind
 from avgpipe.units import format_seconds
 
 _log = logging.getLogger("avgpipe")

@@ -18,13 +18,13 @@ from torch.profiler import record_function
 from avgpipe.errors import PipelineTimeout
 from avgpipe.links.link import Mailbox
 from avgpipe.links.message import Key
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import StepKind
-from avgpipe.schedule.event import Event, EventKind
+from avgpipe.schedule.row import Event, EventKind
 
 if TYPE_CHECKING:
     from avgpipe.runtime.streams import DeviceClock, Row

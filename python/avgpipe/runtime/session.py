@@ -15,8 +15,7 @@ from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.model.context import CallerModes
 from avgpipe.model.modes import evaluated_in
-from avgpipe.ranks.environment import named
-from avgpipe.ranks.machine import warn_of_threads
+from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
 from avgpipe.runtime.extension import Extension

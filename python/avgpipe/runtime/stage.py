@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
-from avgpipe.model.compiled import compiler_error
+from avgpipe.model.compiled import compiler_error, copied
 from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
-from avgpipe.model.copies import copied
 from avgpipe.model.modes import Modes
 from avgpipe.model.parts import PartLayer
 from avgpipe.ranks.environment import named

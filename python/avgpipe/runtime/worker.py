@@ -21,7 +21,7 @@ from avgpipe.model.batch import refuse_graphs
 from avgpipe.model.context import CallerModes
 from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
-from avgpipe.ranks import probe
+from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import generation, named
 from avgpipe.ranks.world import Notice, World
 from avgpipe.rules import RULES

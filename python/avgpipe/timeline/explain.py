@@ -10,7 +10,7 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
+from avgpipe.schedule.row import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.timeline import DETAILED, StageTime, Timeline, by_row, segments
 from avgpipe.units import format_seconds, time_unit
 

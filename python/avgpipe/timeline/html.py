@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from avgpipe.schedule.event import COMPUTE_KINDS, EventKind
+from avgpipe.schedule.row import COMPUTE_KINDS, EventKind
 from avgpipe.timeline.explain import explain, with_waits
 from avgpipe.timeline.page import Bars, Block, Page, Section, Table, Text, Timelines
 from avgpipe.timeline.plot import lanes_of, look_of, plot_timeline, readable_view, word_of

@@ -17,7 +17,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.files import write_atomically
-from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
+from avgpipe.schedule.row import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import time_unit
 

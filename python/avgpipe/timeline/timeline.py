@@ -11,7 +11,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
-from avgpipe.schedule.event import ACTIONS, COMPUTE_KINDS, Event, EventKind
+from avgpipe.schedule.row import ACTIONS, COMPUTE_KINDS, Event, EventKind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

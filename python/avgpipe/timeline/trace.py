@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.files import write_atomically
-from avgpipe.schedule.event import COMPUTE_KINDS, Event, EventKind
+from avgpipe.schedule.row import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.explain import messages_of
 from avgpipe.timeline.timeline import Timeline
 

@@ -28,10 +28,10 @@ from avgpipe.files import write_atomically
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
+from avgpipe.ranks.environment import cores
 from avgpipe.ranks.launch import tied
-from avgpipe.ranks.machine import cores
+from avgpipe.report.course import read_metrics
 from avgpipe.report.pictures import Curve, plot_curves
-from avgpipe.report.runs import read_metrics
 from avgpipe.systems import SYSTEMS
 from avgpipe.tasks import check_workload, find_workload
 from avgpipe.timeline.timeline import Timeline

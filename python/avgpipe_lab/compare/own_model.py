@@ -31,9 +31,8 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
-from avgpipe.ranks.environment import STORE_FILE
+from avgpipe.ranks.environment import STORE_FILE, peak_memory_bytes
 from avgpipe.ranks.launch import private_meeting, rank_environment
-from avgpipe.ranks.machine import peak_memory_bytes
 from avgpipe.ranks.world import meet
 from avgpipe.report.course import VALIDATIONS, Totals, Validations
 from avgpipe.runtime.options import OptimizerFn

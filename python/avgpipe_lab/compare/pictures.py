@@ -9,7 +9,7 @@ from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.report.pictures import COLORS, WIDTH_IN, Bar
-from avgpipe.schedule.event import COMPUTE_KINDS, Event
+from avgpipe.schedule.row import COMPUTE_KINDS, Event
 from avgpipe.timeline.plot import INK, View, draw_rows, dress, legend_entries, picture
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_seconds, time_unit

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import reason
-from avgpipe.report.course import parse_target
-from avgpipe.report.runs import number, read_metrics, read_object, stretches, unbroken
+from avgpipe.report.course import number, parse_target, read_metrics, read_object, stretches, unbroken
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.compare.comparison import OK, Comparison, Figures, SystemResult
 

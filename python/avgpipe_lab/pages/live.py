@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint.folder import is_saved_into
-from avgpipe.report.runs import number, numbers, parse_row, read_object
+from avgpipe.report.course import number, numbers, parse_row, read_object
 
 _RECENT = 200  # batches that the speed is measured over
 _KEPT = 400  # losses that the picture shows

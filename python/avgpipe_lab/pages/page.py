@@ -11,8 +11,8 @@ from typing import Any, Literal
 from avgpipe import __version__
 from avgpipe.cli.output import answer, arguments, check_file, running
 from avgpipe.files import write_atomically
+from avgpipe.report.course import number, numbers
 from avgpipe.report.pictures import Curve, Point
-from avgpipe.report.runs import number, numbers
 from avgpipe.timeline.html import timeline_sections
 from avgpipe.timeline.page import Block, Chart, Line, Page, Section, Sentences, Table
 from avgpipe.units import duration, format_bytes

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from avgpipe.cli.output import answer, arguments
-from avgpipe.report.runs import number
+from avgpipe.report.course import number
 from avgpipe.units import duration, format_bytes
 from avgpipe_lab.commands import WatchConfig
 from avgpipe_lab.pages.live import LiveRun

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from avgpipe import Plan
-from avgpipe.interop.hf.arguments import pipeline_options_of
+from avgpipe.interop.hf.trainer import pipeline_options_of
 from tests.interop.hf.cases import arguments, causal, pipelined, texts
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from avgpipe.interop.lightning.configured import Configured
+from avgpipe.interop.lightning.module import Configured
 
 SGD = torch.optim.SGD
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 
 from avgpipe.plan import Plan
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.commands import CompareConfig

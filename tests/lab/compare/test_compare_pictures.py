@@ -3,7 +3,7 @@
 import pytest
 
 from avgpipe.report.pictures import COLORS, Curve, Point, plot_curves
-from avgpipe.schedule.event import Event
+from avgpipe.schedule.row import Event
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.compare.pictures import plot_timelines
 

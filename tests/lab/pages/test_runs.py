@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 
-from avgpipe.report.runs import stretches
+from avgpipe.report.course import stretches
 from avgpipe_lab.compare.comparison import OUT_OF_MEMORY, SystemResult
 from avgpipe_lab.pages.folders import Run, read_comparison, read_folders
 from avgpipe_lab.pages.page import report_page

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
-from avgpipe.ranks.probe import RESTART
+from avgpipe.ranks.environment import RESTART
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 
 VARIABLE = "AVGPIPE_CHAOS"  # holds the job's parameters; exactly the processes of a run have it
