@@ -12,11 +12,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from avgpipe.fault.coordinator import ENDED, Coordinator, encoded
+from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.gate import Gate
 from avgpipe.fault.membership import environment
 from avgpipe.fault.relay import Relay
-from avgpipe.fault.roster import Term
+from avgpipe.fault.roster import ENDED, Term, encoded
 from avgpipe.fault.trunk import Trunk
 from tests.patience import Deadline
 from tests.runner import Ranks

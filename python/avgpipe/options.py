@@ -18,8 +18,7 @@ from avgpipe.errors import check_count, nearest
 from avgpipe.model.batch import BatchDims
 from avgpipe.model.compiler import compile_options
 from avgpipe.plan import Plan
-from avgpipe.runtime.extension import Extension
-from avgpipe.runtime.options import CHECKS, TrainingOptions, preparing
+from avgpipe.runtime.options import CHECKS, Extension, TrainingOptions, preparing
 from avgpipe.runtime.spec import Spec
 
 if TYPE_CHECKING:

@@ -21,9 +21,8 @@ from torch import nn
 from avgpipe.device import has_streams, select
 from avgpipe.errors import PipelineError
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
-from avgpipe.model.context import CallerModes
+from avgpipe.model.context import CallerModes, Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.layers import outside_of
-from avgpipe.model.modes import Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import SPARE, STORE_FILE, keep_freed_memory, named, pipeline_here
@@ -37,11 +36,10 @@ from avgpipe.runtime.evaluate import (
     result_of,
     run_evaluation,
 )
-from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import BatchResult
 from avgpipe.runtime.inspection import Inspection
 from avgpipe.runtime.keeping import Keeping
-from avgpipe.runtime.options import OptimizerFn, SchedulerFn, TrainingOptions
+from avgpipe.runtime.options import Extension, OptimizerFn, SchedulerFn, TrainingOptions
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session, recovering
 from avgpipe.runtime.spec import Spec

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from avgpipe.faults.fault import Fault
-from avgpipe.faults.links import disturb
+from avgpipe.faults.kinds import disturb
 from avgpipe.links.link import Link, LocalLink
 from avgpipe.links.message import flip_bit, with_flipped_bit
 from tests.links.ends import CPU, LINKS, Ends, ends

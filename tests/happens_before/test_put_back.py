@@ -23,7 +23,7 @@ from avgpipe import Audit, CudaGraphs, ElasticAveraging, Pipeline, Plan, Referen
 from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import reference
 from avgpipe.runtime import evaluate, group_sum
-from avgpipe.runtime.remote import RemoteUpdates
+from avgpipe.runtime.between import RemoteUpdates
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.worker import Worker
 from tests.happens_before.on_cpu import on_streams

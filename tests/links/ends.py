@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
-from avgpipe.links.checksum import Verifier
+from avgpipe.links.codec import Verifier
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Endpoint, Mailbox
 from avgpipe.links.message import Channel, Key, Message

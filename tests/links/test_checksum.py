@@ -17,7 +17,7 @@ from torch import nn
 from avgpipe import Plan
 from avgpipe.errors import PipelineError
 from avgpipe.links import refuse_unverified
-from avgpipe.links.checksum import checksum
+from avgpipe.links.codec import checksum
 from avgpipe.links.group import GroupLink
 from avgpipe_ext import ring
 from tests.links.ends import LINKS, ends

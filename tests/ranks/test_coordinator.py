@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from avgpipe.fault.coordinator import VERSION, Coordinator, encoded, received
+from avgpipe.fault.coordinator import Coordinator
+from avgpipe.fault.roster import VERSION, encoded, received
 from avgpipe_ext.ring import Bell, Memory
 from tests.patience import Deadline, limit
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from avgpipe.fault.coordinator import VERSION, encoded
 from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.membership import environment
 from avgpipe.fault.mirror import published_by
 from avgpipe.fault.relay import Relay
+from avgpipe.fault.roster import VERSION, encoded
 from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe_ext.ring import Bell, Memory
 from tests.patience import wait_until

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from avgpipe import MovingAverage, Pipeline, Plan, Precision
-from avgpipe.elastic.ema import WeightAverage
+from avgpipe.elastic.versions import WeightAverage
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, token_batches

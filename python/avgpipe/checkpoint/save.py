@@ -16,7 +16,7 @@ import torch
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, BlockFile, Manifest, file_name
 from avgpipe.errors import CheckpointError
-from avgpipe.faults.disk import writing, written
+from avgpipe.faults.kinds import writing, written
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement

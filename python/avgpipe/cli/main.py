@@ -18,7 +18,7 @@ from avgpipe.cli.output import WRONG_ARGUMENTS, say
 
 COMMANDS = {
     "train": Command(config.TrainConfig, "avgpipe.cli.train"),
-    "check": Command(config.CheckConfig, "avgpipe.cli.check"),
+    "check": Command(config.CheckConfig, "avgpipe.cli.train:check_command"),
     "profile": Command(config.ProfileConfig, "avgpipe.cli.profile"),
     "tune": Command(config.TuneConfig, "avgpipe.cli.tune"),
     "partition": Command(config.PartitionConfig, "avgpipe.cli.partition"),

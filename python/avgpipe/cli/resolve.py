@@ -34,7 +34,7 @@ from avgpipe.tasks import find_workload
 if TYPE_CHECKING:
     import torch
 
-    from avgpipe.runtime.extension import Extension
+    from avgpipe.runtime.options import Extension
     from avgpipe.tasks import Workload
 
 RUN_FILE = "run.json"

@@ -34,9 +34,9 @@ from avgpipe.elastic.replica import Replica
 from avgpipe.rules import Elasticity
 
 if TYPE_CHECKING:
-    from avgpipe.elastic.ema import WeightAverage
     from avgpipe.elastic.fused import FusedUpdate
     from avgpipe.elastic.group import GroupRounds
+    from avgpipe.elastic.versions import WeightAverage
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of
 # nonfinite values.

@@ -12,11 +12,11 @@ from multiprocessing.connection import Client
 from typing import Any
 from weakref import WeakValueDictionary
 
-from avgpipe.fault.coordinator import JOIN, place_of
+from avgpipe.fault.coordinator import place_of
 from avgpipe.fault.membership import GROUP
 from avgpipe.fault.mirror import bells_at, published_by
 from avgpipe.fault.passage import Passage, published_memory
-from avgpipe.fault.roster import Roster
+from avgpipe.fault.roster import JOIN, Roster
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.coordinator import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.fault.gate import Gate
 from avgpipe.fault.relay import Relay
+from avgpipe.fault.roster import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.fault.trunk import Trunk, parse_address
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import folder_for_a_socket, peer_of

@@ -12,8 +12,7 @@ from multiprocessing.connection import Client
 from typing import Any
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
-from avgpipe.fault.coordinator import VERSION, encoded, received
-from avgpipe.fault.roster import Roster
+from avgpipe.fault.roster import VERSION, Roster, encoded, received
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe_ext.ring import Memory
 

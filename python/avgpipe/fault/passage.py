@@ -19,8 +19,8 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any
 
-from avgpipe.fault.coordinator import encoded, received
 from avgpipe.fault.mirror import PUBLISHED, Mirror, published_by
+from avgpipe.fault.roster import encoded, received
 from avgpipe.fault.trunk import Trunk
 from avgpipe_ext.ring import Memory
 

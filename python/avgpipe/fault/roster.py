@@ -8,10 +8,19 @@ in none after. Every process of every pipeline has the same roster, and decides 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
+from multiprocessing.connection import Connection
 from typing import Any
 
+from avgpipe_ext.ring import Bell, Memory
+
+VERSION = 1
+OVER = "the run is over"  # why a pipeline that joins too late is ended
+JOIN = "join"  # first message of another command that starts a pipeline
+ENDED = "ended"  # its last message
+_MOST_BYTES = 2**20  # of a message
 _NEVER = 2**62
 
 
@@ -95,3 +104,89 @@ class Roster:
     @classmethod
     def from_json(cls, values: Sequence[Any]) -> Roster:
         return cls([Term(*value) for value in values])
+
+
+def encoded(message: Sequence[Any]) -> bytes:
+    return json.dumps(message).encode()
+
+
+def received(connection: Connection) -> list[Any]:
+    """Read a message; OSError or EOFError for a closed connection, ValueError for an invalid message."""
+    message = json.loads(connection.recv_bytes(_MOST_BYTES))
+    if not isinstance(message, list) or not message:
+        raise ValueError(f"not a message: {message!r}")
+    return message
+
+
+@dataclass
+class Process:
+    """One process of a pipeline, as far as it has reported.
+
+    Attributes:
+        name: its name in messages.
+        pid: its process id, from the kernel.
+        heard_at: time of its last message, on the monotonic clock.
+        doing: what it was doing then.
+        batches: the number of the loader's batches that it has begun; None before its first report.
+        begun: the number of steps that it has begun, its answer to the newest freeze.
+        wants: "enter", or "leave" once it is done.
+        late: the step on which it timed out, and the timeout in seconds, until that is handled.
+        reported_late: the last step on which it timed out although every pipeline had published it.
+    """
+
+    connection: Connection
+    name: str
+    pid: int
+    heard_at: float
+    doing: str = "its start"
+    batches: int | None = None
+    begun: int | None = None
+    wants: str = ""
+    late: tuple[int, float] | None = None
+    reported_late: int = -1
+
+
+@dataclass
+class JoiningGroup:
+    """The processes of a pipeline that were started together.
+
+    Attributes:
+        number: identifies the group over the life of the run.
+        size: the number of processes.
+        published: for each of its stage replicas (``places``), the number of steps published since the
+            pipeline joined.
+        period: the number of steps from one published update to the next.
+        found: the position of the run when the first of them connected, which all of them get.
+        bells: by rank, the bell that others ring for it.
+        digests: by rank, digests of what must be the same in all pipelines, and of the initial weights.
+        memory: by name, the memory that its processes have requested.
+        given: by name, the state that others have sent to it, until it has begun with that state.
+        is_far: whether its processes are on another host.
+        ready_at: when its processes wanted to enter, on the monotonic clock.
+        is_done: whether it has left the run regularly.
+        has_ended: whether all its processes have ended.
+    """
+
+    pipeline: int
+    number: int
+    size: int
+    published: Memory
+    places: int
+    period: int
+    found: Mapping[str, Any]
+    bells: dict[int, Any] = field(default_factory=dict)
+    digests: dict[int, list[str]] = field(default_factory=dict)
+    processes: dict[int, Process] = field(default_factory=dict)
+    memory: dict[str, Memory] = field(default_factory=dict)
+    given: dict[str, Memory | None] = field(default_factory=dict)
+    is_far: bool = False
+    ready_at: float = float("inf")
+    is_done: bool = False
+    has_ended: bool = False
+
+    def all_want(self, what: str) -> bool:
+        return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
+
+    def turns_published(self) -> int:
+        """Return how many steps all its stage replicas have published."""
+        return min(Bell(self.published, n * Bell.BYTES).count() for n in range(self.places))

@@ -19,11 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.coordinator import OVER, Coordinator, JoiningGroup, Recorder
+from avgpipe.fault.coordinator import Coordinator, Recorder
 from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
+from avgpipe.fault.roster import OVER, JoiningGroup
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import (
     STOPPED,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import select
@@ -14,9 +15,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NoReturn
 
 from avgpipe.faults.fault import Fault
+from avgpipe.links.link import Link, LocalLink
+from avgpipe.links.message import Key, tensors_of
+from avgpipe.ranks import environment as probe
 
 _log = logging.getLogger("avgpipe")
 # Sends SIGCONT to its parent after some seconds, unless the parent ends before.
@@ -137,3 +142,79 @@ def _descriptors() -> Iterator[tuple[int, str]]:
     for name in os.listdir(_FOLDER):
         with suppress(FileNotFoundError):  # it was the descriptor of the folder
             yield int(name), os.readlink(f"{_FOLDER}/{name}")
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def writing(file: Any, **place: Any) -> Any:
+    """Return ``file``, which a save is about to write, or its replacement where a test wants a full disk."""
+    for fault in probe.at("save", action="write", **place):
+        if fault.kind == "full disk":
+            return _FullDisk(file, fault.room_bytes)
+    return file
+
+
+def written(path: Path, **place: Any) -> None:
+    """Flip a bit of the file ``path``, which a save has written, where that fault is armed."""
+    for fault in probe.at("save", action="written", **place):
+        if fault.kind == "flipped bit":
+            byte, bit = divmod(fault.bit % (8 * path.stat().st_size), 8)
+            with path.open("r+b") as file:
+                file.seek(byte)
+                (value,) = file.read(1)
+                file.seek(byte)
+                file.write(bytes([value ^ 1 << bit]))
+
+
+class _FullDisk:
+    """A file on a disk with room for ``room_bytes`` bytes."""
+
+    def __init__(self, file: Any, room_bytes: int) -> None:
+        self._file, self._room_bytes = file, room_bytes
+
+    def write(self, data: Any) -> int:
+        taken = memoryview(data).cast("B")[: self._room_bytes]
+        self._file.write(taken)
+        self._room_bytes -= len(taken)
+        if len(taken) < memoryview(data).nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return len(taken)
+
+
+# ---- links -----------------------------------------------------------------------------------------------------------
+
+
+def disturb(links: dict[int, Link], fault: Fault) -> None:
+    """Inject a fault into the links of a worker, by replacing them in ``links``."""
+    remote = {replica: link for replica, link in links.items() if not isinstance(link, LocalLink)}
+    if fault.kind == "cut line":
+        links.update({replica: _CutLine(link) for replica, link in remote.items()})
+    elif fault.where == "wire":
+        sound = remote or dict(links)
+        links.update({replica: _Flipping(link, links, sound, fault.bit) for replica, link in sound.items()})
+
+
+class _CutLine(Link):
+    """A link that loses what is sent."""
+
+    def __init__(self, link: Link) -> None:
+        self.name = link.name
+
+    def send(self, key: Key, value: Any) -> None:
+        pass
+
+
+class _Flipping(Link):
+    """A link that flips a bit of the next message with tensors, then restores the ``sound`` links."""
+
+    def __init__(self, link: Link, links: dict[int, Link], sound: dict[int, Link], bit: int) -> None:
+        self.name, self._link, self._bit = link.name, link, bit
+        self._links, self._sound = links, sound
+
+    def send(self, key: Key, value: Any) -> None:
+        if any(t.nbytes for t in tensors_of(value)):
+            self._links.update(self._sound)
+            self._link.send_flipped(key, value, self._bit)
+        else:
+            self._link.send(key, value)

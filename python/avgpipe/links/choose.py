@@ -78,7 +78,7 @@ class Links:
             outgoing = [channel for channel, source in sources[rank].items() if source == me]
             verifier = None
             if verifies:
-                from avgpipe.links.checksum import Verifier
+                from avgpipe.links.codec import Verifier
 
                 verifier = Verifier(world.name(rank), world.name(me))
             end = Endpoint(self.mailbox, device, incoming, outgoing, wire_dtype, verifier)

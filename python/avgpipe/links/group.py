@@ -34,8 +34,7 @@ import torch.distributed as dist
 
 from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost, PipelineError
-from avgpipe.links.checksum import checksum
-from avgpipe.links.codec import padded
+from avgpipe.links.codec import checksum, padded
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, tensors_of
 from avgpipe.ranks.met import transport_reason

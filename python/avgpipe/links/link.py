@@ -24,8 +24,7 @@ from avgpipe.ranks.environment import cores
 from avgpipe_ext.ring import Bell
 
 if TYPE_CHECKING:
-    from avgpipe.links.checksum import Verifier
-    from avgpipe.links.codec import Decoder, Encoder
+    from avgpipe.links.codec import Decoder, Encoder, Verifier
     from avgpipe.ranks.met import Met
 
 _SPIN_S = 200e-6

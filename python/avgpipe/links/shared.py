@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
-from avgpipe.links.checksum import checksum
-from avgpipe.links.codec import Encoder, Format, padded, view
+from avgpipe.links.codec import Encoder, Format, checksum, padded, view
 from avgpipe.links.link import Endpoint, Link, Transport
 from avgpipe.links.message import Channel, Key, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy

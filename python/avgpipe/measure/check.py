@@ -31,23 +31,23 @@ from avgpipe.model.compiled import copied
 from avgpipe.model.context import (
     CallerGenerators,
     CallerModes,
+    Modes,
     callers_generators,
+    is_evaluated,
     seed_generators,
     set_generators,
 )
 from avgpipe.model.example import device_of
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import named_tensors
-from avgpipe.model.modes import Modes, is_evaluated
 from avgpipe.model.proof import distance, size_of
 from avgpipe.options import Precision, Ranks, precision_of
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.runtime.audit import whole_of
-from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.optimizers import maker_of, schedule_of
-from avgpipe.runtime.options import OptimizerFn, SchedulerFn
+from avgpipe.runtime.options import Extension, OptimizerFn, SchedulerFn
 
 _EXACT = 1e-8  # tolerance relative to the largest compared number, in float64, after all batches
 _ROUNDED = 1e-3  # the same if float64 is not possible

@@ -27,7 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from avgpipe.model.modes import in_mode
+from avgpipe.model.context import in_mode
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from avgpipe.model.batch import batch_size, split, to_device
+from avgpipe.model.context import in_mode
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.model import Model
-from avgpipe.model.modes import in_mode
 from avgpipe.model.parts import Skips, extract_skips, insert_skips
 from avgpipe.units import format_bytes, format_count
 

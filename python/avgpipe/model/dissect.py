@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from avgpipe.model.blocks import Anatomy, BlockSlot, Call, Collected, Observed, Slots, is_same, observe
-from avgpipe.model.modes import in_mode
+from avgpipe.model.context import in_mode
 from avgpipe.model.outline import Exchange, Seen
 from avgpipe.model.shell import Shells
 

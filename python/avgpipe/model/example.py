@@ -14,8 +14,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import reason
 from avgpipe.model.batch import batch_size, to_device
-from avgpipe.model.context import CallerGenerators, seed_generators
-from avgpipe.model.modes import in_mode
+from avgpipe.model.context import CallerGenerators, in_mode, seed_generators
 from avgpipe.model.proof import difference
 from avgpipe.model.tracing import arguments, names_in
 

@@ -1,7 +1,7 @@
 """Models that torch.fx cannot trace, exported by torch.export on an example of their inputs.
 
 The export records operators for general sizes. It is made in training and in evaluation, and both become one
-graph (:mod:`avgpipe.model.modes`), which is cut between the blocks of the model's lists of blocks, and
+graph (:mod:`avgpipe.model.context`), which is cut between the blocks of the model's lists of blocks, and
 otherwise between the modules that its forward calls. BatchNorms stay modules, as their statistics are of the
 whole batch.
 """
@@ -29,9 +29,8 @@ from avgpipe.errors import reason
 from avgpipe.model.batch import batch_size, to_device
 from avgpipe.model.choice import Differs, merged
 from avgpipe.model.compiled import is_compiled
-from avgpipe.model.context import CallerGenerators, Carry
+from avgpipe.model.context import CallerGenerators, Carry, in_mode
 from avgpipe.model.example import Arguments, device_of, first_samples, prove
-from avgpipe.model.modes import in_mode
 from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
 from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
 from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of

@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.errors import reason
 from avgpipe.model.compiled import copied
-from avgpipe.model.context import generators, set_generators
-from avgpipe.model.modes import in_mode
+from avgpipe.model.context import generators, in_mode, set_generators
 
 # On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix
 # product. On GPUs it takes longer, but kernels are often fused there.

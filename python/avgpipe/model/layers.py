@@ -12,8 +12,7 @@ from torch import nn
 from avgpipe.errors import reason
 from avgpipe.model.batch import plain
 from avgpipe.model.compiled import is_compiled, original, sharing_copy, unwrapped
-from avgpipe.model.context import generators, set_generators
-from avgpipe.model.modes import has_hooks
+from avgpipe.model.context import generators, has_hooks, set_generators
 from avgpipe.model.outside import Outside, recorded_modules
 from avgpipe.model.parts import PartLayer
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from avgpipe.errors import reason
 from avgpipe.model.blocks import Anatomy, Call
+from avgpipe.model.context import in_mode
 from avgpipe.model.dissect import anatomy_of
-from avgpipe.model.modes import in_mode
 from avgpipe.model.outline import Exchange, OwnBlock, Reached
 from avgpipe.model.parts import PartLayer, Values, Whole
 from avgpipe.model.proof import difference

@@ -19,9 +19,8 @@ from torch import fx, nn
 from avgpipe.errors import reason
 from avgpipe.model.choice import CHOICE, Choice, Differs, merged
 from avgpipe.model.compiled import is_compiled
-from avgpipe.model.context import generators, moved
+from avgpipe.model.context import generators, has_hooks, in_mode, moved, reads_mode
 from avgpipe.model.in_place import joined
-from avgpipe.model.modes import has_hooks, in_mode, reads_mode
 from avgpipe.model.outside import asks_for_none, sees_to_gradients
 from avgpipe.model.parts import PartLayer, Values
 from avgpipe.model.recording import Knowledge, Lost, applying, functions_called

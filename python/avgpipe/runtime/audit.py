@@ -29,6 +29,7 @@ from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, 
 from avgpipe.model.compiled import copied, is_compiled, original, sharing_copy
 from avgpipe.model.context import (
     CallerGenerators,
+    Modes,
     Position,
     callers_generators,
     key_layers,
@@ -40,7 +41,6 @@ from avgpipe.model.context import (
 )
 from avgpipe.model.layers import is_chain, without_adapters
 from avgpipe.model.model import stage_layers
-from avgpipe.model.modes import Modes
 from avgpipe.model.outside import Outside, leaves_of
 from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some

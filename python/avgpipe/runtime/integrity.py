@@ -21,7 +21,7 @@ from torch import nn
 from avgpipe.device import has_streams
 from avgpipe.elastic.flat import is_made_of_others
 from avgpipe.errors import PipelineError
-from avgpipe.links.checksum import checksum
+from avgpipe.links.codec import checksum
 from avgpipe.links.message import tensors_of
 from avgpipe.model.context import CallerGenerators
 from avgpipe.runtime.batch_norm import DeferredBatchNorm

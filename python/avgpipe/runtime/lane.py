@@ -26,8 +26,8 @@ from avgpipe.schedule import Action, Kind, Row, RowCursor
 from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.policy import Peers
-    from avgpipe.runtime.shared_batch import SharedBatches
     from avgpipe.runtime.streams import LaneStream
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}

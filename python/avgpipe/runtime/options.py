@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -14,14 +14,15 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn
-from avgpipe.model.modes import Modes
+from avgpipe.model.context import Modes
 from avgpipe.runtime.loss import is_mean_by_kind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from avgpipe.runtime.extension import Extension
     from avgpipe.runtime.prepared import PrepareStage
+    from avgpipe.runtime.session import Session
+    from avgpipe.runtime.spec import Spec
 
 # Of parameters, or of pairs (name, parameter).
 OptimizerFn = Callable[[Iterable[Any]], torch.optim.Optimizer | Sequence[torch.optim.Optimizer]]
@@ -62,7 +63,7 @@ class TrainingOptions:
         callers: parameters of the caller's own model.
         groups: by name, the options that ``optimizer`` gives each parameter when it gets all of them at once;
             see :mod:`avgpipe.runtime.together`.
-        extensions: what else was given, see :class:`avgpipe.runtime.extension.Extension`.
+        extensions: what else was given, see :class:`avgpipe.runtime.options.Extension`.
     """
 
     loss_fn: LossFn
@@ -178,3 +179,46 @@ def _first_parameter(function: Callable[..., Any]) -> str | None:
         return None
     ones = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return next((p.name for p in parameters if p.kind in ones), None)
+
+
+# ---- extensions ------------------------------------------------------------------------------------------------------
+
+
+class StepGradients(NamedTuple):
+    """The gradients of one stage before its optimizer step: summed over replicas, scaled back and clipped.
+
+    Attributes:
+        batch, pipeline, stage: numbers of the step.
+        gradients: by the parameter's name in the unsplit model; without those that have none.
+    """
+
+    batch: int
+    pipeline: int
+    stage: int
+    gradients: Mapping[str, torch.Tensor]
+
+
+class Extension:
+    """Base class of what ``Pipeline(..., extensions=[...])`` takes. A method that is not overridden does nothing.
+
+    Every rank gives the same extensions. An error in a method ends the run as an error in a layer does.
+    """
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        """Return the options of the Pipeline with this extension's; ValueError or TypeError for wrong values."""
+        return options
+
+    def check(self, spec: Spec) -> None:
+        """Raise ValueError if the model, the plan or other options do not go with this, once the model is cut."""
+
+    def opened(self, session: Session) -> None:
+        """Called on each rank once all ranks have met, and again after a rank was replaced."""
+
+    def before_step(self, step: StepGradients) -> None:
+        """Called on each rank for each stage and pipeline it trains, before the optimizer step of a batch.
+
+        Gradients may be read, or changed in place. On an accelerator they are computed on the current stream.
+        """
+
+    def closed(self) -> None:
+        """Called when the Pipeline is closed."""

@@ -27,8 +27,8 @@ from avgpipe.runtime.route import StepKind
 from avgpipe.schedule.row import Event, EventKind
 
 if TYPE_CHECKING:
+    from avgpipe.runtime.pace import Waiting
     from avgpipe.runtime.streams import DeviceClock, Row
-    from avgpipe.runtime.waiting import Waiting
 
 _KEPT_EVENTS = 20_000
 # How a step is shown in a Timeline, where not by its own kind.
@@ -261,7 +261,7 @@ class Scheduler:
         ``awaited()``: all missing messages (default: those of ``keys``).
         """
         if self._waiting is None:
-            from avgpipe.runtime.waiting import Waiting
+            from avgpipe.runtime.pace import Waiting
 
             self._waiting = Waiting(self._mailbox, self._world, self._placement)
         self._running = None

@@ -13,13 +13,12 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.model.context import CallerModes
-from avgpipe.model.modes import evaluated_in
+from avgpipe.model.context import CallerModes, evaluated_in
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
-from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import Prefetch
+from avgpipe.runtime.options import Extension
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.requirements import warn_of_waits

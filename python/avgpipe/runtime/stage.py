@@ -17,8 +17,16 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe.errors import StageError
 from avgpipe.links.message import tensors_of
 from avgpipe.model.compiled import compiler_error, copied
-from avgpipe.model.context import Carry, Position, key_layers, mix, mix_more, seed_generators, set_position
-from avgpipe.model.modes import Modes
+from avgpipe.model.context import (
+    Carry,
+    Modes,
+    Position,
+    key_layers,
+    mix,
+    mix_more,
+    seed_generators,
+    set_position,
+)
 from avgpipe.model.parts import PartLayer
 from avgpipe.ranks.environment import named
 

@@ -22,8 +22,7 @@ from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
-    from avgpipe.elastic.ema import WeightAverage
-    from avgpipe.elastic.versions import Versions
+    from avgpipe.elastic.versions import Versions, WeightAverage
     from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.prepared import Prepared
 

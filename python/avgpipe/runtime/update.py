@@ -17,9 +17,8 @@ import torch
 from avgpipe.device import current_stream, has_streams, used_on
 from avgpipe.links.message import Message
 from avgpipe.runtime.compute import BatchState, Port, Step
-from avgpipe.runtime.extension import StepGradients
 from avgpipe.runtime.loss import NonfiniteNotice
-from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.options import StepGradients, TrainingOptions
 from avgpipe.runtime.route import Route, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version

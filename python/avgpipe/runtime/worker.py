@@ -42,13 +42,13 @@ from avgpipe.runtime.update import Update
 from avgpipe.schedule import Schedule
 
 if TYPE_CHECKING:
-    from avgpipe.elastic.ema import WeightAverage
+    from avgpipe.elastic.versions import WeightAverage
     from avgpipe.ranks.met import Met, Watchdog
+    from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.group_sum import GroupSum
     from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
-    from avgpipe.runtime.shared_batch import SharedBatches
     from avgpipe.runtime.streams import LaneStream, Streams
 
 _PATIENCE_S = 0.5  # for other ranks to receive messages of a worker whose construction failed
@@ -307,7 +307,7 @@ class Worker:
         same = self.references.get(first_here)  # if dedicated pipelines are all in this process
         ema = self.emas.get(first_here)
         if options.ema_decay is not None:
-            from avgpipe.elastic.ema import WeightAverage
+            from avgpipe.elastic.versions import WeightAverage
 
             ema = self.emas[replica] = ema or WeightAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
@@ -400,7 +400,7 @@ class Worker:
         if self.others is not None:
             isolated = self.others.peers(route, stream)
         elif reference is not None and route.remote:
-            from avgpipe.runtime.remote import RemoteUpdates
+            from avgpipe.runtime.between import RemoteUpdates
 
             remote = RemoteUpdates(reference, self.mailbox, route, plan.batches_per_round, stream)
         shared, placement = self.model.shared[route.stage], self.placement
@@ -429,7 +429,7 @@ class Worker:
         if not (self._options.needs_norm or self._options.scales_late):
             return None
         if replica not in self._shared:
-            self._shared[replica] = named("avgpipe.runtime.shared_batch:SharedBatches")()
+            self._shared[replica] = named("avgpipe.runtime.between:SharedBatches")()
         return self._shared[replica]
 
     def _stream(self, route: Route) -> LaneStream | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from avgpipe.errors import reason
-from avgpipe.model.modes import in_mode
+from avgpipe.model.context import in_mode
 from avgpipe.model.transformers import call_of, twin_of
 
 # untyped on purpose: types would be checked against whichever release is installed

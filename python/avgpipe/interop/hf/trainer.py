@@ -17,8 +17,8 @@ from avgpipe.interop.stepwise import StageOptimizers, check_plan
 from avgpipe.options import Compile, Precision
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
-from avgpipe.runtime.extension import Extension
 from avgpipe.runtime.feed import BatchResult
+from avgpipe.runtime.options import Extension
 
 # untyped on purpose: types would be checked against whichever release is installed
 _transformers: Any = importlib.import_module("transformers")
