@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from avgpipe import MemoryLimit, Pipeline, Plan
-from avgpipe.runtime.compute import SavedBytes
+from avgpipe.measure.memory import SavedBytes
 from tests.runner import run
 from tests.runtime.cases import language_model, momentum, token_batches
 

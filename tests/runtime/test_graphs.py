@@ -11,8 +11,8 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import StageError
+from avgpipe.measure.memory import SavedBytes
 from avgpipe.model.context import Carry, Position
-from avgpipe.runtime.compute import SavedBytes
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from avgpipe.links.message import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
 from avgpipe.model.parts import PartLayer, Skips
-from avgpipe.runtime.compute import SavedBytes
 
 
 class LayerBytes(NamedTuple):
@@ -23,6 +23,32 @@ class LayerBytes(NamedTuple):
     handed_bytes: list[int]
     output_bytes: list[int]
     working_bytes: list[int]
+
+
+class SavedBytes:
+    """Counts what autograd saves for a backward; memory that several tensors share counts once.
+
+    ``known``: addresses of memory that exists anyway, such as weights.
+    """
+
+    def __init__(self, known: Iterable[int]) -> None:
+        self._seen = set(known)
+        self.bytes = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
+            yield
+
+    def count(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in self._seen:
+            self._seen.add(storage.data_ptr())
+            self.bytes += storage.nbytes()
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count(tensor)
+        return tensor.detach()  # the tensor itself may own its graph, and the graph would own it in turn
 
 
 class _Keepers(SavedBytes):

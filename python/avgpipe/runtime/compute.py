@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -21,6 +21,7 @@ from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position
 from avgpipe.model.parts import extract_skips, insert_skips
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.branches import Branches
 from avgpipe.runtime.loss import is_mean_by_kind, loss_of
 from avgpipe.runtime.options import TrainingOptions
@@ -244,32 +245,6 @@ class Port:
         self.links[key.target].send(key, value)
 
 
-class SavedBytes:
-    """Counts what autograd saves for a backward; memory that several tensors share counts once.
-
-    ``known``: addresses of memory that exists anyway, such as weights.
-    """
-
-    def __init__(self, known: Iterable[int]) -> None:
-        self._seen = set(known)
-        self.bytes = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda kept: kept):
-            yield
-
-    def count(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.count(tensor)
-        return tensor.detach()  # the tensor itself may own its graph, and the graph would own it in turn
-
-
 class Given(NamedTuple):
     """The input of a forward."""
 
@@ -422,7 +397,9 @@ class Compute:
     def _measured_run(self, state: BatchState, m: int, value: Any) -> Any:
         """Run a forward and count what the micro-batch saves until its backward."""
         self.measures = False
-        saved = SavedBytes(w.untyped_storage().data_ptr() for w in self._trained.arena.weights)
+        saved = named("avgpipe.measure.memory:SavedBytes")(
+            w.untyped_storage().data_ptr() for w in self._trained.arena.weights
+        )
         with saved.counting():
             output = self._run(state, m, value)
             for tensor in () if self._route.first else tensors_of(value):
