@@ -14,7 +14,8 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.optimizers import Optimizers, maker_of
+from avgpipe.runtime.optimizers import maker_of
+from avgpipe.runtime.several import Optimizers
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (

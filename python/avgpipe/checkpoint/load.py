@@ -25,7 +25,7 @@ from avgpipe.elastic.flat import Layout
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.runtime.optimizers import rescheduled
+from avgpipe.runtime.several import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 

@@ -22,7 +22,7 @@ from avgpipe.checkpoint.load import OF_STAGE, set_group
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
-from avgpipe.runtime.optimizers import rescheduled
+from avgpipe.runtime.several import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
