@@ -15,8 +15,7 @@ namespace {
 
 using OptionalTensor = std::optional<Tensor>;
 
-// ---- schemas
-// --------------------------------------------------------------------------------------------------------
+// ---- schemas ----------------------------------------------------------------------------------------
 struct Operator {
     const char* name;
     Kernel kernel;  // of optimizers: that of Adam, or of SGD with momentum
@@ -76,8 +75,7 @@ const Operator kOperators[] = {
      "T(a!) x, T before, T(b!) last, float momentum, float gain, bool first=False, *" + kCheck},
 };
 
-// ---- meaning of argument names
-// --------------------------------------------------------------------------------------
+// ---- meaning of argument names ----------------------------------------------------------------------
 template <class Value>
 struct Named {
     std::string_view name;
@@ -152,8 +150,7 @@ std::vector<Parameter> parameters_of(const std::string& schema) {
     return found;
 }
 
-// ---- a call
-// ---------------------------------------------------------------------------------------------------------
+// ---- a call -----------------------------------------------------------------------------------------
 struct Call {
     CallSite site;
     Kernel kernel;
@@ -317,8 +314,7 @@ void kernel(StableIValue* stack, uint64_t count, uint64_t) {
     stack[0] = torch::stable::detail::from(run(call, parameters));
 }
 
-// ---- one buffer for many tensors
-// ------------------------------------------------------------------------------------
+// ---- one buffer for many tensors --------------------------------------------------------------------
 int64_t total_count(const Tensors& tensors) {
     int64_t total = 0;
     for (const Tensor& tensor : tensors) total += tensor.numel();
@@ -394,8 +390,7 @@ void unpack(Tensor buffer, Tensors tensors) {
     copy_checked("unpack_", "buffer", buffer, std::move(tensors), false);
 }
 
-// ---- registration
-// ---------------------------------------------------------------------------------------------------
+// ---- registration -----------------------------------------------------------------------------------
 template <class Library, size_t... kIndices>
 void implement(Library& m, std::index_sequence<kIndices...>) {
     (m.impl(kOperators[kIndices].overload(false).c_str(), &kernel<kIndices, false>), ...);

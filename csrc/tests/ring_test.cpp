@@ -73,8 +73,7 @@ uint64_t mix(uint64_t x) {
     return x ^ (x >> 29);
 }
 
-// ---- memory
-// ---------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 void test_memory() {
     Memory memory = Memory::create(10000);
     expect_equal("bytes of a memory", memory.bytes(), 10000);
@@ -97,8 +96,7 @@ void test_memory() {
     expect_equal("more than there is", error_of([&] { Memory::create(int64_t{1} << 55); }), ENOMEM);
 }
 
-// ---- bell
-// -----------------------------------------------------------------------------------------------------------
+// ---- bell -------------------------------------------------------------------------------------------------
 void test_bell() {
     alignas(Bell) unsigned char memory[sizeof(Bell)] = {};
     std::memset(memory, 0xFF, 4);
@@ -154,8 +152,7 @@ void test_every_ring_counts() {
     expect_equal("rings counted", bell.count(), 3 * kRings);
 }
 
-// ---- copies
-// ---------------------------------------------------------------------------------------------------------
+// ---- copies -----------------------------------------------------------------------------------------------
 #ifdef __SSE2__
 void test_a_stream_copies_from_anywhere_to_anywhere() {
     constexpr size_t kMost = 300;
@@ -175,8 +172,7 @@ void test_a_stream_copies_from_anywhere_to_anywhere() {
 }
 #endif
 
-// ---- ring
-// -----------------------------------------------------------------------------------------------------------
+// ---- ring -------------------------------------------------------------------------------------------------
 constexpr int64_t kMessages = 1000000;
 
 int64_t size_of_message(int64_t number) {

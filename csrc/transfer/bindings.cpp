@@ -14,8 +14,7 @@ namespace {
 // For smaller copies, releasing the GIL would take longer than the copy.
 constexpr size_t kSmall = size_t{64} << 10;
 
-// ---- memory
-// ---------------------------------------------------------------------------------------------------------
+// ---- memory -----------------------------------------------------------------------------------------------
 // A type whose objects are writable buffers: data() of bytes(). Without pybind11's own description of a
 // buffer, which would be allocated for each message.
 template <class T>
@@ -46,9 +45,8 @@ std::shared_ptr<T> at(const std::shared_ptr<Memory>& memory, int64_t offset, con
     return {memory, reinterpret_cast<T*>(memory->data() + offset)};
 }
 
-// ---- both ends
-// ------------------------------------------------------------------------------------------------------ The
-// GIL is released only to make or map memory: releasing it takes longer than the rest.
+// ---- both ends --------------------------------------------------------------------------------------------
+// The GIL is released only to make or map memory: releasing it takes longer than the rest.
 int64_t reserve(Sender& sender, int64_t bytes) {
     std::byte* slot = sender.reserve(bytes, false);
     if (slot == nullptr) {

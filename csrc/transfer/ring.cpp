@@ -24,8 +24,7 @@ uint32_t& generation() {
 
 }  // namespace
 
-// ---- sender
-// ---------------------------------------------------------------------------------------------------------
+// ---- sender -----------------------------------------------------------------------------------------------
 bool Sender::is_free(size_t index) {
     if (ring_->lent[index].load(std::memory_order_acquire) != 0) return false;
     Slot& slot = slots_[index];
@@ -118,8 +117,7 @@ int64_t Sender::slot_bytes() const {
     return total;
 }
 
-// ---- receiver
-// -------------------------------------------------------------------------------------------------------
+// ---- receiver ---------------------------------------------------------------------------------------------
 Lease::Lease(std::shared_ptr<Memory> memory, std::shared_ptr<std::atomic<uint32_t>> lent)
     : memory_(std::move(memory)), lent_(std::move(lent)), generation_(generation()) {}
 

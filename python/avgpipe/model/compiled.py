@@ -113,7 +113,7 @@ def _looks(layer: nn.Module) -> Any:
     return repr(layer), tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in tensors)
 
 
-# ---- options ---------------------------------------------------------------------------------------------------------
+# ---- options -------------------------------------------------------------------------------------------------------
 
 
 def compile_options(given: Any, recompute: str = "never") -> dict[str, Any] | None:
@@ -174,7 +174,7 @@ def _probe() -> Callable[[Any], Any]:
     return lambda x: x
 
 
-# ---- modules passed in compiled --------------------------------------------------------------------------------------
+# ---- modules passed in compiled ------------------------------------------------------------------------------------
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -247,7 +247,7 @@ def _refuse_compiled_forward(module: nn.Module) -> None:
         )
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------------------------
 
 
 def compiler_error() -> type[Exception]:

@@ -35,7 +35,7 @@ _MOST_IN = 40.0  # height of a profile's picture
 _MOST_NAMED = 120  # rows with a name; of more rows every second, third or so has one
 
 
-# ---- learning curves -------------------------------------------------------------------------------------------------
+# ---- learning curves -----------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -172,7 +172,7 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: 
     dress(axes)
 
 
-# ---- bars ------------------------------------------------------------------------------------------------------------
+# ---- bars ----------------------------------------------------------------------------------------------------
 
 Bar = tuple[float | None, float | None, float | None]  # a value, and the least and greatest of several seeds
 
@@ -206,7 +206,7 @@ def plot_bars(
     return figure
 
 
-# ---- timelines -------------------------------------------------------------------------------------------------------
+# ---- timelines -----------------------------------------------------------------------------------------------
 
 
 class _BatchRate:
@@ -278,7 +278,7 @@ def _draw_panels(figure: Figure, timelines: Mapping[str, Timeline], heights: Seq
     figure.legend(**entries, loc="outside lower center", ncols=len(entries["labels"]))
 
 
-# ---- a profile -------------------------------------------------------------------------------------------------------
+# ---- a profile -----------------------------------------------------------------------------------------------
 
 
 def plot_layers(
