@@ -183,9 +183,7 @@ def test_samples_are_counted_though_nobody_was_there_from_the_beginning_to_the_e
 def test_processes_that_are_told_other_results_than_the_others_are_wrong():
     run = handed_on()
     next(e for e in run.events if (e["process"], e.get("batch")) == (12, 60))["loss"] = 0.9
-    assert judge(run, SHAPE, LOSSES).wrong == {
-        "samples": ["process 12 has other results than the others"]
-    }
+    assert judge(run, SHAPE, LOSSES).wrong == {"samples": ["process 12 has other results than the others"]}
 
 
 def test_references_that_differ_in_a_bit_are_wrong():

@@ -60,7 +60,9 @@ def test_layers_move_and_losses_stay(pipelines: int, write_script: WriteScript, 
         losses.append([row["loss"] for row in rows(out)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-10)
     first, *later = re.findall(r"rebalanced: .*", said)  # later ones where other work slows a worker down
-    pattern = r"rebalanced: stages now begin with layers (\d) instead of {}; batches should take (\d+) % less time"
+    pattern = (
+        r"rebalanced: stages now begin with layers (\d) instead of {}; batches should take (\d+) % less time"
+    )
     assert re.fullmatch(pattern.format(1), first), first
     line = [first, *later][-1]
     found = re.fullmatch(pattern.format(r"\d"), line)

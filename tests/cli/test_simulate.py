@@ -133,7 +133,9 @@ def test_a_file_that_has_no_schedule_is_refused(tmp_path, text, options, named):
 def test_a_schedule_by_name_needs_its_sizes():
     result = invoke("simulate", *TIMES, "--schedule", "1f1b")
     assert result.exit_code == 2
-    assert "--schedule 1f1b needs --stages and --micro-batches, which only a CSV file contains" in result.stderr
+    assert (
+        "--schedule 1f1b needs --stages and --micro-batches, which only a CSV file contains" in result.stderr
+    )
     result = invoke("simulate", *TIMES, "--stages", "2")
     assert "--schedule advance-forward needs --micro-batches" in result.stderr
 

@@ -289,9 +289,7 @@ def test_devices_may_have_different_memory(seed: int, shares: list[float | None]
     if that_fit(every(p, cluster, shapes, **WAYS), cluster):
         assert all(fits(f, cluster) for f in search(p, cluster, shapes).ranked)
         return
-    with pytest.raises(
-        ValueError, match=r"^memory_limit_bytes=\d+: nothing fits; the smallest plan needs "
-    ):
+    with pytest.raises(ValueError, match=r"^memory_limit_bytes=\d+: nothing fits; the smallest plan needs "):
         search(p, cluster, shapes)
 
 
