@@ -579,7 +579,7 @@ def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     _run(_ops.unpack_.default, buffer, tensors)
 
 
-# ---- fake kernels, version counters, refusals ------------------------------------------------------------------------
+# ---- fake kernels, version counters, refusals ---------------------------------------------------------------------
 OPERATORS = (
     "elastic_pull_", "elastic_step_", "easgd_step_", "elastic_sgd_", "elastic_adamw_", "elastic_round_",
     "reference_apply_", "trial_sgd_", "trial_adam_", "predict_sgd_", "predict_adam_", "correct_update_",

@@ -71,7 +71,7 @@ def _all_finite(first: Tensor, *others: Tensor) -> Tensor:
     return finite
 
 
-# ---- optimizers' steps -----------------------------------------------------------------------------------------------
+# ---- optimizers' steps -------------------------------------------------------------------------------------------
 
 
 def _select(skips: Tensor | None, old: Tensor, new: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def _follow(
     return _store(s, (x, after + force), (update, (_wide(update, x) if s.accumulate else 0.0) + grown))
 
 
-# ---- operators -------------------------------------------------------------------------------------------------------
+# ---- operators ---------------------------------------------------------------------------------------------------
 
 
 def _elastic_pull(s: Settings) -> Lost:
@@ -275,7 +275,7 @@ _BODIES: dict[str, Callable[[Settings], Lost]] = {
 }
 
 
-# ---- one buffer for many tensors -------------------------------------------------------------------------------------
+# ---- one buffer for many tensors ---------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@
 namespace avgpipe {
 namespace {
 
-// Kept for ever: Python may be gone when this module's own objects end.
+// Kept forever: Python may be finalized when this module's own objects end.
 py::handle python_launcher;
 
 void launch_by_python(const Launch& launch, int32_t device) {
@@ -64,7 +64,7 @@ void set_launcher(const std::string& path, const py::object& launcher) {
 }  // namespace
 }  // namespace avgpipe
 
-// What each does is told in avgpipe_ext/_native.pyi.
+// See avgpipe_ext/_native.pyi for what each function does.
 PYBIND11_MODULE(_native, module) {
     module.doc() = "Compiled code of avgpipe that is no tensor operator; it needs no torch.";
     avgpipe::simulate::bind(module);

@@ -1,5 +1,5 @@
-// Python's face of what is no tensor operator: the module avgpipe_ext._native, which loads without torch.
-// Each part binds itself.
+// Python bindings of everything other than tensor operators: the module avgpipe_ext._native, which loads
+// without torch. Each part binds itself.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -9,7 +9,7 @@
 namespace avgpipe {
 namespace {
 
-// A tensor of a call: where it came from and what it is.
+// A tensor of a call: its name in the call and its properties.
 struct Seen {
     const Argument* argument;
     size_t index;
@@ -60,7 +60,7 @@ DType checked_dtype(const CallSite& site, const Seen& seen) {
     return checked_float(site, name_of(site, seen), seen.view.dtype);
 }
 
-// Whether the tensor fills its memory exactly, in whatever order of dimensions.
+// Whether the tensor fills its memory exactly, in any order of dimensions.
 bool is_dense(const Seen& seen) {
     const View& view = seen.view;
     if (seen.argument->tensors[seen.index].is_contiguous()) return true;  // as most are
@@ -124,8 +124,8 @@ struct Span {
     const Seen* seen;
 };
 
-// Sorted by begin, a span that meets an earlier one meets the one that ends last, among all or among the
-// written ones.
+// Sorted by begin, a span that overlaps an earlier one overlaps the one that ends last, among all or among
+// the written ones.
 void check_overlap(const CallSite& site, const std::vector<std::vector<Seen>>& tensors) {
     std::vector<Span> spans;
     for (const std::vector<Seen>& list : tensors) {
@@ -224,7 +224,7 @@ void check_copies(const CallSite& site, std::span<const Argument> arguments) {
                                   ", by which elements share memory; pass a .contiguous() tensor"));
             }
         }
-        // The bytes of a tensor with gaps may be another's; torch's own copy writes it.
+        // The gaps of a tensor may contain another one's bytes; torch's own copy writes it.
         std::erase_if(list, [](const Seen& seen) { return !is_dense(seen); });
     }
     check_overlap(site, tensors);

@@ -1,4 +1,4 @@
-// What an operator demands of its arguments.
+// The requirements of an operator on its arguments.
 #pragma once
 
 #include <optional>
@@ -27,18 +27,18 @@ struct CallSite {
     bool is_list;
 };
 
-// One Work per tuple of tensors. Throws std::invalid_argument, naming the argument, both values and the way
-// out, unless the lists have one length (a shared one a divisor of it) and the tensors of a tuple one shape,
-// one dense stride order and one dtype (or float32 beside a 16-bit first one, `either_way` also the reverse),
-// all tensors one device, and no written tensor shares memory with another.
+// One Work per tuple of tensors. Throws std::invalid_argument, naming the argument, both values and the
+// remedy, unless the lists have one length (a shared one a divisor of it) and the tensors of a tuple one
+// shape, one dense stride order and one dtype (or float32 with a 16-bit first one, `either_way` also the
+// reverse), all tensors one device, and no written tensor shares memory with another.
 std::vector<Work> checked_work(const CallSite& site, std::span<const Argument> arguments, bool either_way);
 
-// Of pack and unpack_: one-to-one copies whose shapes, strides and dtypes may differ. The tensors must be
+// For pack and unpack_: one-to-one copies whose shapes, strides and dtypes may differ. The tensors must be
 // strided, float, on one device, and no written one may share memory with another.
 void check_copies(const CallSite& site, std::span<const Argument> arguments);
 
 // An option of one element: its value if it is on the CPU, else nothing. A counter may be float64, and on the
-// CPU whatever the tensors' device. Throws as checked_work does.
+// CPU for any device of the tensors. Throws as checked_work does.
 struct Option {
     View view;
     std::optional<double> value;

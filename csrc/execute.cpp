@@ -1,4 +1,4 @@
-// Names no CUDA symbol of libtorch at link time, so that the library also loads beside a CPU-only torch.
+// References no CUDA symbol of libtorch at link time, so that the library also loads with a CPU-only torch.
 #include "execute.h"
 
 #include <algorithm>
@@ -17,11 +17,11 @@
 namespace avgpipe {
 namespace {
 
-// Threads share a job block by block, whatever the tensors' sizes. A block's start is a vector's.
+// Threads share a job block by block, for any sizes of tensors. A block starts at a vector boundary.
 constexpr int64_t kBlock = 4096;
-// Blocks per thread worth the waking of it: some ten microseconds of work.
+// Blocks per thread that justify waking it: some ten microseconds of work.
 constexpr int64_t kGrain = 8;
-// From this size on, what is written does not stay in the caches anyway.
+// From this size on, written data does not stay in the caches anyway.
 constexpr int64_t kStreamBytes = int64_t{8} << 20;
 
 // ends[t]: blocks of the tensors up to and with t.
@@ -35,7 +35,7 @@ std::vector<int64_t> block_ends(const Job& job) {
     return ends;
 }
 
-// Of the operand that may be streamed.
+// For the operand that may be streamed.
 int64_t streamable_bytes(const Job& job) {
     const Slot slot = job.kernel == Kernel::kCopy ? Slot::kX : Slot::kUpdate;
     int64_t bytes = 0;
@@ -67,8 +67,8 @@ int64_t execute_on_cpu(Job job) {
 #ifdef AVGPIPE_WITH_CUDA
 using CurrentStream = decltype(&aoti_torch_get_current_cuda_stream);
 
-// libtorch_cuda is loaded privately by the Python module, so the global scope does not have it: ask for the
-// loaded library by its name. The global scope serves a statically linked torch.
+// The Python module loads libtorch_cuda privately, so it is not in the global scope: find the loaded library
+// by its name. The global scope is for a statically linked torch.
 CurrentStream find_current_stream() {
     void* library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);
     void* symbol = dlsym(library != nullptr ? library : RTLD_DEFAULT, "aoti_torch_get_current_cuda_stream");

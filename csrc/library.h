@@ -1,16 +1,16 @@
-// What libavgpipe.so has beside its operators: what it is, and who launches CUDA kernels where none are
-// compiled in. Free of torch.
+// The parts of libavgpipe.so besides its operators: its build information, and the launcher of CUDA kernels
+// if none are built in. Free of torch.
 #pragma once
 
 #include "elastic/launch.h"
 
 namespace avgpipe {
 
-// Whether CUDA tensors can be served; if not, operators refuse them.
+// Whether CUDA tensors can be computed; if not, operators refuse them.
 bool has_cuda_kernels();
 
-// Does the launch, on torch's current stream of the device, or throws std::runtime_error. The block is the
-// caller's again after the call.
+// Launches on torch's current stream of the device, or throws std::runtime_error. The block may be reused
+// after the call.
 using Launcher = void (*)(const Launch& launch, int32_t device);
 
 // Hands the launch to the function that was set; false if none was.

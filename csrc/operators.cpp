@@ -1,5 +1,5 @@
-// The operators. Each is declared once, by its schema: the name of an argument says which operand of the
-// kernel it is, or which of the settings, and what is demanded of it.
+// The operators. Each is declared once, by its schema: the name of an argument decides which operand of the
+// kernel or which setting it is, and its requirements.
 #include <algorithm>
 #include <cmath>
 #include <optional>
@@ -75,7 +75,7 @@ const Operator kOperators[] = {
      "T(a!) x, T before, T(b!) last, float momentum, float gain, bool first=False, *" + kCheck},
 };
 
-// ---- what the names of arguments mean ---------------------------------------------------------------
+// ---- meaning of argument names ----------------------------------------------------------------------
 template <class Value>
 struct Named {
     std::string_view name;
@@ -166,7 +166,7 @@ struct Call {
     }
 };
 
-// Takes over what the dispatcher passed, without looking at it: it must all be taken.
+// Takes over the dispatcher's arguments, without checking them: all must be taken.
 void accept(Call& call, const Parameter& p, StableIValue value) {
     using torch::stable::detail::to;
     if (p.operand != nullptr) {
@@ -210,7 +210,7 @@ void check_numbers(Call& call, const std::vector<Parameter>& parameters) {
         refuse(call.site, text("staleness is ", call.staleness, "; pass 0 or 1"));
     s.lags = call.staleness == 1;
     s.is_decoupled |= is_prediction(call.kernel);  // other decay is in the state
-    // Without momentum, the first of all steps differs from none before it.
+    // Without momentum, the first of all steps is like one without a step before it.
     if (call.kernel == Kernel::kCorrect && s.is_first && s.beta1 == 0.0) s.alpha = 0.0;
     if (call.optimizer == Optimizer::kMomentum && s.is_nesterov && (s.beta1 == 0.0 || s.dampening != 0.0)) {
         refuse(call.site, text("nesterov with mu ", s.beta1, " and dampening ", s.dampening,
@@ -218,8 +218,8 @@ void check_numbers(Call& call, const std::vector<Parameter>& parameters) {
     }
 }
 
-// Finds the kernel by how many states there are for each x: Adam has two, SGD a momentum buffer or none. A
-// round has them in one list, kind after kind.
+// Finds the kernel by the number of states for each x: Adam has two, SGD a momentum buffer or none. A round
+// has them in one list, kind after kind.
 void choose_kernel(Call& call) {
     std::vector<Argument>& arguments = call.arguments;
     const auto states = std::find_if(arguments.begin(), arguments.end(),
@@ -321,7 +321,7 @@ int64_t total_count(const Tensors& tensors) {
     return total;
 }
 
-// Copies between a buffer and the tensors that lie in it, one after another. All have been checked.
+// Copies between a buffer and the consecutive tensors in it. All have been checked.
 void copy_between(const CallSite& site, const Tensor& buffer, const Tensors& tensors, bool packs) {
     const DType dtype = checked_float(site, "the buffer", buffer.scalar_type());
     std::vector<Work> works(tensors.size());
@@ -424,7 +424,7 @@ AVGPIPE_KERNELS(CUDA, m) {
 }
 #endif
 
-// Called for devices without a kernel of their own and for empty lists, which have no device.
+// Called for devices without a separate kernel and for empty lists, which have no device.
 AVGPIPE_KERNELS(CompositeExplicitAutograd, m) {
     avgpipe::implement(m, avgpipe::Indices());
 }

@@ -1,5 +1,5 @@
-// Copies past the caches: the old content of the destination is not read first, and nothing is pushed out for
-// it.
+// Copies that bypass the caches: the old content of the destination is not read first, and nothing is
+// evicted.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
-// The only file that names torch's ABI: the LibTorch stable ABI, target 2.11 (TORCH_TARGET_VERSION, see
+// The only file that uses torch's ABI: the LibTorch stable ABI, target 2.11 (TORCH_TARGET_VERSION, see
 // CMakeLists.txt).
 //
 // Everything used here exists in torch 2.11 and stays in later ones, so a library built with any of them
-// loads beside all of them. CUDA needs one symbol more, see cuda_stream().
+// loads with all of them. CUDA needs one more symbol, see cuda_stream().
 #pragma once
 
 #include <torch/csrc/stable/accelerator.h>
@@ -34,7 +34,7 @@ using DeviceGuard = torch::stable::accelerator::DeviceGuard;
 // and before, leaks a string at every call (pytorch/pytorch#191340).
 using String = StringHandle;
 
-// Its text. It is deleted: once for each argument, and before anything can throw.
+// Returns its text. The argument is deleted: call once for each argument, and before anything can throw.
 inline std::string take(String argument) {
     size_t length = 0;
     const char* characters = nullptr;
@@ -45,7 +45,7 @@ inline std::string take(String argument) {
     return taken;
 }
 
-// What an operator asks of a tensor, read once. Sizes and strides are borrowed from it.
+// The properties of a tensor that an operator needs, read once. Sizes and strides are borrowed from it.
 struct View {
     void* data = nullptr;
     ScalarType dtype = ScalarType::Undefined;
@@ -57,14 +57,14 @@ struct View {
     const int64_t* strides = nullptr;
 };
 
-// Whether sizes, strides and memory mean what they say: not sparse, not an opaque layout.
+// Whether sizes, strides and memory have their usual meaning: not sparse, not an opaque layout.
 inline bool is_strided(const Tensor& tensor) {
     int32_t layout = 0;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
     return layout == aoti_torch_layout_strided();
 }
 
-// Of a strided tensor.
+// For a strided tensor.
 inline View view_of(const Tensor& tensor) {
     View view;
     view.data = tensor.data_ptr();

@@ -1,6 +1,6 @@
-// Every CPU kernel on one thread, per instruction set and size, beside what this memory can do: memcpy and
-// multiplying an array in place. bytes_per_second counts what an update must move: operands read and operands
-// written, each once. float32; with --benchmark_filter=avx512/adamw only some.
+// Every CPU kernel on one thread, per instruction set and size, compared with the limits of this memory:
+// memcpy and multiplying an array in place. bytes_per_second counts the bytes that an update must move:
+// operands read and operands written, each once. float32; --benchmark_filter=avx512/adamw selects some.
 #include <benchmark/benchmark.h>
 
 #include <cstdlib>

@@ -1,4 +1,4 @@
-// How device code reads and writes operands, as many elements at once as fill 16-byte accesses.
+// Device code that reads and writes operands, as many elements at once as fill 16-byte accesses.
 #pragma once
 
 #include "elastic/block.h"
@@ -14,7 +14,7 @@ struct alignas(16) Vector {
     uint32_t words[4];
 };
 
-// One instruction: plain code may come out as several stores, depending on how the compiler arranges the
+// One instruction: plain code may become several stores, depending on how the compiler arranges the
 // addresses.
 __device__ __forceinline__ void store_vector(Vector* to, const Vector& vector) {
 #ifdef __CUDA_ARCH__
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_as(void* data, int64_t first, const A (&va
     }
 }
 
-// A mixed kernel asks for the operand's format each time: all threads take the same branch, and memory is the
+// A mixed kernel checks the operand's format each time: all threads take the same branch, and memory is the
 // limit.
 template <bool kMixed, int kCount, class A>
 __device__ __forceinline__ void load(const Operand& operand, int64_t first, A (&values)[kCount]) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store(const Operand& operand, int64_t first, con
     }
 }
 
-// The values as they come back from the operand.
+// The values as they are read back from the operand.
 template <bool kMixed, int kCount, class A>
 __device__ __forceinline__ void round_to(DType dtype, A (&values)[kCount]) {
     if constexpr (kMixed) {

@@ -1,6 +1,6 @@
-// What one launch on a CUDA device is told: the operands of many tensors, cut into chunks. Its bytes are the
-// kernel's only parameter, passed by value, so a launch needs no copy to the device and can be captured in a
-// graph.
+// The parameter of one launch on a CUDA device: the operands of many tensors, cut into chunks. Its bytes are
+// the kernel's only parameter, passed by value, so a launch needs no copy to the device and can be captured
+// in a graph.
 #pragma once
 
 #include "elastic/work.h"
@@ -16,8 +16,8 @@ enum class Precision : int32_t {
 };
 
 constexpr int kThreads = 256;  // of a thread block
-// Elements of a chunk, the last one of a tensor excepted. A multiple of 16 bytes of every dtype, so that an
-// aligned tensor's chunks are aligned too.
+// Elements of a chunk, except for the last one of a tensor. A multiple of 16 bytes for every dtype, so that
+// an aligned tensor's chunks are aligned too.
 constexpr int64_t kChunk = 4096;
 // Large enough for Adam over some 200 tensors. Parameters beyond 4 KiB need CUDA 12.1 and sm_70.
 constexpr int kBlockBytes = 16384;
@@ -36,7 +36,7 @@ constexpr AVGPIPE_HD int pointer_words(Kernel kernel) {
     return words;
 }
 
-// Where the operand's pointer is among those of its replica.
+// The index of the operand's pointer among those of its replica.
 constexpr AVGPIPE_HD int pointer_index(Kernel kernel, Slot slot) {
     int index = 0;
     for (int before = 0; before < static_cast<int>(slot); ++before)
@@ -48,7 +48,7 @@ constexpr AVGPIPE_HD int64_t words_of_tensor(Kernel kernel, int64_t replicas) {
     return kTensorWords + replicas * (1 + pointer_words(kernel));
 }
 
-// Every kernel: X(name, Kernel, type of the arithmetic, whether operands' formats differ from it). In the
+// Every kernel: X(name, Kernel, type of the arithmetic, whether operands' formats differ from it), in the
 // order of Kernel and Precision.
 #define AVGPIPE_PRECISIONS(X, name, kernel) \
     X(name##_float, kernel, float, false)   \
@@ -73,7 +73,7 @@ constexpr AVGPIPE_HD int64_t words_of_tensor(Kernel kernel, int64_t replicas) {
     X(copy_mixed_double, kCopy, double, true)
 
 struct BlockHead {
-    Settings settings;  // needed where it points to values in device memory; else one of these holds:
+    Settings settings;  // needed if it points to values in device memory; else one of these holds:
     Scalars<float> floats;
     Scalars<double> doubles;
     unsigned long long* lost = nullptr;  // the counter of check_finite, in device memory

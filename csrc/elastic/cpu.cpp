@@ -13,11 +13,11 @@ namespace {
 // Elements converted at a time: a float buffer of 2 KiB for each operand stays in the first-level cache.
 constexpr int64_t kTile = 512;
 
-// Elements of a round that are done for all replicas before the next ones: the weights and z wait in the
+// Elements of a round that are processed for all replicas before the next ones: the weights and z stay in the
 // caches for the pull, while each operand is still read in pieces long enough for the prefetchers.
 constexpr int64_t kRoundTile = 16384;
 
-// Elements of one loop over operands that need no conversion; a counter of 32 bits holds as many.
+// Elements of one loop over operands that need no conversion; a counter of 32 bits can hold this number.
 constexpr int64_t kLongTile = int64_t{1} << 20;
 
 template <class A, class Stored>
@@ -34,7 +34,7 @@ void narrow_all(const A* __restrict__ values, int64_t count, Stored* __restrict_
 template <class A>
 constexpr DType kOwn = sizeof(A) == sizeof(double) ? DType::kFloat64 : DType::kFloat32;
 
-// The operand's elements as A: in place where they are stored so, otherwise in `buffer`.
+// The operand's elements as A: in place if they are stored as A, otherwise in `buffer`.
 template <class A>
 A* load(const Operand& operand, int64_t first, int64_t count, A* buffer) {
     switch (operand.dtype) {
@@ -61,7 +61,7 @@ void store_as(const Operand& operand, int64_t first, int64_t count, const A* val
     stream(stored, narrowed, count * static_cast<int64_t>(sizeof(Stored)));
 }
 
-// Rounds a buffer back into the operand; what is in place is there already.
+// Rounds a buffer back into the operand; elements in place are already there.
 template <class A>
 void store(const Operand& operand, int64_t first, int64_t count, const A* values, bool streams = false) {
     A* own = static_cast<A*>(operand.data) + first;
@@ -79,14 +79,14 @@ void store(const Operand& operand, int64_t first, int64_t count, const A* values
     }
 }
 
-// Where new elements are made: in place if they may be and are stored as A, otherwise in `buffer`.
+// Where new elements are made: in place if allowed and stored as A, otherwise in `buffer`.
 template <class A>
 A* place(const Operand& operand, int64_t first, bool may_be_in_place, A* buffer) {
     const bool is_in_place = may_be_in_place && operand.dtype == kOwn<A>;
     return is_in_place ? static_cast<A*>(operand.data) + first : buffer;
 }
 
-// Where the elements of a tile are, by slot. The update has two places: it may be read in one and left in
+// The addresses of a tile's elements, by slot. The update has two: it may be read from one and written to
 // another.
 template <class A>
 struct Tile {
@@ -105,7 +105,7 @@ int64_t advance_tile(const Tile<A>& tile, int64_t count, const Scalars<A>& all, 
     const Scalars<A> s = all;  // a copy that no store below can change
     // A counter as wide as A keeps the loop's lanes of one width.
     std::conditional_t<sizeof(A) == 4, int32_t, int64_t> lost = 0;
-    // Places are equal or apart, so no iteration depends on another one.
+    // Addresses are equal or disjoint, so no iteration depends on another one.
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) {
         Element<A> e{};
@@ -164,7 +164,7 @@ int64_t run_pass(const Work& work, const Scalars<A>& s, const Limits<A>& limits,
             const auto which = static_cast<Slot>(slot);
             if (!uses(kKernel, which)) continue;
             if (which == Slot::kUpdate && is_overwritten) {
-                tile[which] = tile[Slot::kX];  // what is not read may hold anything: x stands for it, unused
+                tile[which] = tile[Slot::kX];  // unread operands may hold anything: x replaces them, unused
             } else if (reads(kKernel, which)) {
                 tile[which] = load(work[which], first, count, buffers[slot]);
             } else {
@@ -239,7 +239,7 @@ int64_t run_checked(const Job& job, int64_t tensor, int64_t begin, int64_t end) 
     return run_pass<kKernel, kCheck>(work, s, limits_of<A>(work), job.streams, begin, end);
 }
 
-// A table of all kernels: with the check after those without.
+// A table of all kernels: those with the check after those without.
 template <class A, int... kKernels>
 int64_t run_typed(std::integer_sequence<int, kKernels...>, const Job& job, int64_t tensor, int64_t begin,
                   int64_t end) {

@@ -23,7 +23,7 @@ int64_t run(const Job& job, int64_t tensor, int64_t begin, int64_t end);
 }
 #endif
 
-// The best kernel this processor can run, and its instruction set's name; decided once.
+// The best kernel that this processor can run, and its instruction set's name; chosen once.
 struct CpuChoice {
     CpuKernel run;
     const char* name;

@@ -4,7 +4,7 @@ namespace avgpipe {
 
 CpuChoice cpu_kernel() {
 #ifdef AVGPIPE_X86_64
-    // The flags cpu.cpp is compiled with, see CMakeLists.txt.
+    // The flags that cpu.cpp is compiled with, see CMakeLists.txt.
     static const CpuChoice choice = [] {
         const bool has_avx2 = __builtin_cpu_supports("avx2");
         const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&

@@ -21,7 +21,7 @@ void check(cudaError_t status, const char* what) {
 }  // namespace
 
 void launch_kernel(const Launch& launch, int device, void* stream) {
-    // The runtime linked in here is not torch's: it learns the device of its own.
+    // The CUDA runtime linked here is not torch's: it needs its own cudaSetDevice.
     check(cudaSetDevice(device), "choice of the device");
     int processors = 0;
     check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "device attribute");

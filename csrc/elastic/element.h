@@ -1,16 +1,16 @@
 // The arithmetic of one element of every elastic update, once for host and device.
 //
-// Sources of the rules: avgpipe_ext/operators.py. Compiled without fused multiply-add on both sides,
-// so every processor rounds alike and CPU and CUDA agree bit for bit.
+// Sources of the rules: avgpipe_ext/operators.py. Compiled without fused multiply-add on both sides, so every
+// processor rounds alike and CPU and CUDA agree bit for bit.
 #pragma once
 
 #include "elastic/number.h"
 
 namespace avgpipe {
 
-// What one pass over the operands does. An optimizer's pass goes on with the averaging rule, whose
-// coefficients are in Scalars; in a round the optimizer's step goes straight into z, and pulls follow. A
-// trial leaves the optimizer's state as it is. The three optimizers' kernels of a kind are in the order of
+// The work of one pass over the operands. An optimizer's pass continues with the averaging rule, whose
+// coefficients are in Scalars; in a round the optimizer's step goes directly into z, and pulls follow. A
+// trial leaves the optimizer's state unchanged. The three optimizers' kernels of a kind are in the order of
 // Optimizer.
 enum class Kernel : int32_t {
     kPull,           // x += alpha (z - x)
@@ -33,22 +33,22 @@ enum class Kernel : int32_t {
 
 enum class Optimizer : int32_t { kNone, kSgd, kMomentum, kAdam };
 
-// Several replicas' passes that share one z.
+// Passes of several replicas that share one z.
 constexpr AVGPIPE_HD bool is_round(Kernel kernel) {
     return kernel >= Kernel::kSgdRound && kernel <= Kernel::kAdamRound;
 }
 
-// One step from the reference z, which neither z nor the optimizer's state follows.
+// One step from the reference z, which changes neither z nor the optimizer's state.
 constexpr AVGPIPE_HD bool is_trial(Kernel kernel) {
     return kernel >= Kernel::kTrialSgd && kernel <= Kernel::kTrialAdam;
 }
 
-// From an optimizer's state, without a gradient.
+// Passes that use an optimizer's state, without a gradient.
 constexpr AVGPIPE_HD bool is_prediction(Kernel kernel) {
     return kernel == Kernel::kPredictSgd || kernel == Kernel::kPredictAdam;
 }
 
-// Whose step is made, or predicted.
+// The optimizer whose step is made, or predicted.
 constexpr AVGPIPE_HD Optimizer optimizer_of(Kernel kernel) {
     if (is_prediction(kernel)) return kernel == Kernel::kPredictSgd ? Optimizer::kMomentum : Optimizer::kAdam;
     if (kernel < Kernel::kSgd || kernel > Kernel::kTrialAdam) return Optimizer::kNone;
@@ -62,7 +62,7 @@ constexpr AVGPIPE_HD Kernel with_optimizer(Kernel kernel, Optimizer optimizer) {
     return static_cast<Kernel>(static_cast<int32_t>(kernel) + further);
 }
 
-// Steps that the caller's counter does not have yet: a trial is one beyond those that were made.
+// Steps that the caller's counter does not include yet: a trial is one step ahead of it.
 constexpr AVGPIPE_HD int32_t uncounted_steps(Kernel kernel) {
     return is_trial(kernel) ? 1 : 0;
 }
@@ -101,13 +101,13 @@ constexpr AVGPIPE_HD bool reads(Kernel kernel, Slot slot) {
     return uses(kernel, slot);
 }
 
-// Whether `first` may hold nothing yet (Settings::is_first).
+// Whether `first` may be uninitialized (Settings::is_first).
 constexpr AVGPIPE_HD bool may_begin(Kernel kernel) {
     return uses(kernel, Slot::kFirst) && optimizer_of(kernel) != Optimizer::kAdam && !is_prediction(kernel);
 }
 
-// One element of every operand in the arithmetic type A (float or double); what a kernel does not use is
-// unset.
+// One element of every operand in the arithmetic type A (float or double); operands that a kernel does not
+// use are unset.
 template <class A>
 struct Element {
     A x, before, z, update, grad, first, second;
@@ -119,8 +119,8 @@ struct Limits {
     A x, z, update;
 };
 
-// What is the same for every element, as the host was told it (see Scalars for the meanings). `step`,
-// `grad_scale` and `found_inf` are read on the device where they are not null, and replace the values.
+// Values that are the same for every element, from the host (see Scalars for the meanings). `step`,
+// `grad_scale` and `found_inf` are read on the device if they are not null, and replace the values.
 struct Settings {
     double alpha = 0.0, from_step = 1.0, from_force = 0.0, scale = 1.0;
     double lr = 0.0, weight_decay = 0.0, beta1 = 0.0, beta2 = 0.0, eps = 0.0, dampening = 0.0;
@@ -140,21 +140,21 @@ using Mask = std::conditional_t<sizeof(A) == sizeof(uint64_t), uint64_t, uint32_
 template <class A>
 struct Scalars {
     A alpha;         // elasticity; kCorrect: gain
-    A from_step;     // what the update gets of the step
-    A from_force;    // what the update gets of the force, negated
-    A scale;         // of an update on its way into z, of a momentum on its way into a prediction
-    A unscale;       // of gradients
+    A from_step;     // factor of the step in the update
+    A from_force;    // factor of the force in the update, negated
+    A scale;         // factor of an update added to z, or of a momentum added to a prediction
+    A unscale;       // factor of gradients
     A decay;         // Adam: factor (1 - lr weight_decay)^updates of x, else 1
     A weight_decay;  // added to gradients as weight_decay x, if decays
     A lr;            // SGD: learning rate; Adam: updates lr / (1 - beta1^step)
     A beta1;         // SGD: momentum factor mu; kCorrect: momentum
-    A new1;          // weight of what is new in `first`: SGD: 1 - dampening, else 1 - beta1
+    A new1;          // weight of the new value in `first`: SGD: 1 - dampening, else 1 - beta1
     A beta2, new2;   // Adam: weights of the old and the new value in `second`
     A unbias2;       // Adam: 1 / sqrt(1 - beta2^step)
     A eps;
     Mask<A> lags;         // the force is alpha (z - x_before), else alpha (z - x)
     Mask<A> accumulates;  // update += ..., else update = ...
-    Mask<A> zeroes;       // kApply leaves update = 0, else as it was
+    Mask<A> zeroes;       // kApply sets update = 0, else leaves it unchanged
     Mask<A> decays, is_nesterov, is_first, skips;
 };
 
@@ -215,7 +215,7 @@ AVGPIPE_HD A adam_moved(A x, A first, A second, const Scalars<A>& s) {
     return s.decay * x - s.lr * (first / (root(second) * s.unbias2 + s.eps));
 }
 
-// The optimizer's step, as torch.optim does it; a step that is skipped leaves everything as it is.
+// The optimizer's step, as torch.optim does it; a skipped step leaves everything unchanged.
 template <Optimizer kOptimizer, class A>
 AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
     A grad = e.grad * s.unscale;
@@ -238,15 +238,15 @@ AVGPIPE_HD void optimize(Element<A>& e, const Scalars<A>& s) {
     e.x = select(s.skips, e.x, x);
 }
 
-// Where the optimizer's next steps lead if its state stays.
+// The weights after the optimizer's next steps with an unchanged state.
 template <Optimizer kOptimizer, class A>
 AVGPIPE_HD A predicted(const Element<A>& e, const Scalars<A>& s) {
     if constexpr (kOptimizer == Optimizer::kAdam) return adam_moved(e.x, e.first, e.second, s);
     return e.x - s.scale * e.first;
 }
 
-// The step from x_before to x, averaged with the last ones and carried on by their difference. What is added
-// to x is exactly 0 without momentum and gain, and subtracted so that a zero keeps its sign.
+// The step from x_before to x, averaged with the last ones and extrapolated by their difference. The term
+// added to x is exactly 0 without momentum and gain, and is subtracted so that a zero keeps its sign.
 template <class A>
 AVGPIPE_HD void correct(Element<A>& e, const Scalars<A>& s) {
     const A step = e.x - e.before;
@@ -300,8 +300,8 @@ AVGPIPE_HD bool is_below(A value, A limit) {
     return (value < limit) & (value > -limit);  // false for NaN; no branch, for vectorised loops
 }
 
-// As advance; returns whether the element is lost: an x, z or update about to be stored would not be finite.
-// A kernel that writes z then leaves it as it was, so the reference stays finite.
+// As advance; returns whether the element is lost: an x, z or update to be stored would not be finite. A
+// kernel that writes z then leaves it unchanged, so the reference stays finite.
 template <Kernel kKernel, class A>
 AVGPIPE_HD bool advance_checked(Element<A>& e, const Scalars<A>& s, const Limits<A>& limits) {
     const A old_z = e.z;

@@ -1,6 +1,6 @@
-// The CUDA kernels, for nvcc and for NVRTC: no header of the system or of CUDA. Every operand is read and
-// written once, 16 bytes at a time where the tensor's addresses allow it; one kernel serves a flat arena and
-// lists of tensors.
+// The CUDA kernels, for nvcc and for NVRTC: they include no header of the system or of CUDA. Every operand is
+// read and written once, 16 bytes at a time if the tensor's addresses allow it; one kernel serves a flat
+// arena and lists of tensors.
 #pragma once
 
 #include "elastic/access.h"
@@ -49,7 +49,7 @@ __device__ __forceinline__ int find_tensor(const LaunchBlock& block, int64_t chu
     return low;
 }
 
-// What the elements need of their operands that is not in memory.
+// The inputs of elements that are not operands in memory.
 template <class A>
 struct Constants {
     const Scalars<A>& scalars;
@@ -85,8 +85,8 @@ __device__ __forceinline__ A limit_of(const Operand& operand) {
     return overflow_limit<A>(kMixed ? operand.dtype : DType::kFloat64);
 }
 
-// One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many were
-// lost.
+// One pass over kCount elements from `first` of one replica; z stays with the caller. Returns how many
+// elements were lost.
 template <Kernel kKernel, bool kMixed, int kCount, class A>
 __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& operands, int64_t first,
                                              const Constants<A>& constants, A (&z)[kCount]) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
     if constexpr (reads(kKernel, Slot::kBefore)) load<kMixed>(operands[Slot::kBefore], first, before);
     if constexpr (reads(kKernel, Slot::kGrad)) load<kMixed>(operands[Slot::kGrad], first, grad);
     if constexpr (reads(kKernel, Slot::kSecond)) load<kMixed>(operands[Slot::kSecond], first, old2);
-    // What is only overwritten is not read: an update that does not accumulate, a momentum that begins.
+    // Overwritten operands are not read: an update that does not accumulate, a momentum that begins.
     if constexpr (reads(kKernel, Slot::kFirst))
         if (!may_begin(kKernel) || !s.is_first || s.skips) load<kMixed>(operands[Slot::kFirst], first, old1);
     if constexpr (reads(kKernel, Slot::kUpdate))
@@ -123,7 +123,7 @@ __device__ __forceinline__ int advance_group(const Operands<kKernel, kMixed>& op
     return lost;
 }
 
-// Replicas whose operands a thread asks for at once: with one after another, waiting would take the time.
+// Replicas whose operands a thread requests at once: one after another, latency would dominate.
 constexpr int kTogether = 4;
 
 // The operands' elements of the replicas from `replica` on, `count` of them.

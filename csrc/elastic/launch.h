@@ -12,9 +12,10 @@ struct Launch {
     const LaunchBlock& block;  // the kernel's parameter; valid during the call that passes it on
 };
 
-// Passes on the launches that do the job, none for a job without elements. `lost`, in device memory, is what
-// the kernels add the number of lost elements to (see advance_checked); it may be null without check_finite.
-// Throws std::invalid_argument, before the first launch, if the replicas of a tensor do not fit into a block.
+// Passes on the launches that do the job, none for a job without elements. `lost`, in device memory, is the
+// counter that the kernels add the number of lost elements to (see advance_checked); it may be null without
+// check_finite. Throws std::invalid_argument, before the first launch, if the replicas of a tensor do not fit
+// into a block.
 void for_each_launch(const Job& job, unsigned long long* lost, const std::function<void(const Launch&)>& run);
 
 // A kernel's arguments of AVGPIPE_DEFINE_KERNEL, as text: "adam_mixed, kAdam, float, true".
@@ -22,12 +23,12 @@ const char* kernel_definition(int kernel);
 int kernel_count();
 
 // Blocks of threads of a launch: several times what a device with `processors` multiprocessors holds at once,
-// so that the last ones to end leave little of it idle, yet each does its preparations for several chunks if
-// there are many.
+// so that little of it is idle while the last ones end, yet each block amortises its preparations over
+// several chunks if there are many.
 int64_t grid_size(int64_t chunks, int64_t processors);
 
 // Enqueues the launch on `stream` (a cudaStream_t) of device `device`; never waits. Throws std::runtime_error
-// when the launch is refused. Only in a build with nvcc.
+// if the launch fails. Only in a build with nvcc.
 void launch_kernel(const Launch& launch, int device, void* stream);
 
 }  // namespace avgpipe

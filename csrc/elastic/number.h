@@ -1,5 +1,5 @@
 // Storage formats of a number and the rounding between them. Free of torch; for host and device. Device code
-// needs no header of CUDA's, so that NVRTC, which has none at hand, compiles it too.
+// includes no CUDA header, so that NVRTC, which has none, compiles it too.
 #pragma once
 
 #ifdef __CUDACC_RTC__

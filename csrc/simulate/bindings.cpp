@@ -14,8 +14,7 @@
 namespace avgpipe::simulate {
 namespace {
 
-// A question's fields by name. Dtypes and sizes are checked here; what the numbers say is checked by
-// avgpipe.planning.
+// A question's fields by name. Dtypes and sizes are checked here; avgpipe.planning checks the values.
 Question question_of(const py::kwargs& given) {
     Question q = {};
     size_t taken = 0;
@@ -72,7 +71,7 @@ Question question_of(const py::kwargs& given) {
     return q;
 }
 
-// Of a batch, on all workers.
+// Fields of a batch, on all workers.
 int64_t actions_of(const Question& q) {
     int64_t actions = 0;
     for (const Loop* loop = q.loops; loop != q.loops + q.row_begin[q.workers]; ++loop) {

@@ -1,4 +1,4 @@
-// What runs on a device now, and which devices have the next event.
+// The actions that run on a device now, and the devices with the next event.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace avgpipe::simulate {
 
-// One action at a time. An action is known by the number of its lane.
+// One action at a time. An action is identified by the number of its lane.
 class OneSlot {
   public:
     explicit OneSlot(const Question&) {}
@@ -18,7 +18,8 @@ class OneSlot {
     bool has_room() const { return end_ == kNever; }
     Ticks next_end() const { return end_; }
 
-    // From now on the time is `now`. Gives the ticks for which the device has been busy since the last time.
+    // From now on the time is `now`. Returns the ticks for which the device has been busy since the last
+    // call.
     Ticks advance(Ticks now) {
         const Ticks busy = has_room() ? 0 : now - since_;
         since_ = now;
@@ -30,7 +31,7 @@ class OneSlot {
         end_ = since_ + ticks;
     }
 
-    // Calls `ended` with the lane of each action that is over.
+    // Calls `ended` with the lane of each action that has ended.
     template <class Ended>
     void finish(Ended&& ended) {
         if (end_ != since_) return;
@@ -43,8 +44,8 @@ class OneSlot {
     Ticks since_ = 0, end_ = kNever;
 };
 
-// Several at a time, all at the speed that their number gives. Work is counted in ticks / 2^20, so that
-// nothing is rounded but the moment at which an action ends, upwards to a whole tick.
+// Several at a time, all at the speed for their number. Work is counted in ticks / 2^20, so that only the
+// moment at which an action ends is rounded, up to a whole tick.
 class Slots {
   public:
     explicit Slots(const Question& q) : q_(q) {}
@@ -56,7 +57,7 @@ class Slots {
         const auto least = std::min_element(running_.begin(), running_.end(),
                                             [](const auto& a, const auto& b) { return a.work < b.work; });
         const __int128 work = least->work + rate() - 1;
-        // Work that fits 64 bits, as nearly all does, is divided many times as fast.
+        // Work that fits into 64 bits, as nearly all does, is divided many times as fast.
         const __int128 left = work <= INT64_MAX ? static_cast<int64_t>(work) / rate() : work / rate();
         return since_ + static_cast<Ticks>(std::min<__int128>(left, kLongest + 1));
     }
@@ -96,7 +97,7 @@ class Slots {
     Ticks since_ = 0;
 };
 
-// A tree of the least times: to change a worker's costs a comparison per level, up to where nothing changes.
+// A tree of the least times: an update of a worker costs a comparison per level, up to where nothing changes.
 class NextEvent {
   public:
     explicit NextEvent(int64_t workers)

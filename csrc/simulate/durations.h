@@ -9,8 +9,7 @@
 
 namespace avgpipe::simulate {
 
-// ---- random numbers that belong to a place, not to a turn: the same on every machine, in every order of
-// events ----
+// ---- random numbers by place, not by order: the same on every machine ----
 constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 // A step of SplitMix64 (Steele, Lea, Flood 2014).
@@ -48,7 +47,7 @@ class Durations {
         return is_random_ ? shaken(ticks, stage * kPlaces + kind, m, batch) : ticks;
     }
 
-    // When a tensor that is made now will be there. A channel takes tensors in the order of the calls.
+    // The arrival of a tensor that is made now. A channel takes tensors in the order of the calls.
     Ticks send(int64_t link, int64_t m, int64_t batch, Ticks now) {
         const int64_t width = q_.transfer_width;
         Ticks ticks = q_.transfer_ticks[width == 1 ? link : link * width + m];
@@ -58,8 +57,8 @@ class Durations {
         if (channel >= 0) {
             if (q_.channel_count[link] > 1) channel += m % q_.channel_count[link];
             Ticks& free = free_[static_cast<size_t>(channel)];
-            // Many tensors may wait for a channel, so that only their sum is too long: what takes one then
-            // is, too.
+            // Many tensors may wait for a channel, so that only the sum of their times is too long: refuse
+            // that, too.
             left = free = std::min(std::max(now, free) + ticks, kLongest + 1);
         }
         return left + q_.latency_ticks[link];

@@ -1,4 +1,4 @@
-// What a run has whether or not devices choose.
+// The common state of a run, with or without choices of devices.
 #pragma once
 
 #include <stdexcept>
@@ -14,12 +14,12 @@ class Engine {
     Engine(const Question& q, Answer& answer, int64_t pipelines)
         : q_(q), durations_(q), tally_(q, answer), sums_(q, pipelines), inboxes_(windows_of(q, pipelines)) {}
 
-    // The box of a stage's place, of a pipeline: when the tensor of the step's micro-batch is there.
+    // The box of a stage's place, of a pipeline: the arrival of the tensor of the step's micro-batch.
     Ticks& inbox(int64_t box, const Step& step) {
         return inboxes_.at(box, step.kind == kForward, step.number);
     }
 
-    // When what an action has made on one worker will be on the other.
+    // The arrival on one worker of the result of an action on another.
     Ticks arrival(int64_t from, int64_t to, const Step& step, int64_t batch, Ticks now) {
         if (from == to) return now;
         const int64_t link = step.kind == kForward ? 2 * step.stage : 2 * step.receiver() + 1;

@@ -1,5 +1,5 @@
-// Where devices choose: event after event. All that happens at an instant is known before a device chooses;
-// what then begins and ends at the same instant comes after that.
+// Simulation with choices of devices: event after event. A device chooses after all that happens at an
+// instant is known; actions that then begin and end at the same instant follow after that.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Events : Engine {
             touched_.clear();
             next_.collect(now, touched_);
             for (const int64_t w : touched_) is_touched_[static_cast<size_t>(w)] = true;
-            const size_t count = touched_.size();  // more may be touched by what arrives at once
+            const size_t count = touched_.size();  // simultaneous arrivals may touch more
             for (size_t at = 0; at < count; ++at) {
                 Device& device = devices_[static_cast<size_t>(touched_[at])];
                 tally_.busy(touched_[at], device.advance(now));
@@ -54,8 +54,8 @@ class Events : Engine {
         RowWalk walk;
         int32_t worker, pipeline;
         bool is_running = false;
-        Ticks ready = kNever;  // when all that the next step needs is there
-        uint64_t urgency = 0;  // the least goes first
+        Ticks ready = kNever;  // when all inputs of the next step have arrived
+        uint64_t urgency = 0;  // the least runs first
         Ticks started = 0;
     };
 
@@ -63,7 +63,7 @@ class Events : Engine {
 
     int64_t box(int64_t place, const Lane& lane) const { return place * q_.pipelines + lane.pipeline; }
 
-    // Make the lane's next step known.
+    // Finds the lane's next step.
     void look(int64_t number, Ticks now) {
         Lane& lane = lanes_[static_cast<size_t>(number)];
         lane.ready = kNever;
@@ -81,7 +81,7 @@ class Events : Engine {
         lane.urgency = later << 62 | static_cast<uint64_t>(batch_of(lane));
     }
 
-    // Let the device take the most urgent steps that are ready, and say when to look at it again.
+    // Lets the device take the most urgent steps that are ready, and sets when to check it again.
     void start(int64_t w, Ticks now) {
         is_touched_[static_cast<size_t>(w)] = false;
         Device& device = devices_[static_cast<size_t>(w)];
@@ -147,7 +147,7 @@ class Events : Engine {
         wake(other, there, now);
     }
 
-    // The other workers of a stage whose gradients are all there may wait for that.
+    // The other workers of a stage may wait for the sum of its gradients.
     void tell_replicas(const Lane& lane, const Step& step, Ticks now) {
         for (int64_t at = q_.replicas_begin[step.stage]; at < q_.replicas_begin[step.stage + 1]; ++at) {
             const int64_t w = q_.replicas[at];
@@ -160,7 +160,7 @@ class Events : Engine {
         }
     }
 
-    // What a lane waited for is there, or will be.
+    // An input that a lane waited for has arrived, or has an arrival time.
     void wake(Lane& lane, Ticks there, Ticks now) {
         lane.ready = there;
         const auto w = static_cast<size_t>(lane.worker);

@@ -1,6 +1,6 @@
-// Where devices have nothing to choose: one pipeline, and no channel that several workers send on. Then each
-// worker runs its row in order, each action as soon as its tensor is there, and times follow without a queue
-// of events: a worker goes on until a tensor is missing, and is called again when that has been sent.
+// Simulation without choices of devices: one pipeline, and no channel that several workers send on. Then each
+// worker runs its row in order, each action as soon as its tensor has arrived, and times follow without a
+// queue of events: a worker continues until a tensor is missing, and is called again when that has been sent.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ class FixedOrder : Engine {
     struct Worker {
         RowWalk walk;
         Ticks free = 0;
-        const Ticks* awaited = nullptr;  // the place of the tensor that is missing
+        const Ticks* awaited = nullptr;  // the place of the missing tensor
     };
 
     void go_on(int64_t w) {
@@ -84,7 +84,7 @@ class FixedOrder : Engine {
     }
 
     std::vector<Worker> workers_;
-    std::queue<int64_t> queue_;  // workers that may go on
+    std::queue<int64_t> queue_;  // workers that may continue
 };
 
 }  // namespace avgpipe::simulate

@@ -1,4 +1,4 @@
-// When tensors that a stage has not taken yet are there, and gradients summed.
+// Arrival times of tensors that a stage has not taken yet, and of summed gradients.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +10,8 @@
 
 namespace avgpipe::simulate {
 
-// For the forwards and the backwards of stages, or of pipelines on stages. Those that were sent and not taken
-// lie in a window of consecutive micro-batches, so a ring of places is enough.
+// For the forwards and the backwards of stages, or of pipelines on stages. Tensors that were sent and not
+// taken are in a window of consecutive micro-batches, so a ring of places is enough.
 class Inboxes {
   public:
     explicit Inboxes(const std::vector<int64_t>& windows) {
@@ -24,7 +24,7 @@ class Inboxes {
         places_.assign(static_cast<size_t>(size), kNever);
     }
 
-    // The time at which the tensor of a micro-batch is there, kNever while that is unknown.
+    // The arrival time of the tensor of a micro-batch, kNever while unknown.
     Ticks& at(int64_t box, bool is_forward, int64_t number) {
         const auto [begin, mask] = boxes_[static_cast<size_t>(box)];
         return places_[static_cast<size_t>(begin + (is_forward ? 0 : mask + 1) + (number & mask))];
@@ -55,7 +55,7 @@ inline std::vector<int64_t> windows_of(const Question& q, int64_t pipelines) {
     return windows;
 }
 
-// How many of a batch's backwards have ended, of a stage's replicas together, and when the last one did.
+// How many of a batch's backwards have ended, on a stage's replicas together, and when the last one did.
 class Sums {
   public:
     Sums(const Question& q, int64_t pipelines) : q_(q), pipelines_(pipelines) {
@@ -63,12 +63,12 @@ class Sums {
         for (const Action* a = q.actions; a != q.actions + q.loops[q.row_begin[q.workers] - 1].end; ++a) {
             ahead = std::max(ahead, a->ahead);
         }
-        // A batch's sum is used up before that of one so much later begins, on all replicas.
+        // A batch's sum is used before the sum at the same place of the ring begins, on all replicas.
         ring_ = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(ahead) + 3));
         sums_.resize(static_cast<size_t>(q.stages * pipelines * ring_));
     }
 
-    // True with the last one.
+    // True for the last one.
     bool add(const Step& step, int64_t pipeline, Ticks now) {
         Sum& sum = at(step, pipeline);
         if (sum.own != step.own) sum = {now, step.own, 0};
@@ -76,7 +76,7 @@ class Sums {
         return ++sum.count == q_.micro_batches;
     }
 
-    // When the update of a batch may start; kNever while that is unknown.
+    // When the update of a batch may start; kNever while unknown.
     Ticks ready(const Step& step, int64_t pipeline) {
         const Sum& sum = at(step, pipeline);
         const bool is_done = sum.own == step.own && sum.count == q_.micro_batches;

@@ -1,4 +1,4 @@
-// What a simulation is asked, and what it answers. bindings.cpp names the same fields.
+// The input and the output of a simulation. bindings.cpp names the same fields.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,18 @@ constexpr Ticks kLongest =
 
 enum Kind : int32_t { kForward, kBackward, kInputs, kWeights, kUpdate, kKinds };
 
-// An action of a row; of a loop, as it is the first time. An update has micro-batch 0.
+// An action of a row; in a loop, that of the first repetition. An update has micro-batch 0.
 struct Action {
     int32_t kind, stage, micro_batch, ahead;
 };
 
-// Actions that a row repeats; their micro-batches rise by `stride` from one time to the next.
+// Actions that a row repeats; their micro-batches rise by `stride` with each repetition.
 struct Loop {
     int32_t begin, end;  // among all actions
     int32_t repeats, stride;
 };
 
-// Link 2k is that from stage k to k+1, link 2k+1 the one back; both are of boundary k.
+// Link 2k is that from stage k to k+1, link 2k+1 the reverse; both are of boundary k.
 struct Question {
     int64_t stages, workers, micro_batches, pipelines, batches;
     const int64_t* row_begin;  // per worker, and the end: the loops of its row, see avgpipe/schedule/row.py
@@ -38,7 +38,7 @@ struct Question {
     const Ticks* sum_ticks;  // per stage: between the last backward of a batch on all replicas and the update
     const Ticks* transfer_ticks;  // per link, `transfer_width` numbers: how long a tensor occupies it
     int64_t transfer_width;
-    const Ticks* latency_ticks;  // per link: from leaving it to being there
+    const Ticks* latency_ticks;  // per link: from leaving it to arrival
     const int32_t*
         channel;  // per link: the first of its channels, which carry one tensor at a time; -1: none
     const int32_t* channel_count;  // per link: 1, or as many as senders, in turn
@@ -54,7 +54,7 @@ struct Question {
 
     int64_t replica_count(int64_t stage) const { return replicas_begin[stage + 1] - replicas_begin[stage]; }
 
-    // The place of a stage on a worker that a micro-batch goes to: an index of `replicas`.
+    // The place of a stage on the worker of a micro-batch: an index of `replicas`.
     int64_t place(int64_t stage, int64_t micro_batch) const {
         const int64_t begin = replicas_begin[stage], count = replicas_begin[stage + 1] - begin;
         return count == 1 ? begin : begin + micro_batch % count;
@@ -79,9 +79,9 @@ struct Answer {
     int64_t count;            // of actions
 };
 
-// Fills the answer. Needs numbers that make sense: avgpipe/planning/engine.py checks them. Throws
+// Computes the answer. Requires valid numbers: avgpipe/planning/engine.py checks them. Throws
 // std::invalid_argument for a schedule that gets stuck, std::overflow_error for times that are too long,
-// std::bad_alloc or std::length_error for what does not fit into memory.
+// std::bad_alloc or std::length_error if memory does not suffice.
 void simulate(const Question& question, Answer& answer);
 
 }  // namespace avgpipe::simulate

@@ -7,11 +7,11 @@
 
 namespace avgpipe::simulate {
 
-// Small, as everything that a run keeps per worker and pipeline: the processor's caches hold more of it.
+// Small, like all per worker and pipeline state of a run: the processor's caches hold more of it.
 struct Step {
     int32_t kind, stage, micro_batch;
     int32_t own;     // number of the batch among those of the pipeline
-    int64_t number;  // of the micro-batch, all batches counted through
+    int64_t number;  // of the micro-batch, counted through all batches
 
     // How many micro-batches in flight an action adds when it starts, and takes away when it ends.
     bool adds() const { return kind == kForward; }
@@ -25,7 +25,7 @@ struct Step {
     }
 };
 
-// Turn after turn of a row, without the actions of batches that there are not.
+// Turn after turn of a row, without the actions of batches that do not exist.
 class RowWalk {
   public:
     RowWalk(const Question& q, int64_t worker, int64_t batches)
@@ -55,7 +55,7 @@ class RowWalk {
     }
 
   private:
-    // From the place reached to the next action that there is.
+    // From the current place to the next existing action.
     void settle() {
         for (;; ++action_) {
             if (action_ == actions_ + loop_->end && !repeat()) return;
@@ -67,7 +67,7 @@ class RowWalk {
         }
     }
 
-    // At a loop's end: go on with its next time, or with what follows. False after the last turn.
+    // At a loop's end: continue with its next repetition, or with the next loop. False after the last turn.
     bool repeat() {
         rise_ += loop_->stride;
         if (++times_ == loop_->repeats) {
@@ -98,8 +98,8 @@ class RowWalk {
     Step step_ = {};
 };
 
-// How far apart the micro-batches in flight on a stage may be, counted through all batches: the newest less
-// the newest that is done. Tensors that were sent to it or by it, and not taken, are among them.
+// The greatest distance of micro-batches in flight on a stage, counted through all batches: the newest minus
+// the newest that is done. Tensors sent to it or by it, and not taken, are among them.
 inline int64_t in_flight_span(const Question& q, int64_t worker, int64_t stage) {
     const Loop *first = q.loops + q.row_begin[worker], *last = q.loops + q.row_begin[worker + 1];
     int64_t ahead = 0, newest = -q.micro_batches, span = 1;
@@ -115,9 +115,9 @@ inline int64_t in_flight_span(const Question& q, int64_t worker, int64_t stage) 
     // Enough for any order, and for replicas, which do not wait for each other.
     const int64_t most = (ahead + 2) * q.micro_batches;
     if (q.replica_count(stage) > 1) return most;
-    int64_t done = -1;  // the newest backward; of the turn before, all are done
+    int64_t done = -1;  // the newest backward; all of the turn before are done
     for (const Loop* loop = first; loop != last; ++loop) {
-        for (const int32_t time : {0, loop->repeats - 1}) {  // in between it grows evenly
+        for (const int32_t time : {0, loop->repeats - 1}) {  // it grows evenly in between
             for (int32_t at = loop->begin; at < loop->end; ++at) {
                 const Action& action = q.actions[at];
                 if (action.stage != stage || action.kind == kWeights || action.kind == kUpdate) continue;

@@ -1,4 +1,4 @@
-// What is counted while actions run.
+// Counters of a run's actions.
 #pragma once
 
 #include <algorithm>

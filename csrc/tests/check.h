@@ -29,7 +29,7 @@ inline bool is_same(float a, float b) {
 
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kFloat64, DType::kBFloat16, DType::kFloat16};
 
-// `count` elements of any format, off the addresses that vectors like, between bytes that nobody may change.
+// `count` elements of any format, misaligned for vectors, between guard bytes that must not change.
 class Array {
   public:
     Array(DType dtype, int64_t count)

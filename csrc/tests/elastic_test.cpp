@@ -1,5 +1,5 @@
 // Every CPU kernel on every instruction set of this processor: near the formulas in double, and equal bit for
-// bit among instruction sets, however a range is cut. Needs no torch.
+// bit among instruction sets, for any cuts of a range. Needs no torch.
 #include <cmath>
 #include <random>
 #include <vector>
@@ -184,7 +184,7 @@ void expect_formula(const Call& before, const Call& after) {
     }
 }
 
-// Only what the kernel writes has changed, and nothing beside it.
+// Only outputs of the kernel have changed, and nothing next to them.
 void expect_untouched(const Call& before, const Call& after) {
     for (int64_t r = 0; r < before.replicas; ++r) {
         for (int slot = 0; slot < kSlots; ++slot) {
@@ -328,7 +328,7 @@ void test_replicas() {
     }
 }
 
-// Values that are not finite count alike everywhere, and z stays finite.
+// Values that are not finite count equally everywhere, and z stays finite.
 void test_lost_elements() {
     const double bad[] = {INFINITY, -INFINITY, NAN, 3e38, -3e38, 1e-40, 6e4};
     for (const Kernel kernel : kKernels) {

@@ -1,6 +1,5 @@
-// The CUDA kernels' own source, compiled for the host and run a thread after another, against the CPU
-// kernels: equal bit for bit. What a device adds is its rounding of 16-bit formats and its memory, and
-// nothing else.
+// The CUDA kernels' own source, compiled for the host and run a thread after another, compared with the CPU
+// kernels: equal bit for bit. A device only adds its rounding of 16-bit formats and its memory.
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -98,7 +97,7 @@ void put(void* data, DType dtype, int64_t index, double value) {
     if (dtype == DType::kFloat16) narrow(narrow_value, static_cast<Float16*>(data)[index]);
 }
 
-// Tensors of every operand in memory of their own, `shift` elements past a 16-byte boundary.
+// Tensors of every operand in separate memory, `shift` elements past a 16-byte boundary.
 struct Memory {
     std::vector<std::unique_ptr<unsigned char[]>> buffers;
     std::vector<int64_t> sizes;

@@ -1,5 +1,5 @@
-// The launches of a job, walked on the host: every element of every tensor once, and the operands as the job
-// has them.
+// The launches of a job, walked on the host: every element of every tensor once, with the operands of the
+// job.
 #include "elastic/launch.h"
 
 #include <cstdio>
@@ -21,8 +21,7 @@ void expect(bool condition, const char* what, long long seen, long long wanted) 
     std::fprintf(stderr, "%s: got %lld, want %lld\n", what, seen, wanted);
 }
 
-// A job on addresses that are never read: operand `slot` of tensor t and replica r begins at a number of its
-// own.
+// A job on addresses that are never read: operand `slot` of tensor t and replica r begins at a unique number.
 struct Example {
     std::vector<Work> works;
     Job job;
@@ -50,7 +49,7 @@ struct Example {
     }
 };
 
-// What a launch says of one tensor.
+// The content of a launch for one tensor.
 struct Seen {
     int kernel;
     int64_t count, chunks;
@@ -201,7 +200,7 @@ void test_each_tensor_gets_the_kernel_of_its_dtypes() {
     }
 }
 
-// What a launcher set from outside was told.
+// The arguments that a launcher set from outside received.
 std::vector<int64_t> outside_numbers;
 
 void record(const Launch& launch, int32_t device) {

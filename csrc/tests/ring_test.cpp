@@ -1,4 +1,4 @@
-// Two threads stand for two processes: each slot is mapped twice, as between processes.
+// Two threads play two processes: each slot is mapped twice, as between processes.
 #include "transfer/ring.h"
 
 #include <fcntl.h>
@@ -22,13 +22,13 @@ using avgpipe::tests::expect;
 
 namespace {
 
-constexpr double kLong = 60;  // seconds; nothing that works waits as long
+constexpr double kLong = 60;  // seconds; correct code never waits this long
 
 void expect_equal(const char* what, int64_t seen, int64_t wanted) {
     expect(seen == wanted, what, static_cast<double>(seen), static_cast<double>(wanted));
 }
 
-// 0, or the number of what was thrown: of a system's error its own.
+// 0, or the number of the exception; a system error's own number.
 template <class Call>
 int error_of(const Call& call) {
     try {
@@ -57,7 +57,7 @@ struct Pair {
     Sender sender{shared_ring, shared_bell};
     Receiver receiver{shared_ring, getpid()};
 
-    // 0, or why not: see error_of.
+    // 0, or the reason: see error_of.
     int send(int64_t bytes, int64_t word = 0) {
         return error_of([&] {
             if (bytes > 0) sender.reserve(bytes, true);
@@ -130,7 +130,7 @@ void test_no_wake_is_lost() {
     expect_equal("wakes lost", missed[0] + missed[1], 0);
 }
 
-// Many ring, one sleeps.
+// Many threads ring, one sleeps.
 void test_every_ring_counts() {
     constexpr uint32_t kRings = 50000;
     const Memory memory = Memory::create(sizeof(Bell));

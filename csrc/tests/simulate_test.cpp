@@ -1,4 +1,4 @@
-// The parts of the simulation, and both engines against each other and against times that are known.
+// The parts of the simulation, and both engines compared with each other and with known times.
 #include "simulate/question.h"
 
 #include <cstdio>
@@ -131,7 +131,7 @@ struct Case {
         simulate(q, answer);
     }
 
-    // Whether it is refused so.
+    // Whether it is refused with this error.
     template <class Error>
     bool refuses() {
         try {
@@ -327,8 +327,7 @@ void randomise(Case& each) {
     each.records.resize(static_cast<size_t>(each.q.batches * each.q.stages * (2 * each.q.micro_batches + 1)));
 }
 
-// With one pipeline at work and a worker per stage, devices have nothing to choose: events give the same
-// times.
+// With one pipeline and a worker per stage, devices have no choice: events give the same times.
 void test_both_engines_agree() {
     for (int turn = 0; turn < 400; ++turn) {
         const int64_t stages = 1 + any(4), micro_batches = 1 + any(5);
@@ -352,7 +351,7 @@ void test_both_engines_agree() {
     }
 }
 
-// A stage on two workers, which take its micro-batches in turn: both update when the later one is through.
+// A stage on two workers, which take its micro-batches in turn: both update when the later one has finished.
 void test_replicas() {
     Case each(2, 2);
     each.replicas_begin = {0, 2, 3};
@@ -376,7 +375,7 @@ void test_replicas() {
     }
 }
 
-// Nothing is outside its memory, for any number of pipelines, slots and shared channels.
+// Everything stays inside its memory, for any number of pipelines, slots and shared channels.
 void test_everything_ends() {
     for (int turn = 0; turn < 400; ++turn) {
         const int64_t stages = 1 + any(4);
@@ -420,7 +419,7 @@ void test_what_is_too_long_says_so() {
     }
 }
 
-#ifndef __SANITIZE_ADDRESS__  // which ends the program where memory is short
+#ifndef __SANITIZE_ADDRESS__  // which ends the program if memory is short
 void test_what_does_not_fit_says_so() {
     Case each(1, 1);
     each.set_rows({"0F1 0F0 0B0 0B1 0U0"});  // in any order, so that a whole batch may be in flight

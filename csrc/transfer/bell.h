@@ -1,4 +1,4 @@
-// A counter that any process rings and one sleeps on. It lies in shared memory, which is zero to begin with.
+// A counter that any process rings and one sleeps on. It is in shared memory, which must be zero at first.
 #pragma once
 
 #include <linux/futex.h>
@@ -17,7 +17,7 @@ namespace avgpipe::transfer {
 
 constexpr std::size_t kCacheLine = 64;
 
-// The processor is told that this is a loop that waits.
+// Marks a spin loop for the processor.
 inline void relax() {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -30,14 +30,14 @@ class alignas(kCacheLine) Bell {
   public:
     uint32_t count() const { return count_.load(std::memory_order_acquire); }
 
-    // The order of all four accesses below is total: either the ringer sees the sleeper, or the sleeper the
+    // All four accesses below have a total order: either the ringer sees the sleeper, or the sleeper sees the
     // new count.
     void ring() {
         count_.fetch_add(1, std::memory_order_seq_cst);
         if (sleepers_.load(std::memory_order_seq_cst) != 0) futex(FUTEX_WAKE, INT_MAX, nullptr);
     }
 
-    // Until count() != seen, the timeout, or a signal; gives count(). Spins for spin_s at first.
+    // Waits until count() != seen, the timeout, or a signal; returns count(). Spins for spin_s at first.
     uint32_t wait(uint32_t seen, double timeout_s, double spin_s) {
         const auto begin = Clock::now();
         if (spin_s > 0 && !spin(seen, begin, std::min(spin_s, timeout_s))) return count();
@@ -62,8 +62,7 @@ class alignas(kCacheLine) Bell {
         return std::chrono::duration<double>(Clock::now() - begin).count();
     }
 
-    // Whether nobody has rung. Whoever else wants this processor gets it, first of all the one who is to
-    // ring.
+    // Whether the bell has not rung. Yields this processor to other threads, above all to the ringer.
     bool spin(uint32_t seen, Clock::time_point begin, double spin_s) const {
         do {
             for (int i = 0; i < 16; ++i) {
@@ -75,7 +74,7 @@ class alignas(kCacheLine) Bell {
         return true;
     }
 
-    // Not the private kind: sleeper and ringer may be of different processes.
+    // Not the private kind: sleeper and ringer may be in different processes.
     long futex(int operation, uint32_t value, const timespec* timeout) {
         return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&count_), operation, value, timeout, nullptr,
                        0);

@@ -11,7 +11,7 @@
 namespace avgpipe::transfer {
 namespace {
 
-// Of less, giving up the GIL would take longer than the copy.
+// For smaller copies, releasing the GIL would take longer than the copy.
 constexpr size_t kSmall = size_t{64} << 10;
 
 // ---- memory -----------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ py::custom_type_setup as_buffer() {
     });
 }
 
-// What lies at an offset of a memory, and keeps it.
+// A part of a memory at an offset, which keeps the memory alive.
 template <class T>
 std::shared_ptr<T> at(const std::shared_ptr<Memory>& memory, int64_t offset, const char* what) {
     const auto size = static_cast<int64_t>(sizeof(T));
@@ -46,7 +46,7 @@ std::shared_ptr<T> at(const std::shared_ptr<Memory>& memory, int64_t offset, con
 }
 
 // ---- both ends --------------------------------------------------------------------------------------------
-// The GIL is given up only where memory is made or mapped: giving it up takes longer than the rest.
+// The GIL is released only to make or map memory: releasing it takes longer than the rest.
 int64_t reserve(Sender& sender, int64_t bytes) {
     std::byte* slot = sender.reserve(bytes, false);
     if (slot == nullptr) {
@@ -94,7 +94,7 @@ void translate(std::exception_ptr thrown) {
 
 }  // namespace
 
-// What each does is told in avgpipe_ext/_native.pyi.
+// See avgpipe_ext/_native.pyi for what each function does.
 void bind(py::module_& module) {
     py::register_local_exception_translator(translate);
     const auto without_gil = py::release_gil_before_calling_cpp_dtor();

@@ -17,8 +17,7 @@ namespace {
 
 constexpr int64_t kLarge = int64_t{16} << 20;
 
-// What can be had without pushing anything out, from /proc/meminfo; the largest number if that cannot be
-// read.
+// Memory available without evicting anything, from /proc/meminfo; the largest number if that cannot be read.
 int64_t available_bytes() {
     int64_t available = std::numeric_limits<int64_t>::max();
     if (std::FILE* facts = std::fopen("/proc/meminfo", "re")) {
@@ -34,14 +33,14 @@ int64_t available_bytes() {
 
 int new_file() {
 #ifdef MFD_NOEXEC_SEAL
-    // Some systems refuse memory that could be executed; kernels before 6.3 do not know the word.
+    // Some systems refuse executable memory; kernels before 6.3 do not know the flag.
     const int file = memfd_create("avgpipe", MFD_CLOEXEC | MFD_ALLOW_SEALING | MFD_NOEXEC_SEAL);
     if (file >= 0 || errno != EINVAL) return file;
 #endif
     return memfd_create("avgpipe", MFD_CLOEXEC | MFD_ALLOW_SEALING);
 }
 
-// Of its size for ever: a page beyond a shorter end would kill whoever reads it, by SIGBUS.
+// The size is final: a page beyond a shorter end would kill the reader, by SIGBUS.
 bool seal(int file) {
     return fcntl(file, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0;
 }
@@ -79,7 +78,7 @@ bool allocate(int file, int64_t bytes) {
 
 Memory Memory::create(int64_t bytes) {
     if (bytes <= 0) throw std::invalid_argument(text("a memory of ", bytes, " bytes: use at least 1"));
-    // The kernel would take all there is and then kill a process.
+    // The kernel would grant all memory and then kill a process.
     if (bytes >= kLarge && bytes > available_bytes()) refuse(bytes, ENOMEM);
     Memory memory;
     memory.file_ = new_file();
@@ -94,7 +93,7 @@ Memory Memory::open(const std::string& path, int64_t bytes) {
     Memory memory;
     memory.path_ = path;
     memory.file_ = ::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NONBLOCK);
-    const bool keeps_its_size = memory.file_ >= 0 && is_sealed(memory.file_);  // asked before the size
+    const bool keeps_its_size = memory.file_ >= 0 && is_sealed(memory.file_);  // checked before the size
     struct stat facts = {};
     if (memory.file_ < 0 || fstat(memory.file_, &facts) != 0) refuse(path, errno);
     if (bytes <= 0 || !S_ISREG(facts.st_mode) || !keeps_its_size || facts.st_size < bytes)

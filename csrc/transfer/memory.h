@@ -11,13 +11,13 @@
 
 namespace avgpipe::transfer {
 
-// What the system refused, with its error number.
+// An error of the system, with its error number.
 struct SystemError : std::runtime_error {
     SystemError(int number, const std::string& what) : std::runtime_error(what), error(number) {}
     int error;
 };
 
-// There is not as much memory.
+// There is not enough memory.
 struct NoMemory : std::bad_alloc {
     explicit NoMemory(std::string message) : what_(std::move(message)) {}
     const char* what() const noexcept override { return what_.c_str(); }
@@ -29,9 +29,9 @@ struct NoMemory : std::bad_alloc {
 // Owns a mapping, and the file of a memory made here until close_file(). An empty one has data() == nullptr.
 class Memory {
   public:
-    // Both throw what is above. create: every page is there and stays, so a full memory is an error now and
-    // no signal later; zero to begin with. open: EINVAL if the file is shorter than `bytes`, or may become
-    // so.
+    // Both throw the errors above. create: every page is allocated and stays, so a full memory is an error
+    // now and no signal later; the memory is zero. open: EINVAL if the file is shorter than `bytes`, or may
+    // shrink.
     static Memory create(int64_t bytes);
     static Memory open(const std::string& path, int64_t bytes);
 

@@ -28,7 +28,7 @@ uint32_t& generation() {
 bool Sender::is_free(size_t index) {
     if (ring_->lent[index].load(std::memory_order_acquire) != 0) return false;
     Slot& slot = slots_[index];
-    if (slot.sent != 0) slot.memory.close_file();  // it came back, so the receiver has mapped it
+    if (slot.sent != 0) slot.memory.close_file();  // it was returned, so the receiver has mapped it
     return true;
 }
 
@@ -54,7 +54,7 @@ std::byte* Sender::reserve(int64_t bytes, bool may_make) {
     return may_make ? make(small, bytes) : nullptr;
 }
 
-// Of the slots whose first message was taken, and mapped so: many slots need no many files.
+// Only slots whose first message was taken, so are mapped: then many slots do not need many files.
 void Sender::close_files() {
     taken_ = ring_->taken.load(std::memory_order_acquire);
     for (Slot& slot : slots_) {
@@ -66,7 +66,7 @@ std::byte* Sender::make(size_t index, int64_t bytes) {
     close_files();
     if (index == slots_.size()) slots_.emplace_back();
     Slot& slot = slots_[index];
-    slot.memory = Memory();  // first, so that old and new need not be there together
+    slot.memory = Memory();  // first, so that old and new do not exist together
     slot.memory = Memory::create(bytes > kLargest ? bytes : (bytes + kPage - 1) / kPage * kPage);
     slot.serial = ++serials_;
     slot.sent = 0;
@@ -125,7 +125,7 @@ Lease::~Lease() {
     if (generation_ == generation()) lent_->store(0, std::memory_order_release);
 }
 
-// Has the record's slot in slots_ afterwards, unless it may not map it.
+// Makes sure that slots_ has the record's slot, unless it may not map it.
 bool Receiver::find(bool may_map) {
     const Record& r = record_;
     if (r.slot < 0 || r.slot >= kSlots || r.bytes <= 0 || r.bytes > r.capacity) refuse_record();

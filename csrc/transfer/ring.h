@@ -1,9 +1,9 @@
-// Messages from one process to another of the same host, read where they were written.
+// Messages from one process to another of the same host, read in place.
 //
 // The receiver owns the control block, a Ring: a queue of records, and for each slot whether it is lent. The
-// sender owns the slots, each a memory of its own, and makes them as they are needed. A message is written to
-// a slot, announced by a record, and lends the slot to the receiver until its lease ends. The receiver maps a
-// slot when it first meets it. One thread at a time sends, one receives, any thread ends a lease.
+// sender owns the slots, each in separate memory, and makes them on demand. A message is written to a slot,
+// announced by a record, and lends the slot to the receiver until its lease ends. The receiver maps a slot at
+// its first message. One thread at a time sends, one receives, any thread ends a lease.
 #pragma once
 
 #include <atomic>
@@ -22,7 +22,7 @@ constexpr int kWords = 4;
 
 struct Record {
     int64_t bytes;
-    int32_t slot;     // -1: words alone
+    int32_t slot;     // -1: words only
     int32_t file;     // of the slot, in the sender
     uint64_t serial;  // of the slot's memory, from 1
     int64_t capacity;
@@ -30,7 +30,7 @@ struct Record {
 };
 static_assert(sizeof(Record) == kCacheLine && (kRecords & (kRecords - 1)) == 0);
 
-// All zero to begin with.
+// All zero at first.
 struct Ring {
     alignas(kCacheLine) std::atomic<uint64_t> sent;   // records written; written by the sender
     alignas(kCacheLine) std::atomic<uint64_t> taken;  // records read; written by the receiver
@@ -46,21 +46,21 @@ struct Full : std::runtime_error {
 
 class Sender {
   public:
-    // Both lie in the receiver's memory, which they keep.
+    // Both are in the receiver's memory, which they keep alive.
     Sender(std::shared_ptr<Ring> ring, std::shared_ptr<Bell> bell)
         : ring_(std::move(ring)), bell_(std::move(bell)) {}
 
-    // Where to write `bytes`; null if there is no such slot, and it may not make one. Of the free slots the
-    // first that is large enough, so few stay warm. Throws Full, or as Memory::create.
+    // Where to write `bytes`; null if there is no such slot, and it may not make one. It takes the first free
+    // slot that is large enough, so few stay warm. Throws Full, or like Memory::create.
     std::byte* reserve(int64_t bytes, bool may_make);
 
-    // Announces what was written to the reserved slot; 0 bytes: the words alone. Throws Full, and the slot
-    // stays reserved; std::invalid_argument for more bytes than were reserved.
+    // Announces the content of the reserved slot; 0 bytes: only the words. Throws Full, and the slot stays
+    // reserved; std::invalid_argument for more bytes than were reserved.
     void publish(int64_t bytes, const int64_t (&words)[kWords]);
 
-    // Messages that the receiver has not taken. It cannot take them any more once this process has ended.
+    // Messages that the receiver has not taken. It cannot take them once this process has ended.
     uint64_t waiting() const;
-    // Slots that the receiver has not given back, of messages that it has taken or not.
+    // Slots that the receiver has not given back, with messages taken or not.
     int64_t lent() const;
     int64_t slots() const { return static_cast<int64_t>(slots_.size()); }
     int64_t slot_bytes() const;
@@ -106,7 +106,7 @@ class Lease {
 struct Message {
     int64_t bytes;
     int64_t words[kWords];
-    std::unique_ptr<Lease> lease;  // null: words alone
+    std::unique_ptr<Lease> lease;  // null: words only
 };
 
 enum class Taken {
@@ -117,7 +117,7 @@ enum class Taken {
 
 class Receiver {
   public:
-    // The ring keeps the memory it lies in, and leases keep the ring.
+    // The ring keeps its memory alive, and leases keep the ring.
     Receiver(std::shared_ptr<Ring> ring, int64_t sender) : ring_(std::move(ring)), sender_(sender) {}
 
     // Throws SystemError if the slot cannot be mapped, std::runtime_error if the record has impossible

@@ -286,7 +286,7 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
         rebalance: After an epoch, move layers between stages if that should make batches at least 5 % faster,
             by the measured times of the stages.
-        verify_every: Batches between two checks for silent corruption: that values that must be equal are.
+        verify_every: Batches between two checks for silent corruption, which compare values that must be equal.
             Default: none.
         verify_wire: Add checksums to messages between workers: a flipped bit ends the run with an error that
             names it.

@@ -51,7 +51,7 @@ def typical_batch(workload: Workload) -> tuple[Any, Any]:
     return sorted(found, key=elements)[len(found) // 2]
 
 
-# ---- profiles --------------------------------------------------------------------------------------------------------
+# ---- profiles ------------------------------------------------------------------------------------------------------
 
 
 def link_of(config: ProfilingOptions) -> LinkProfile | None:
@@ -165,7 +165,7 @@ def layers_of_workload(
     return replace(found, model=workload.label)
 
 
-# ---- trials ----------------------------------------------------------------------------------------------------------
+# ---- trials --------------------------------------------------------------------------------------------------------
 
 
 def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:

@@ -242,7 +242,7 @@ class _PlanSearch:
             for advance in (None, 0):
                 yield self._space.on_cluster(shape.plan(recompute, advance))
 
-    # ---- the best few ------------------------------------------------------------------------------------------------
+    # ---- the best few ----------------------------------------------------------------------------------------------
 
     def _refined(self, rough: Forecast) -> Forecast:
         """Return the plan with the best cut, and the advance that ``advance="auto"`` would choose for it."""

@@ -112,7 +112,7 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
     return WorkerCosts(action_s, batch_s, resident, link, reduction)
 
 
-# ---- between two workers ---------------------------------------------------------------------------------------------
+# ---- between two workers -------------------------------------------------------------------------------------------
 
 
 def _between(timeout_s: float) -> tuple[LinkProfile, LinkProfile]:
@@ -238,7 +238,7 @@ class Through:
         read(mailbox.take(key))
 
 
-# ---- the runtime -----------------------------------------------------------------------------------------------------
+# ---- the runtime ---------------------------------------------------------------------------------------------------
 
 
 def runtime_seconds(caches_bytes: int) -> tuple[float, float]:

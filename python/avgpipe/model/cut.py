@@ -112,7 +112,7 @@ def names_of_layers(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.
     return found
 
 
-# ---- bytes between stages --------------------------------------------------------------------------------------------
+# ---- bytes between stages ------------------------------------------------------------------------------------------
 
 
 def expected_traffic(model: Model, layers: Sequence[nn.Module], example_inputs: Any, parts: int) -> Traffic:

@@ -154,7 +154,7 @@ def _changeable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.clone() if tensor.requires_grad else tensor
 
 
-# ---- formulas --------------------------------------------------------------------------------------------------------
+# ---- formulas ------------------------------------------------------------------------------------------------------
 
 # torch counts attention on accelerators only, and no recurrent layer of oneDNN.
 

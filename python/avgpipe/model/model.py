@@ -20,7 +20,7 @@ from avgpipe.model.balance import balance
 from avgpipe.model.estimate import Estimate
 from avgpipe.model.parts import NO_SKIPS, PartLayer, Skips, Whole, skips_of
 
-# ---- the chain of layers and its cut ---------------------------------------------------------------------------------
+# ---- the chain of layers and its cut -----------------------------------------------------------
 
 
 def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
@@ -107,7 +107,7 @@ def _versions(model: nn.Module | Sequence[nn.Module]) -> dict[str, dict[str, Any
     return dict(getattr(state, "_metadata", {}))
 
 
-# ---- everything in the model, by name --------------------------------------------------------------------------------
+# ---- everything in the model, by name -----------------------------------------------------------
 
 
 class Entry(NamedTuple):

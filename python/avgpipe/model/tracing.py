@@ -214,7 +214,7 @@ def layers_of_graph(
     return [_traced_layer(whole, pieces, s, result, names[s]) for s in range(len(pieces))]
 
 
-# ---- the graph of a module -------------------------------------------------------------------------------------------
+# ---- the graph of a module -----------------------------------------------------------------------------------------
 
 
 def _graph(model: nn.Module, kept: frozenset[nn.Module], absent: frozenset[str]) -> fx.GraphModule:
@@ -318,7 +318,7 @@ def _place(error: BaseException) -> str:
     return f"in {frames[-1].name}, {PurePath(frames[-1].filename).name}, line {frames[-1].lineno}"
 
 
-# ---- pieces ----------------------------------------------------------------------------------------------------------
+# ---- pieces --------------------------------------------------------------------------------------------------------
 
 
 def _traced_layer(

@@ -71,7 +71,7 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
-# ---- sizes -----------------------------------------------------------------------------------------------------------
+# ---- sizes ---------------------------------------------------------------------------------------------------------
 
 
 def take_sizes_from_near(graph: fx.Graph, pieces: Sequence[list[fx.Node]]) -> None:

@@ -167,7 +167,7 @@ def does_not_fit(limit: float, least: float, advice: str) -> ValueError:
     )
 
 
-# ---- input of a simulation -------------------------------------------------------------------------------------------
+# ---- input of a simulation -----------------------------------------------------------------------------------------
 
 
 def stage_costs(

@@ -18,7 +18,7 @@ from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
 
-# ---- levels ----------------------------------------------------------------------------------------------------------
+# ---- levels --------------------------------------------------------------------------------------------------------
 
 
 class Level(NamedTuple):
@@ -100,7 +100,7 @@ def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
     return 2 * (workers - 1) * size_bytes / (workers * bytes_per_s)
 
 
-# ---- clusters: values, read from TOML files --------------------------------------------------------------------------
+# ---- clusters: values, read from TOML files ------------------------------------------------------------------------
 
 
 if sys.version_info >= (3, 11):

@@ -20,7 +20,7 @@ def least_of(tables: Sequence[Array]) -> Array:
     return found
 
 
-# ---- stages with replicas --------------------------------------------------------------------------------------------
+# ---- stages with replicas ----------------------------------------------------------------------------------------
 
 
 class Block(NamedTuple):
@@ -99,7 +99,7 @@ class Divisions:
         return found
 
 
-# ---- searching -------------------------------------------------------------------------------------------------------
+# ---- searching -----------------------------------------------------------------------------------------------------
 
 
 MOST_CUTS = 5_000  # up to this number, all cuts are considered
@@ -195,7 +195,7 @@ class CutSearch:
         found = [cost(k, *block) for k, block in enumerate(pairwise([0, *cut, self._layers]))]
         return [sum(found[k] for k in stages) for stages in self._placement]
 
-    # ---- memory ------------------------------------------------------------------------------------------------------
+    # ---- memory ----------------------------------------------------------------------------------------------------
 
     def excess(self, cut: Cut) -> tuple[float, float, float]:
         """Return, for the worker furthest beyond its limit, the excess, its bytes and its limit."""
@@ -226,7 +226,7 @@ class CutSearch:
         """Return the share of the worker's memory."""
         return self._objective.stage_bytes(k, first, last) / self._limit_of[k]
 
-    # ---- time --------------------------------------------------------------------------------------------------------
+    # ---- time ------------------------------------------------------------------------------------------------------
 
     def _every(self) -> Iterator[Cut]:
         return combinations(range(1, self._layers), self._stages - 1)

@@ -198,7 +198,7 @@ class Profile:
                 f"{what} {list(layers)}: must name rising layers from 0 to {len(self.layers) - 1}"
             )
 
-    # ---- at any micro-batch size -------------------------------------------------------------------------------------
+    # ---- at any micro-batch size ---------------------------------------------------------------------------------
 
     def at(self, samples: float) -> list[LayerCosts]:
         """Return each layer's costs of a micro-batch of ``samples``, by linear interpolation between measured sizes.
@@ -233,7 +233,7 @@ class Profile:
         share = (samples - sizes[low]) / (sizes[low + 1] - sizes[low])
         return lambda row: max(0.0, row[low] + share * (row[low + 1] - row[low])) if row else 0.0
 
-    # ---- files -------------------------------------------------------------------------------------------------------
+    # ---- files -----------------------------------------------------------------------------------------------------
 
     def to_json(self) -> str:
         values = {"format": _FORMAT, **asdict(self)}

@@ -33,7 +33,7 @@ def token(action: Action, is_plain: bool) -> str:
     return str(Action(action.kind, action.micro_batch, -1, action.ahead) if is_plain else action)
 
 
-# ---- dry run ---------------------------------------------------------------------------------------------------------
+# ---- dry run -------------------------------------------------------------------------------------------------------
 
 
 def steps_of(row: Row, batches: int, micro_batches: int) -> list[Step]:
@@ -81,7 +81,7 @@ def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
     return None
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------------------------
 
 
 def find_flaw(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:

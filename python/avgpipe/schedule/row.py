@@ -250,7 +250,7 @@ class RowCursor:
         self._known: dict[int, tuple[int, int]] = {}  # by turn, of batches that may have actions left
 
     def version(self, stage: int, later: int = 0) -> int:
-        """Return the version that the next batch, or one ``later`` batches later, runs on; it never decreases."""
+        """Return the version on ``stage`` of the next batch, or of one ``later`` later; it never decreases."""
         if self._weights == "flush":
             return 0
         begun = self._begun + later

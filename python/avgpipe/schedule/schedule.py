@@ -44,7 +44,7 @@ class Schedule:
             object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "_is_right", trusted)
 
-    # ---- placement ---------------------------------------------------------------------------------------------------
+    # ---- placement -----------------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> int:
@@ -114,7 +114,7 @@ class Schedule:
                 found[action.stage].append(Action(action.kind, action.micro_batch))
         return tuple(map(tuple, found))
 
-    # ---- what follows from the rows ----------------------------------------------------------------------------------
+    # ---- what follows from the rows --------------------------------------------------------------------------------
 
     @property
     def lookahead(self) -> int:
@@ -141,7 +141,7 @@ class Schedule:
         """
         return [row.peak_in_flight() for row in self.rows]
 
-    # ---- checking and printing ---------------------------------------------------------------------------------------
+    # ---- checking and printing -------------------------------------------------------------------------------------
 
     def validate(self) -> None:
         """Raise ScheduleError, naming stage or worker, position, action and reason, unless the schedule can be run.

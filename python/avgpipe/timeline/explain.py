@@ -22,7 +22,7 @@ ONE_AT_A_TIME = 0.99  # share of computing without overlap: stages in separate p
 LATER_PIPELINE = 0.5  # each pipeline after the second fills fewer of the gaps
 
 
-# ---- the critical path -----------------------------------------------------------------------------------------------
+# ---- the critical path ---------------------------------------------------------------------------------------
 # The chain of causes that decided how long a run took, walked back from the run's end. While a worker did
 # something, that is the cause; if it waited for a message, the cause is the transfer, back to the moment when
 # the sender had computed it, and before that moment the work of the sender. So every moment of the run has
@@ -119,7 +119,7 @@ def with_waits(timeline: Timeline) -> Timeline:
     return replace(timeline, events=(*timeline.events, *waits))
 
 
-# ---- rules -----------------------------------------------------------------------------------------------------------
+# ---- rules ---------------------------------------------------------------------------------------------------
 # Each rule reads the measured numbers and returns how many seconds of the run its change could save, and a
 # sentence; the largest wins. Estimates are upper bounds: the saving if the change removed its cause and no
 # other cause took its place.
@@ -273,7 +273,7 @@ def advice(facts: Facts) -> str:
     return f"{best.sentence} (up to {100 * best.gain_s / facts.makespan_s:.0f} % less time)"
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------------------
 
 
 def explain(timeline: Timeline) -> str:

@@ -132,13 +132,13 @@ def compare(
         options: Further options of the ``Pipeline``, such as ``clip_grad_norm`` or ``lr_scheduler``.
 
     Returns:
-        The comparison: it prints as a table with notes and advice, ``plot(path)`` draws bars, ``plot_curves(path)``
-        of the losses and metrics, and ``to_json()`` has a row for each system.
+        The comparison: it prints as a table with notes and advice, ``plot(path)`` draws bars,
+        ``plot_curves(path)`` draws losses and metrics, and ``to_json()`` has a row for each system.
 
     Raises:
         ValueError: An argument is wrong, or cannot be imported by other processes.
         RuntimeError: A worker called this function, as it imported a script that does not guard the call with
-        ``__main__``.
+            ``__main__``.
         PipelineError: Profiling failed.
     """
     _check(systems, target, evaluate)

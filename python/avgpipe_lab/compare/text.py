@@ -46,7 +46,7 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else "".join(names)
 
 
-# ---- advice ----------------------------------------------------------------------------------------------------------
+# ---- advice --------------------------------------------------------------------------------------------------
 
 
 def advice(comparison: Comparison) -> str:
@@ -130,7 +130,7 @@ def _learned_more(comparison: Comparison, fastest: Sequence[str]) -> str:
     return f"{best} learned more from the same samples ({figures})"
 
 
-# ---- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----------------------------------------------------------------------------------------------------
 
 
 def headings(comparison: Comparison) -> list[str]:

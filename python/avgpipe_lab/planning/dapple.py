@@ -94,7 +94,7 @@ def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
     return [[worker for worker, k in enumerate(stages) if k == stage] for stage in range(len(layout))]
 
 
-# ---- devices of a stage ----------------------------------------------------------------------------------------------
+# ---- devices of a stage --------------------------------------------------------------------------------------------
 
 
 Free = tuple[int, ...]  # free devices of each machine
@@ -145,7 +145,7 @@ def added(one: Taken, other: Taken) -> Taken:
     return tuple(a + b for a, b in zip(one, other))
 
 
-# ---- latency of a synchronous batch ----------------------------------------------------------------------------------
+# ---- latency of a synchronous batch --------------------------------------------------------------------------------
 
 
 class Span(NamedTuple):
@@ -289,7 +289,7 @@ class Model:
         return table_of(self.chain.layers, lambda *block: self.chain.stage_bytes(*block, in_flight=in_flight))
 
 
-# ---- searching -------------------------------------------------------------------------------------------------------
+# ---- searching -----------------------------------------------------------------------------------------------------
 
 
 MOST_PLANS = 20_000

@@ -144,7 +144,7 @@ class _Search:
         return range(1, self._levels[n].units + 1)
 
     def _behind(self, n: int, own: int, after: int, behind: int) -> int:
-        """Return the workers behind each of ``own`` units with ``after`` behind, rounded to few values."""
+        """Return the workers behind each of ``own`` units of level ``n``, ``after`` following, rounded."""
         if not self._counts_bytes:
             return 0
         share = math.ceil((behind + after * self._workers[n]) / own)

@@ -168,7 +168,7 @@ def _masked(options: BuildOptions, task: BertTask) -> Built:
     }
 
 
-# ---- the model and its pieces ----------------------------------------------------------------------------------------
+# ---- the model and its pieces --------------------------------------------------------------------------------------
 
 
 def _model(
@@ -197,7 +197,7 @@ def pretrained_model(kind: str, folder: Path, seed: int = 0) -> tuple[Any, Encod
     return model, lambda lines: encode(list(lines))["input_ids"], Vocabulary(len(tokenizer), *numbers)
 
 
-# ---- masked text (section 3.1 and appendix A.1) ----------------------------------------------------------------------
+# ---- masked text (section 3.1 and appendix A.1) --------------------------------------------------------------------
 
 
 def segments(lines: Iterable[list[int]], length: int, vocabulary: Vocabulary) -> Tensor:
@@ -245,7 +245,7 @@ def mask_pieces(
     return read, rows.masked_fill(~masked, IGNORED)
 
 
-# ---- sentence pairs --------------------------------------------------------------------------------------------------
+# ---- sentence pairs ------------------------------------------------------------------------------------------------
 
 
 def joined(

@@ -245,7 +245,7 @@ def exact_matches(clips: Clips, count: int, batch_size: int, predict: Predict) -
     return {"exact_match": 100 * matches / count}
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------------------------
 
 
 def s2vt_layers(config: S2VTConfig, *, seed: int = 0) -> list[nn.Module]:

@@ -36,7 +36,7 @@ MRPC_FILES = ("msr_paraphrase_train.txt", "dev_ids.tsv")
 _MRPC_HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String"
 _MRPC_ROW = re.compile("([01])\t([^\t]*\t[^\t]*)\t([^\t]*)\t([^\t]*)")
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------------------------
 
 
 def find_files(
@@ -87,7 +87,7 @@ def _lines(file: Path) -> list[str]:
     return [line.removesuffix("\r") for line in read_file(file).removesuffix("\n").split("\n")]
 
 
-# ---- running text ----------------------------------------------------------------------------------------------------
+# ---- running text --------------------------------------------------------------------------------------------------
 
 
 class Corpus(NamedTuple):
@@ -208,7 +208,7 @@ def _standard_library(max_bytes: int | None) -> dict[str, list[str]]:
     return files
 
 
-# ---- translations and paraphrases ------------------------------------------------------------------------------------
+# ---- translations and paraphrases ----------------------------------------------------------------------------------
 
 
 def find_translations(folder: str | Path) -> dict[str, Path]:

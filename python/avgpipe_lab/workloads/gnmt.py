@@ -216,7 +216,7 @@ def bleu(pairs: Pairs, subwords: Subwords, beam: int, predict: Predict) -> dict[
     return {"bleu": float(score)}
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
+# ---- the model -----------------------------------------------------------------------------------------------------
 
 
 def gnmt_layers(config: GNMTConfig, *, seed: int = 0, output_bias: Tensor | None = None) -> list[nn.Module]:

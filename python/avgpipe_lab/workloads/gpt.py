@@ -110,7 +110,7 @@ def _model(preset: GPTPreset, options: BuildOptions, train: str) -> tuple[Any, E
     return model, lambda lines: plain([f"{line}\n" for line in lines])["input_ids"]
 
 
-# ---- a text as segments of a fixed number of pieces ------------------------------------------------------------------
+# ---- a text as segments of a fixed number of pieces ----------------------------------------------------------------
 
 
 class Pieces(NamedTuple):
@@ -159,7 +159,7 @@ def segments(pieces: Pieces, length: int) -> tuple[Tensor, Tensor, Tensor]:
     return inputs, targets, F.pad(words[1:], fill).view(-1, length).sum(1)
 
 
-# ---- loss and metric -------------------------------------------------------------------------------------------------
+# ---- loss and metric -----------------------------------------------------------------------------------------------
 
 
 def pieces_and_words(output: Tensor, targets: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -141,7 +141,7 @@ def log_frequencies(tokens: Tensor, vocabulary: int) -> Tensor:
     return (counts / counts.sum()).log().float()
 
 
-# ---- beam search -----------------------------------------------------------------------------------------------------
+# ---- beam search ---------------------------------------------------------------------------------------------------
 
 
 Source = Mapping[str, Tensor]  # input of a model; sentences are dimension 0 of every tensor

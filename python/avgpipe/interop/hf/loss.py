@@ -126,7 +126,7 @@ def _as_outputs(output: Any) -> Any:
     return _outputs.CausalLMOutput(logits=output) if isinstance(output, Tensor) else output
 
 
-# ---- losses of heads -------------------------------------------------------------------------------------------------
+# ---- losses of heads -----------------------------------------------------------------------------------------------
 
 
 def _of_tokens(config: Any, shifts: bool) -> ItemLoss:
@@ -163,7 +163,7 @@ _OF_HEADS: dict[Any, Callable[[Any, bool], ItemLoss]] = {
 }
 
 
-# ---- the proof -------------------------------------------------------------------------------------------------------
+# ---- the proof -----------------------------------------------------------------------------------------------------
 
 
 def _prove(model: Any, loss: TrainerLoss) -> None:

@@ -95,7 +95,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         self.accelerator.device_placement = False
         self.accelerator.prepare_model = _as_it_is
 
-    # ---- the pipeline ------------------------------------------------------------------------------------------------
+    # ---- the pipeline --------------------------------------------------------------------------------------------
 
     @property
     def pipeline(self) -> Pipeline:
@@ -169,7 +169,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         if on_meta and hasattr(self.model, "tie_weights"):
             self.model.tie_weights()
 
-    # ---- training ----------------------------------------------------------------------------------------------------
+    # ---- training ------------------------------------------------------------------------------------------------
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train, see Trainer; ``model`` has the weights afterwards. A second call begins with new optimizers."""
@@ -233,7 +233,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         rates: list[float | None] = self.pipeline.world.gather(self._result.lr)
         return next((rate for rate in rates if rate is not None), None)
 
-    # ---- evaluation --------------------------------------------------------------------------------------------------
+    # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def prediction_step(
         self,
@@ -260,7 +260,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
             output = kept[0] if len(kept) == 1 else kept
         return loss, output, labels
 
-    # ---- saving ------------------------------------------------------------------------------------------------------
+    # ---- saving --------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or a PeftModel's adapters, as ``save_pretrained`` does; all ranks call it."""

@@ -76,7 +76,7 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
             return super().named_parameters(prefix, recurse, remove_duplicate)  # type: ignore[no-any-return]
         return iter([(f"{prefix}model.{name}", p) for name, p in self._stage])
 
-    # ---- steps -------------------------------------------------------------------------------------------------------
+    # ---- steps ---------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         result = self.train_on(batch)
@@ -113,7 +113,7 @@ class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as it
         with torch.inference_mode(False):
             return self.pipeline.predict(_plain_tensors(inputs))
 
-    # ---- for the strategy --------------------------------------------------------------------------------------------
+    # ---- for the strategy ----------------------------------------------------------------------------------------
 
     def open_pipeline(self, device: torch.device, trains: bool) -> Pipeline:
         """Make the pipeline of ``self.model``. ``trains``: whether it needs optimizers."""

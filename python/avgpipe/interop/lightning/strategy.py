@@ -54,7 +54,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
     def is_global_zero(self) -> bool:
         return self.global_rank == 0
 
-    # ---- ranks -------------------------------------------------------------------------------------------------------
+    # ---- ranks ---------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         super().setup_environment()
@@ -68,7 +68,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         """Return the value of rank ``src``, which JSON must be able to represent."""
         return obj if self._world is None or self._world.size == 1 else self._world.gather(obj)[src]
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- life ----------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any) -> None:
         self.accelerator.setup(trainer)
@@ -107,7 +107,7 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         module: PipelineModule = self.lightning_module
         return module
 
-    # ---- checkpoints -------------------------------------------------------------------------------------------------
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         self._module.take_weights()
