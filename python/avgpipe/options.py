@@ -222,7 +222,7 @@ class BitChecks(Extension):
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:
         if self.every is not None:
-            check_count("every", self.every)
+            check_count("BitChecks(every)", self.every)
         return replace(options, verify_every=self.every, verify_wire=self.wire)
 
 

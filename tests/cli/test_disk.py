@@ -88,7 +88,10 @@ def test_a_run_that_came_to_nan_ends_and_keeps_its_last_good_checkpoint(text, tm
     result = train(text, tmp_path / "run")
     assert result.exit_code == 1
     last = result.stderr.splitlines()[-1]
-    assert "has infinities or NaN; load an earlier checkpoint, and train with skip_nonfinite=True" in last
+    assert (
+        "has infinities or NaN; load an earlier checkpoint, and train with Precision(skip_nonfinite=True)"
+        in last
+    )
     assert "--skip-nonfinite" in caplog.text
     assert verify_checkpoint(tmp_path / "run" / "checkpoints" / "last").batches <= 3
     again = train(text, tmp_path / "run", "--resume", "--skip-nonfinite")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import avgpipe
-from avgpipe import PipelineError, Plan
+from avgpipe import PipelineError, Plan, Precision
 from avgpipe.measure.check import Checked
 
 LOSS = nn.CrossEntropyLoss()
@@ -159,7 +159,7 @@ def test_options_and_schedules_go_to_both_sides() -> None:
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
         optimizer=lambda named_params: torch.optim.SGD([p for _, p in named_params], lr=0.1, momentum=0.9),
         clip_grad_norm=0.5,
-        wire_dtype=torch.bfloat16,
+        extensions=[Precision(wire_dtype=torch.bfloat16)],
         link="auto",
     )
     assert found.is_equal

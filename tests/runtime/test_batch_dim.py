@@ -150,7 +150,7 @@ def test_a_dimension_that_was_not_said_is_refused_with_the_way_out() -> None:
     plan = Plan(stages=2, micro_batches=4)
     with (
         Pipeline(layers, plan, loss_fn=per_step, optimizer=momentum) as pipeline,
-        pytest.raises(ValueError, match=r"found sizes \[5, 10\].*Pipeline\(batch_dim=...\)"),
+        pytest.raises(ValueError, match=r"found sizes \[5, 10\].*Source\(batch_dim=...\)"),
     ):
         list(pipeline.train(batches))
 

@@ -57,7 +57,7 @@ def test_stages_that_differ_from_pass_to_pass_are_refused(captures):
             r"Dropout \('1' of stage 0\) draws random numbers.*probability to 0",
         ),
         ((nn.LSTM(4, 4, 2, dropout=0.5),), "LSTM .* draws random numbers"),
-        ((Carrying(),), "carries state.*leave cuda_graphs out"),
+        ((Carrying(),), "carries state.*leave CudaGraphs out"),
     ]:
         with pytest.raises(ValueError, match=reason):
             StageGraphs(stage_of(*layers))
@@ -87,7 +87,7 @@ def test_versions_of_the_weights_are_refused(plan):
     would train on stale weights without a word. The plan alone tells, on whatever device.
     """
     options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
-    with pytest.raises(ValueError, match=f"cuda_graphs=True .* weights='{plan.weights}'.*flushes.*leave"):
+    with pytest.raises(ValueError, match=rf"CudaGraphs\(\) .* weights='{plan.weights}'.*flushes.*leave"):
         Pipeline(language_model(), plan, **grouped(**options))
 
 
@@ -276,7 +276,7 @@ class DrawsLate(nn.Module):
 @pytest.mark.parametrize(("layer", "why"), [(Looks(), "waits for the device"), (DrawsLate(), "draws random")])
 def test_what_a_capture_forbids_is_said(captures, layer, why):
     with pytest.raises(
-        StageError, match=f"stage 0 cannot be captured as a CUDA graph: .*{why}.*leave cuda_graphs"
+        StageError, match=f"stage 0 cannot be captured as a CUDA graph: .*{why}.*leave CudaGraphs"
     ):
         StageGraphs(stage_of(nn.Linear(4, 4), layer))(torch.ones(2, 4), Position(0, 0, 0))
     assert RecordedGraph.current is None  # the capture has ended

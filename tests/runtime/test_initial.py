@@ -127,7 +127,7 @@ def test_tied_tensors_that_stages_fill_each_their_own_way_are_refused():
             buffer.zero_()
 
     with pytest.raises(
-        ValueError, match=r"different values: the function of weights_from must give it the same"
+        ValueError, match=r"different values: the function of WeightsFrom must give it the same"
     ):
         trained(model, stages=7, weights_from=unlike)
 
@@ -159,8 +159,8 @@ def test_a_body_that_was_saved_alone(tmp_path):
 @pytest.mark.parametrize(
     ("source", "error", "message"),
     [
-        (None, ValueError, "'0.weight' is on the meta device .* weights_from="),
-        (3, TypeError, "weights_from=3: it is a folder or file of safetensors, a mapping"),
+        (None, ValueError, "'0.weight' is on the meta device .* WeightsFrom"),
+        (3, TypeError, "WeightsFrom: source=3: it is a folder or file of safetensors, a mapping"),
         ({}, ValueError, r"nothing for 11 of the model's tensors, such as '0\.weight'"),
         (
             {**layers().state_dict(), "0.bias": torch.zeros(3)},
@@ -168,7 +168,7 @@ def test_a_body_that_was_saved_alone(tmp_path):
             r"has \[3\] for '0\.bias', and the model \[8\]",
         ),
         (lambda stage: None, ValueError, "has left 'weight' of a Linear without a value"),
-        ("nowhere", ValueError, "weights_from='nowhere' cannot be read"),
+        ("nowhere", ValueError, "WeightsFrom: source='nowhere' cannot be read"),
     ],
 )
 def test_refusals(source, error, message):

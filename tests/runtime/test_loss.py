@@ -328,6 +328,6 @@ def test_a_loss_that_cannot_be_used_is_refused_with_the_way_out() -> None:
             optimizer=momentum,
             extensions=[Source(loss_weight=len)],
         ) as p,
-        pytest.raises(StageError, match="leave out loss_weight"),
+        pytest.raises(StageError, match="leave out Source\\(loss_weight\\)"),
     ):
         list(p.train(batches_for("", count=1)))

@@ -176,7 +176,7 @@ def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog
     assert re.search("rank 0: gradients on (pipeline 1, )?stage 0(, replica 0)? have", line)
     assert "have infinities or NaN, in batch 3 of pipeline" in line
     assert (
-        "train with skip_nonfinite=True; else lower the learning rate, or limit gradients by clip_grad_norm"
+        "train with Precision(skip_nonfinite=True); else lower the learning rate, or limit gradients by clip_grad_norm"
         in line
     )
 

@@ -317,7 +317,7 @@ def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K:
         ({"pipelines": 2}, {}, "averaging would mix .*: use pipelines=1"),
         ({"pipelines": 2, "rule": "avgpipe"}, {}, "use pipelines=1"),
         ({"schedule": "pipedream-2bw", "micro_batches": 2, "correction": "nesterov"}, {}, "correction out"),
-        ({}, {"ema_decay": 0.9}, "it averages the weights itself: leave ema_decay out"),
+        ({}, {"ema_decay": 0.9}, "it averages the weights itself: leave MovingAverage out"),
     ],
 )
 def test_what_modes_do_not_go_with_is_refused(plan: dict[str, Any], options: Any, match: str) -> None:

@@ -731,7 +731,7 @@ def test_an_iterator_is_not_evaluated_twice_however_it_is_given(
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"isolate": True, "pipelines": 2}, "isolated pipelines replace each other"),
+        ({"isolate": True, "pipelines": 2}, "pipelines in processes of their own replace each other"),
         ({"spread": True, "pipelines": 2}, "use isolate=True"),
         ({"replication": [2, 1], "stages": 2, "micro_batches": 2}, "leave it out"),
         ({"schedule": "pipedream-2bw", "stages": 2, "micro_batches": 2}, "use a schedule that flushes"),

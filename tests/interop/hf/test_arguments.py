@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from avgpipe import Plan
+from avgpipe import MovingAverage, Plan, Precision
 from avgpipe.interop.hf.trainer import pipeline_options_of
 from tests.interop.hf.cases import arguments, causal, pipelined, texts
 
@@ -63,12 +63,12 @@ def test_options_that_follow_from_arguments(tmp_path: Path) -> None:
         "timeout_s": 60,
         "clip_grad_norm": None,
         "accumulate": 3,
-        "autocast": torch.bfloat16,
+        "extensions": [Precision(autocast=torch.bfloat16)],
     }
 
 
 def test_options_of_the_pipeline_go_first(tmp_path: Path) -> None:
-    options = {"ema_decay": 0.5, "clip_grad_norm": 0.25}
+    options = {"extensions": [MovingAverage(0.5)], "clip_grad_norm": 0.25}
     trainer = pipelined(causal(), arguments(tmp_path, max_steps=1), texts(), pipeline_options=options)
     trainer.train()
     assert trainer.pipeline.state_dict("ema").keys() == trainer.model.state_dict().keys()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from avgpipe import Plan
+from avgpipe import Plan, WeightsFrom
 from tests.interop.hf.cases import (
     arguments,
     assert_near,
@@ -274,7 +274,7 @@ def test_a_model_on_the_meta_device_gets_values_when_it_is_saved(tmp_path: Path)
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(tied.config)
     settings = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
-    options = {"weights_from": str(tmp_path / "given")}
+    options = {"extensions": [WeightsFrom(str(tmp_path / "given"))]}
     trainer = pipelined(empty, arguments(tmp_path / "meta", **settings), texts(), pipeline_options=options)
     trainer.train()
     expected = pipelined(tied, arguments(tmp_path / "here", **settings), texts())
