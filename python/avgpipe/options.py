@@ -451,6 +451,10 @@ def configured(options: TrainingOptions, plan: Plan) -> TrainingOptions:
     extensions = options.extensions
     for n, extension in enumerate(extensions):
         if not isinstance(extension, Extension):
+            if isinstance(extension, type) and issubclass(extension, Extension):
+                raise TypeError(
+                    f"extensions[{n}] is a class: give an object of it, such as {extension.__name__}(...)"
+                )
             raise TypeError(
                 f"extensions[{n}] is {extension!r}: give objects of avgpipe, such as avgpipe.Compile(), or of a class "
                 "of yours that is an avgpipe.Extension"
