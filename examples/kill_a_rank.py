@@ -37,7 +37,7 @@ def test_torchrun_starts_again_from_the_checkpoint(tmp_path):
     script = [str(HERE / "several_hosts.py"), str(tmp_path / "checkpoint")]
     done = run(torchrun + script, {"kind": "kill", "stage": 1, "batch": 50, "restart": 0})
     assert done.returncode == 0
-    assert done.stdout.count("batch 39:") == 1  # it did not begin anew
+    assert done.stdout.count("batch 39:") == 1  # it did not start over
     assert "batch 399:" in done.stdout
 
 
