@@ -365,7 +365,7 @@ class Pipeline:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
         ``metric_fn`` is the mean over the samples of its arguments, a number or a dict of numbers by name.
-        ``weights``: "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training continues
+        ``weights``: "reference", "ema" (see ``avgpipe.MovingAverage``), or the index of a pipeline. Training continues
         unchanged afterwards.
         """
         session, options = self._session, self._spec.options
@@ -436,7 +436,7 @@ class Pipeline:
         """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
 
         Optimizers, learning-rate schedules, and state that layers carry from batch to batch stay unchanged;
-        the average of ``ema_decay`` starts again. A plan without a flush fills its pipeline again.
+        a ``MovingAverage`` starts again. A plan without a flush fills its pipeline again.
 
         Args:
             state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
@@ -536,7 +536,7 @@ class Pipeline:
         buffers, optimizer states, learning-rate schedule and loss scale. To resume, also with other numbers
         of stages, shards or replicas: let ``dcp.load`` fill what this returns, then call
         :meth:`load_sharded_state_dict`. Tensors are not copied; the names below "model" are those of
-        ``state_dict()``. An average of ``ema_decay`` starts again.
+        ``state_dict()``. A ``MovingAverage`` starts again.
 
         Raises:
             ValueError: for several pipelines: use :meth:`save`.
@@ -605,7 +605,7 @@ class Pipeline:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a lost process may be replaced from a copy of its state: see ``copies_every_s``."""
+        """Whether a lost process may be replaced from a copy of its state: see ``avgpipe.Copies``."""
         return self._spec.options.copies
 
     @property
@@ -633,7 +633,7 @@ class Pipeline:
 
     @property
     def skipped_updates(self) -> int:
-        """Updates that ``skip_nonfinite`` or ``loss_scale`` left out, of pipelines with a part on this rank.
+        """Updates that ``avgpipe.Precision`` left out, of pipelines with a part on this rank.
 
         If pipelines that share a batch leave it out together, it counts once.
         """

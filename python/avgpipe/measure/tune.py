@@ -79,7 +79,7 @@ def tune(
         link: Link between workers, instead of the measured one; nothing is timed then.
         device: Where to profile and to time.
         clip_grad_norm: See ``Pipeline``.
-        autocast: See ``Pipeline``.
+        autocast: See ``avgpipe.Precision``.
         trials: Number of plans to time.
         budget_s: Approximate seconds for profiling.
 
