@@ -85,7 +85,7 @@ def tune(
 
     Raises:
         ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what
-        would fit).
+            would fit).
         StageError: A layer cannot be timed.
         PipelineError: A process failed.
     """

@@ -138,7 +138,7 @@ def compare(
     Raises:
         ValueError: An argument is wrong, or cannot be imported by other processes.
         RuntimeError: A worker called this function, as it imported a script that does not guard the call with
-        ``__main__``.
+            ``__main__``.
         PipelineError: Profiling failed.
     """
     _check(systems, target, evaluate)
