@@ -21,6 +21,7 @@ from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, s
 from avgpipe.measure.workers import measure_workers
 from avgpipe.model.batch import LossFn, plain, sample_count
 from avgpipe.model.layers import layers_of
+from avgpipe.options import Precision
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -95,9 +96,9 @@ def tune(
     batch = plain(example_inputs), plain(target)
     samples = sample_count(*batch)
     options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": optimizer, "device": device}
-    options |= {"clip_grad_norm": clip_grad_norm, "autocast": autocast}
+    options["clip_grad_norm"] = clip_grad_norm
     if profile is None:
-        profile = profile_together(model, batch, budget_s, world, link, **options)
+        profile = profile_together(model, batch, budget_s, world, link, autocast=autocast, **options)
     profile = Profile.from_json(world.gather(profile.to_json())[0])
     count = world.size if workers is None else workers
     where = cluster or Cluster.like(profile, count, memory_limit_bytes, link)
@@ -111,7 +112,8 @@ def tune(
         plan = forecast.plan
         if plan.workers != world.size:
             return None
-        with Pipeline(model, in_the_long_run(plan), example_inputs=batch[0], **options) as pipeline:
+        extended = {**options, "example_inputs": batch[0], "extensions": [Precision(autocast=autocast)]}
+        with Pipeline(model, in_the_long_run(plan), **extended) as pipeline:
             rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
         return Trial(statistics.median(world.gather(rounds_s)[0]))
 
