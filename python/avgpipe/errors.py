@@ -55,6 +55,8 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     """Return the end of an error message about an unknown name: the nearest valid one, and all of them."""
     import difflib
 
+    if not valid:
+        return "there is none"
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}valid names: {', '.join(valid)}"

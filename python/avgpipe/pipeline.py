@@ -335,7 +335,7 @@ class Pipeline(Inspection, Keeping):
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 
         ``metric_fn`` is the mean over the samples of its arguments, a number or a dict of numbers by name.
-        ``weights``: "reference", "ema" (see ``ema_decay``), or the index of a pipeline. Training continues
+        ``weights``: "reference", "ema" (see ``avgpipe.MovingAverage``), or the index of a pipeline. Training continues
         unchanged afterwards.
         """
         session, options = self._session, self._spec.options
@@ -460,6 +460,8 @@ class Pipeline(Inspection, Keeping):
             _log.warning("%s", unsaved)
         finally:
             worker.close(patience_s)
+            for extension in self._spec.options.extensions:
+                extension.closed()
 
     def __enter__(self) -> Pipeline:
         return self

@@ -55,7 +55,7 @@ class Checkpoints:
     def due(self, batches: int = 1) -> bool:
         """Whether to save now, on all ranks alike, after ``batches`` more batches; ranks seldom agree on it.
 
-        ValueError with ``copies_every_s`` and ``isolate``: a process that joins later does not know when they
+        ValueError with ``Copies`` and ``isolate``: a process that joins later does not know when they
         last did.
         """
         if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._shares_state):

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 import avgpipe
-from avgpipe import Audit, CudaGraphs, Extension, MovingAverage, Pipeline, Plan, Precision, StepGradients
+from avgpipe import (
+    Audit,
+    CudaGraphs,
+    Extension,
+    MovingAverage,
+    Pipeline,
+    Plan,
+    Precision,
+    StageError,
+    StepGradients,
+)
 from avgpipe.options import CONFLICTS
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.session import Session
@@ -110,7 +120,9 @@ def test_an_error_in_an_extension_ends_the_run_by_its_name() -> None:
             raise RuntimeError("no room for logs")
 
     with (
-        pytest.raises(RuntimeError, match="no room for logs"),
+        pytest.raises(
+            StageError, match=r"stage ., batch 0 of pipeline 0: Failing failed before the step: no room"
+        ),
         Pipeline(
             language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=momentum, extensions=[Failing()]
         ) as pipeline,

@@ -45,7 +45,7 @@ def refuse_unverified(link: str, device: str) -> None:
     if any(row.device == device and link in ("auto", row.name) for row in LINKS):
         host = " or ".join(repr(row.name) for row in LINKS if row.device is None)
         raise ValueError(
-            f"verify_wire=True checks messages in the host's memory, and link {link!r} may keep them on {device!r}, "
+            f"BitChecks(wire=True) checks messages in host memory, and link {link!r} may keep them on {device!r}, "
             f"whose memory and lines have their own checksums: use link {host}"
         )
 

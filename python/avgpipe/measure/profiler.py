@@ -76,7 +76,7 @@ def profile(
         link: Link between two workers; None: that of two processes of this host, on CUDA none.
         clip_grad_norm: See ``Pipeline``; computing and applying the norm counts as part of the optimizer's
             step.
-        autocast: Dtype for ``torch.autocast``, see ``Pipeline``.
+        autocast: Dtype for ``torch.autocast``, see ``avgpipe.Precision``.
         threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless set
             otherwise.
         budget_s: Approximate seconds for measuring, besides the processes; more if three sweeps take longer.

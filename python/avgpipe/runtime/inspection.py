@@ -74,7 +74,7 @@ class Inspection:
 
     @property
     def skipped_updates(self) -> int:
-        """Updates that ``skip_nonfinite`` or ``loss_scale`` left out, of pipelines with a part on this rank.
+        """Updates that ``avgpipe.Precision`` left out, of pipelines with a part on this rank.
 
         If pipelines that share a batch leave it out together, it counts once.
         """

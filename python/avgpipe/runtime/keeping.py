@@ -42,7 +42,7 @@ class Keeping:
         """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
 
         Optimizers, learning-rate schedules, and state that layers carry from batch to batch stay unchanged;
-        the average of ``ema_decay`` starts again. A plan without a flush fills its pipeline again.
+        a ``MovingAverage`` starts again. A plan without a flush fills its pipeline again.
 
         Args:
             state_dict: by the unsplit model's names, on any device. A rank reads the tensors of its own stages only,
@@ -124,7 +124,7 @@ class Keeping:
         buffers, optimizer states, learning-rate schedule and loss scale. To resume, also with other numbers
         of stages, shards or replicas: let ``dcp.load`` fill what this returns, then call
         :meth:`load_sharded_state_dict`. Tensors are not copied; the names below "model" are those of
-        ``state_dict()``. An average of ``ema_decay`` starts again.
+        ``state_dict()``. A ``MovingAverage`` starts again.
 
         Raises:
             ValueError: for several pipelines: use :meth:`save`.
@@ -168,7 +168,7 @@ class Keeping:
 
     @property
     def has_copies(self) -> bool:
-        """Whether a lost process may be replaced from a copy of its state: see ``copies_every_s``."""
+        """Whether a lost process may be replaced from a copy of its state: see ``avgpipe.Copies``."""
         return self._spec.options.copies
 
     def loader_state(self, loader: Any) -> Any:

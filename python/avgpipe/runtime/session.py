@@ -12,13 +12,13 @@ from typing import Any, TypeVar, cast
 import torch
 
 from avgpipe.device import ReadyOnEvent, has_streams
-from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError, reason
 from avgpipe.model.context import CallerModes, evaluated_in
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
 from avgpipe.runtime.feed import Prefetch
-from avgpipe.runtime.options import Extension
+from avgpipe.runtime.options import Extension, StepGradients
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.requirements import warn_of_waits
@@ -119,10 +119,10 @@ class Session:
         extensions = self.spec.options.extensions
         for extension in extensions:
             extension.opened(self)
-        seen_by = [e.before_step for e in extensions if type(e).before_step is not Extension.before_step]
+        seen_by = [e for e in extensions if type(e).before_step is not Extension.before_step]
         for lane in self.worker.lanes.values() if seen_by else ():
             names = self.spec.model.trainable[lane.route.stage]
-            lane.update.show_gradients(lambda step: [see(step) for see in seen_by], names)
+            lane.update.show_gradients(partial(_show, seen_by), names)
 
     def _check_shared(self) -> None:
         """Refuse stages that have filled their own copies of a tied parameter differently."""
@@ -227,6 +227,19 @@ class Session:
         for row in self.worker.rows:
             row.resume(self.feed.next_turn)
         self.feed.resume()
+
+
+def _show(extensions: Sequence[Extension], step: StepGradients) -> None:
+    for extension in extensions:
+        try:
+            extension.before_step(step)
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise StageError(
+                f"stage {step.stage}, batch {step.batch} of pipeline {step.pipeline}: {type(extension).__name__} "
+                f"failed before the step: {reason(error)}"
+            ) from error
 
 
 def recovering(call: _Call) -> _Call:

@@ -42,9 +42,9 @@ class Task:
         metric_name: The metric by which runs are judged, "loss" or one of ``metric_fn``'s.
         lower_is_better: Whether low metrics are good; None: true for the loss.
         lr_scheduler: See ``Pipeline``; it has a step after each batch.
-        loss_weight: See ``Pipeline``.
+        loss_weight: See ``avgpipe.Source``.
         clip_grad_norm: See ``Pipeline``.
-        autocast: See ``Pipeline``; ``--autocast`` overrides it.
+        autocast: See ``avgpipe.Precision``; ``--autocast`` overrides it.
         batch_size: Samples in a batch; None: those of the first batch, which is loaded before training.
         epochs: Number of epochs, without ``--epochs``.
         target: Where training ends without ``--target``: a metric, or a loss as "loss=2.1".

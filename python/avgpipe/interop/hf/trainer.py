@@ -52,7 +52,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
             ``optimizer(named_params)``, and ``lr_scheduler(optimizer)``; None: those of ``args``.
         pipeline_options: Further arguments of :class:`avgpipe.Pipeline`, such as ``extensions``. They
             override those that follow from ``args``, an extension those of its class.
-        compute_loss_func: See Trainer. ``num_items_in_batch`` is 1, and the result is divided by the number
+        compute_loss_func (Callable): See Trainer. ``num_items_in_batch`` is 1, and the result is divided by the number
             of labels of the batch that count; a function that does not divide by it is treated as a mean over
             samples.
 
