@@ -15,6 +15,7 @@ import pytest
 
 from avgpipe import Pipeline
 from tests.runner import ROOT
+from tools.maps import layers
 
 PACKAGE = ROOT / "python" / "avgpipe"
 ROOTS = ROOT, PACKAGE, ROOT / "python", ROOT / "python" / "avgpipe_lab", ROOT / "csrc", ROOT / "docs"
@@ -98,6 +99,16 @@ def test_a_name_that_a_change_opens_is_in_its_file() -> None:
             elif file is not None and file.is_file():
                 assert token in file.read_text(), f"{what}: {token} in {file}"
         assert file is not None or "there" in opens, what
+
+
+def test_the_circles_are_the_layers_of_the_imports() -> None:
+    circles = ARCHITECTURE.read_text().partition("\n## The circles\n")[2].partition("\nImports go down")[0]
+    shown = []
+    for line in circles.splitlines():
+        if re.match(r"    (commands|tools|core|faults|pure) ", line):
+            names = line.split(maxsplit=1)[1].partition("    ")[0]
+            shown += re.findall(r"\w+", names)
+    assert shown == layers()[::-1]
 
 
 def test_the_packages_of_the_nightly_parts_exist() -> None:

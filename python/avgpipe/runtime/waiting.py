@@ -55,7 +55,8 @@ class Waiting:
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
         """Prefer the first report: the first broken connection may be to a rank that only failed in turn."""
-        deadline = time.monotonic() + (0.0 if is_replaceable() else _REPORT_S)  # a replaced rank needs no report
+        within_s = 0.0 if is_replaceable() else _REPORT_S  # a replaced rank needs no report
+        deadline = time.monotonic() + within_s
         while (first := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return first or loss
