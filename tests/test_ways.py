@@ -14,8 +14,13 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.links.link import Mailbox
+from avgpipe.runtime.feed import BatchFeed
+from avgpipe.runtime.lane import Lane
 from avgpipe.runtime.route import StepKind
 from tests.runner import ROOT, run
+
+BEGINS = BatchFeed.begin.__qualname__, Mailbox.collect.__qualname__  # functions on the way of a micro-batch
 
 
 def name_of(path: str) -> str | None:
@@ -36,9 +41,9 @@ def way_of(frame: FrameType) -> tuple[str, int] | None:
     """Which way a call is on, and how many of its callers are on it too."""
     for depth, caller in enumerate(callers(frame)):
         name = caller.f_code.co_qualname
-        if name in ("Feed.begin", "Mailbox.collect"):
+        if name in BEGINS:
             return "A micro-batch", 99
-        if name == "Lane.advance":
+        if name == Lane.advance.__qualname__:
             kind = caller.f_locals["step"].kind
             if kind is StepKind.FORWARD:
                 return "A micro-batch", 99

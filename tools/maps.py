@@ -27,7 +27,7 @@ def sentence(path: Path) -> str:
     """Return the first sentence of a module's docstring, without its full stop."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     first = " ".join(text.partition("\n\n")[0].split())
-    return re.split(r"(?<=[a-z)`\"'0-9])\. (?=[A-Z])", first)[0].rstrip(".").replace("|", "\\|")
+    return re.split(r"(?<! al)(?<=[a-z)`\"'0-9])\. (?=[A-Z])", first)[0].rstrip(".").replace("|", "\\|")
 
 
 def layers() -> list[str]:

@@ -23,6 +23,7 @@ from avgpipe_ext.ring import Bell, Memory
 SLOTS, HEAD_BYTES = 2, 24  # of a stage replica; a slot's head has three numbers
 PUBLISHED = "published"  # the message
 _UNKNOWN = 2**62  # a step
+_LOOK_S = 1.0  # between checks whether the mirror is closed
 
 
 def published_by(place: int) -> str:
@@ -164,7 +165,7 @@ class Mirror:
         """Ship whenever a process here has rung, until the mirror is closed; for a thread."""
         seen = 0
         while not self._is_closed:
-            now = self._bell.wait(seen, 1.0)
+            now = self._bell.wait(seen, _LOOK_S)
             if now != seen:
                 seen = now
                 self.ship()

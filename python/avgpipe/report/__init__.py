@@ -1,1 +1,1 @@
-"""Comparisons of systems: their table, advice and pictures."""
+"""The course of a run, what it reports to loggers, and its folder and pictures, read afterwards."""

@@ -159,6 +159,7 @@ class Stragglers:
 
 _DESCRIBED_RANKS = 4  # whose last action an error adds
 _LOOK_S = 0.02
+_REPORT_S = 1.0  # after a broken connection, for the first report of a failure
 
 
 class Waiting:
@@ -199,7 +200,8 @@ class Waiting:
 
     def _final_loss(self, loss: PeerLost) -> PeerLost:
         """Prefer the first report: the first broken connection may be to a rank that only failed in turn."""
-        deadline = time.monotonic() + (0.0 if is_replaceable() else 1.0)  # a replaced rank needs no report
+        within_s = 0.0 if is_replaceable() else _REPORT_S  # a replaced rank needs no report
+        deadline = time.monotonic() + within_s
         while (first := self._world.reported()) is None and time.monotonic() < deadline:
             time.sleep(_LOOK_S)
         return first or loss
