@@ -22,8 +22,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
 from avgpipe.ranks.environment import keep_freed_memory
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import join

@@ -30,7 +30,7 @@ import torch
 
 import avgpipe
 from avgpipe import Plan
-from avgpipe.links.message import tensors_of
+from avgpipe.links.link import tensors_of
 from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.model.batch import sample_count
 from avgpipe.model.layers import layers_of

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost
 from avgpipe.links.codec import Verifier
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
 from avgpipe.links.shared import Inbox, SharedLink
 from tests.patience import limit
 

@@ -15,8 +15,7 @@ from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.links import LinkRow, choose, shared
 from avgpipe.links.choose import Links
 from avgpipe.links.group import GroupLink, GroupTransport
-from avgpipe.links.link import Endpoint, Transport
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Endpoint, Key, Message, Transport
 from tests.links.ends import BACK, CHANNELS, CPU, groups
 from tests.patience import limit
 

@@ -16,8 +16,7 @@ from avgpipe import device as streams
 from avgpipe.links import cuda
 from avgpipe.links.codec import Format
 from avgpipe.links.cuda import CudaIpcLink, DeviceMemory, DeviceSlots, Driver
-from avgpipe.links.link import Endpoint, LocalLink, Mailbox
-from avgpipe.links.message import Channel, Message
+from avgpipe.links.link import Channel, Endpoint, LocalLink, Mailbox, Message
 from avgpipe.links.shared import Inbox
 from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event

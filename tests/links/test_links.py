@@ -20,8 +20,7 @@ from avgpipe.links import group
 from avgpipe.links.choose import Links
 from avgpipe.links.codec import Format
 from avgpipe.links.group import GroupLink, Room
-from avgpipe.links.link import Endpoint, LocalLink, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Endpoint, Key, LocalLink, Mailbox, Message
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import CPU, LINKS, Ends, ends, groups
 from tests.patience import limit

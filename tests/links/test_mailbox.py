@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from avgpipe.errors import PeerLost
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from tests.patience import limit
 
 KEY = Key("F", 0, 0, 1, 5, 2)

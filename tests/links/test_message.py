@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from avgpipe.links.codec import Decoder, Encoder, Format, padded, view
-from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Message, detached, on_wire
+from avgpipe.links.link import OF_MICRO_BATCHES, Channel, Endpoint, Mailbox, Message, detached, on_wire
 from avgpipe_ext import pack, unpack_
 from tests.links.device_tensor import DeviceTensor
 

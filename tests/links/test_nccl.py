@@ -16,8 +16,7 @@ from avgpipe import Plan
 from avgpipe import device as streams
 from avgpipe.links import nccl
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Endpoint, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
 from avgpipe.links.nccl import NcclLink, NcclTransport, connect, edges_of, end_communicators
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.placement import Placement

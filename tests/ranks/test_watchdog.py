@@ -16,8 +16,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import PeerLost
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.ranks.met import Watchdog
 from avgpipe.ranks.world import since
 from tests.links.ends import LINKS

@@ -14,8 +14,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
-from avgpipe.links.link import LocalLink, Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, LocalLink, Mailbox
 from avgpipe.runtime.lane import Queue
 from avgpipe.runtime.scheduler import Scheduler
 from tests.happens_before.plugin import checking

@@ -14,8 +14,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe import device as streams
 from avgpipe.errors import PeerLost
 from avgpipe.links.choose import Links
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.links.nccl import nccl_joins
 from avgpipe.ranks.world import World
 from avgpipe.runtime import group_sum

@@ -10,8 +10,7 @@ from torch import nn
 
 from avgpipe import Plan
 from avgpipe.elastic.flat import Arena
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.model.batch import LossWeights, split
 from avgpipe.model.model import trainable_parameters
 from avgpipe.ranks.world import World

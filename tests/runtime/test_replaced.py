@@ -23,7 +23,7 @@ from avgpipe.fault.generation import announcement, prospect, waited_for
 from avgpipe.fault.recovery import Recovery
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
-from avgpipe.links.message import Message
+from avgpipe.links.link import Message
 from avgpipe.model.context import Carry
 from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from avgpipe import Plan
-from avgpipe.links.message import Channel, Message
+from avgpipe.links.link import Channel, Message
 from avgpipe.model.parts import skips_of
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into

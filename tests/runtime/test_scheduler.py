@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from avgpipe import PipelineTimeout, Plan
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Key, Message
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.scheduler import Scheduler

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from avgpipe import Pipeline, Plan
 from avgpipe.links import choose
 from avgpipe.links.group import GroupLink
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key
 from avgpipe.links.shared import SharedLink
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model

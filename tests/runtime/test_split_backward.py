@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from avgpipe.links.message import tensors_of
+from avgpipe.links.link import tensors_of
 from avgpipe.runtime import split_backward
 from avgpipe.runtime.compute import run_backward
 from avgpipe.runtime.split_backward import Deferred, input_backward

@@ -92,7 +92,9 @@ ScheduleOrFile = Annotated[
     str, Value("NAME|FILE.csv", choices=tuple(schedule_names()), besides=lambda text: text.endswith(".csv"))
 ]
 Advance = Annotated[int | tuple[int, ...] | str | None, Value("NUMBER,...|auto", parse_advance)]
-Workload = Annotated[str, Value("WORKLOAD", choices=workload_names() or None, besides=is_script, positional=True)]
+Workload = Annotated[
+    str, Value("WORKLOAD", choices=workload_names() or None, besides=is_script, positional=True)
+]
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ import torch
 from avgpipe.checkpoint.load import restore
 from avgpipe.checkpoint.snapshot import Snapshot, put_together
 from avgpipe.errors import CheckpointError, PipelineError, reason
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key
 from avgpipe.model.model import Model
 from avgpipe.ranks.world import World
 from avgpipe.runtime.route import copy_key

@@ -27,8 +27,7 @@ from avgpipe.fault.membership import Membership, Neighbour
 from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, published_by, read_head, write_head
 from avgpipe.fault.roster import Term
 from avgpipe.links.codec import padded
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe_ext.ring import Bell, Memory
 
 _TEXT_BYTES = 8192  # of a slot: its head and the text

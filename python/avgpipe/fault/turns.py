@@ -13,8 +13,7 @@ import torch
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Published, TurnExchange
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.integrity import digest
 from avgpipe.runtime.outcome import BatchEnd

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from avgpipe.faults.fault import Fault
-from avgpipe.links.link import Link, LocalLink
-from avgpipe.links.message import Key, tensors_of
+from avgpipe.links.link import Key, Link, LocalLink, tensors_of
 from avgpipe.ranks import environment as probe
 
 _log = logging.getLogger("avgpipe")

@@ -16,8 +16,7 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.links import LINKS
-from avgpipe.links.link import Endpoint, Link, LocalLink, Mailbox, Transport
-from avgpipe.links.message import Channel, Message
+from avgpipe.links.link import Channel, Endpoint, Link, LocalLink, Mailbox, Message, Transport
 from avgpipe.ranks.world import World
 from avgpipe_ext.ring import Bell, Memory
 

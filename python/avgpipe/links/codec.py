@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, ready_on_event
 from avgpipe.errors import PipelineError
-from avgpipe.links.message import Key, TensorInfo, described
+from avgpipe.links.link import Key, TensorInfo, described
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 

@@ -28,8 +28,7 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
 from avgpipe.links.codec import Decoder, Format, padded
-from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Key
+from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Endpoint, Key, Link, Transport
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 
 # Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no

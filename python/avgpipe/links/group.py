@@ -35,8 +35,17 @@ import torch.distributed as dist
 from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.links.codec import checksum, padded
-from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import OF_MICRO_BATCHES, Channel, Key, Message, flip_bit, tensors_of
+from avgpipe.links.link import (
+    OF_MICRO_BATCHES,
+    Channel,
+    Endpoint,
+    Key,
+    Link,
+    Message,
+    Transport,
+    flip_bit,
+    tensors_of,
+)
 from avgpipe.ranks.met import transport_reason
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time

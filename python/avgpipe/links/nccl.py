@@ -29,8 +29,17 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
 from avgpipe.links.codec import Decoder, Encoder, Format
 from avgpipe.links.cuda import device_id
-from avgpipe.links.link import Endpoint, Link, Mailbox, Transport
-from avgpipe.links.message import BY_HOST, OF_MICRO_BATCHES, Channel, Key, Message
+from avgpipe.links.link import (
+    BY_HOST,
+    OF_MICRO_BATCHES,
+    Channel,
+    Endpoint,
+    Key,
+    Link,
+    Mailbox,
+    Message,
+    Transport,
+)
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}

@@ -21,8 +21,7 @@ import torch
 
 from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.codec import Encoder, Format, checksum, padded, view
-from avgpipe.links.link import Endpoint, Link, Transport
-from avgpipe.links.message import Channel, Key, flip_bit
+from avgpipe.links.link import Channel, Endpoint, Key, Link, Transport, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 _POLL_S = 1e-3

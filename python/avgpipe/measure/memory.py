@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from avgpipe.links.message import tensors_of
+from avgpipe.links.link import tensors_of
 from avgpipe.measure.sweep import Example, Sweep
 from avgpipe.model.parts import PartLayer, Skips
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
-from avgpipe.links.message import Message
+from avgpipe.links.link import Message
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance
 from avgpipe.runtime.session import Session
 from avgpipe.runtime.worker import Worker

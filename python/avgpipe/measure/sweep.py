@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import current_stream, has_streams, own_stream, timed_event
 from avgpipe.errors import StageError, reason
-from avgpipe.links.message import tensors_of, wanting_gradients
+from avgpipe.links.link import tensors_of, wanting_gradients
 from avgpipe.model.batch import LossFn, plain, sample_count, to_device
 from avgpipe.model.context import Position, mix, seed_generators, set_position
 from avgpipe.runtime.compute import run_backward

@@ -18,8 +18,7 @@ from torch import nn
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Endpoint, Link, Mailbox
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Endpoint, Key, Link, Mailbox, Message
 from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
-from avgpipe.links.message import tensors_of, wanting_gradients
+from avgpipe.links.link import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, split, to_device
 from avgpipe.model.compiled import copied, is_compiled, original, sharing_copy
 from avgpipe.model.context import (
@@ -108,6 +108,7 @@ class StageAudit:
         ]
         self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
         self._autocast, self._check, self._looked = autocast, check, 0
+        self.is_over = False  # whether no later batch is compared
         self._batch_dims, self._cuts, self._copies = batch_dims, cuts, copies
         self._parameters: dict[int, nn.Parameter] = {}  # of the copies, by those of the model
         self._originals: dict[int, nn.Parameter] = {}
@@ -144,6 +145,7 @@ class StageAudit:
                 _log.warning("stages are not compared with the model: %s", self._left_out)
         if self._left_out is not None or self._check == "first-batch":
             self._model, self._stages = nn.Module(), []  # frees copies of modules
+            self.is_over = True
 
     def _reason(self) -> str | None:
         """Return why there is no comparison; None if there is one."""

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from avgpipe.elastic.reference import Reference
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.route import Route
 

@@ -15,8 +15,7 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.errors import PipelineError, StageError, reason
-from avgpipe.links.link import Link, Mailbox
-from avgpipe.links.message import Key, Message, detached, tensors_of, wanting_gradients
+from avgpipe.links.link import Key, Link, Mailbox, Message, detached, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position

@@ -23,8 +23,7 @@ from torch import nn
 
 from avgpipe.device import ReadyOnEvent, has_streams, select
 from avgpipe.errors import PeerLost
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.links.nccl import end_communicators
 from avgpipe.ranks.met import Met, transport_reason
 

@@ -22,7 +22,7 @@ from avgpipe.device import has_streams
 from avgpipe.elastic.flat import is_made_of_others
 from avgpipe.errors import PipelineError
 from avgpipe.links.codec import checksum
-from avgpipe.links.message import tensors_of
+from avgpipe.links.link import tensors_of
 from avgpipe.model.context import CallerGenerators
 from avgpipe.runtime.batch_norm import DeferredBatchNorm
 from avgpipe.runtime.compute import Given

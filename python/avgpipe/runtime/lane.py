@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from avgpipe.elastic.flat import Arena
-from avgpipe.links.message import Key, Message
+from avgpipe.links.link import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
 from avgpipe.runtime.outcome import end_message
 from avgpipe.runtime.route import Route, StepKind

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import generators_of
 from avgpipe.errors import StageError
-from avgpipe.links.message import tensors_of, wanting_gradients
+from avgpipe.links.link import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
 from avgpipe.model.context import callers_generators, moved, set_generators
 from avgpipe.model.outside import leaves_of

@@ -15,8 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.ranks.environment import is_replaceable
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement

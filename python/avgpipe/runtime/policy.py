@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch
 
 from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key
 from avgpipe.runtime.feed import BatchFeed, Feed
 
 if TYPE_CHECKING:

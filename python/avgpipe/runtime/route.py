@@ -12,7 +12,7 @@ from enum import Enum
 from functools import cached_property
 from math import lcm
 
-from avgpipe.links.message import Channel, Key, Message
+from avgpipe.links.link import Channel, Key, Message
 from avgpipe.model.parts import NO_SKIPS, Skips
 from avgpipe.runtime.placement import Placement
 

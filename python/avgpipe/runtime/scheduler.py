@@ -16,8 +16,7 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # mi
 from torch.profiler import record_function
 
 from avgpipe.errors import PipelineTimeout
-from avgpipe.links.link import Mailbox
-from avgpipe.links.message import Key
+from avgpipe.links.link import Key, Mailbox
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World, since
 from avgpipe.runtime.compute import Step

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe.errors import StageError
-from avgpipe.links.message import tensors_of
+from avgpipe.links.link import tensors_of
 from avgpipe.model.compiled import compiler_error, copied
 from avgpipe.model.context import (
     Carry,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.links.message import Message, on_wire
+from avgpipe.links.link import Message, on_wire
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.outcome import Metrics
 from avgpipe.runtime.route import Route, StepKind

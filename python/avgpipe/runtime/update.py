@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from avgpipe.device import current_stream, has_streams, used_on
-from avgpipe.links.message import Message
+from avgpipe.links.link import Message
 from avgpipe.runtime.compute import BatchState, Port, Step
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import StepGradients, TrainingOptions

@@ -16,7 +16,7 @@ from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
 from avgpipe.links.choose import Links
-from avgpipe.links.message import Channel, Key
+from avgpipe.links.link import Channel, Key
 from avgpipe.model.batch import refuse_graphs
 from avgpipe.model.context import CallerModes
 from avgpipe.model.model import stage_layers, trainable_parameters
@@ -187,6 +187,8 @@ class Worker:
             refuse_graphs(inputs)
         if self.audit is not None:
             self.audit.look(batch, given[0][0])
+            if self.audit.is_over:
+                self.audit = None
 
     def _check_outside(self) -> None:
         if self.outside is not None and (name := self.outside.changed()) is not None:
