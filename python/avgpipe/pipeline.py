@@ -22,12 +22,10 @@ from avgpipe.device import has_streams, select
 from avgpipe.errors import PipelineError
 from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.context import CallerModes, Modes, is_evaluated, tells_modes_apart
-from avgpipe.model.layers import outside_of
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import SPARE, STORE_FILE, keep_freed_memory, named, pipeline_here
 from avgpipe.ranks.world import World
-from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.evaluate import (
     EvaluationResult,
     MetricFn,
@@ -184,44 +182,25 @@ class Pipeline(Inspection, Keeping):
         self._stepped = self._predicted = 0  # calls of step and predict
         self.plan, self._spec = plan, spec
         self._session = Session(spec, policy)
-        self._audit()
+        self._warn_of_model()
         if plan.advance == "auto":
             self._session.auto = named("avgpipe.measure.running:AutoAdvance")(options.memory_limit_bytes)
         atexit.register(_close, weakref.ref(self))
         policy.begin(self._session)
 
-    def _audit(self) -> None:
-        """Set up the checks of the first batches, and warn of findings in the model itself."""
-        spec, worker = self._spec, self._session.worker
-        options, plan, layers = spec.options, spec.plan, spec.layers
-        if not (options.keeps_modes or self.world.rank) and tells_modes_apart(layers):
+    def _warn_of_model(self) -> None:
+        """Warn of what is seen of the model alone."""
+        spec, options = self._spec, self._spec.options
+        if self.world.rank:
+            return
+        if not options.keeps_modes and tells_modes_apart(spec.layers):
             _log.warning(
                 "the model is in evaluation mode as a whole, like one that was just loaded, and is trained in training "
                 "mode, with its dropout and batch statistics: call model.train() to confirm, and eval() of the modules "
                 "that must stay in evaluation mode"
             )
-        if options.check == "off":
-            return
-        if not self.world.rank:
-            if plan.stages > 1:
-                warn_of_graphs(module for layer in layers for module in layer.modules())
-            worker.audit = StageAudit(
-                spec.given,
-                layers,
-                spec.model.bounds,
-                recomputes=plan.recompute != "never",
-                keeps_modes=options.keeps_modes,
-                autocast=options.autocast,
-                device=spec.device,
-                check=options.check,
-                batch_dims=options.batch_dims,
-                cuts=plan.micro_batches > 1,
-                copies=plan.pipelines > 1
-                or plan.replication is not None
-                or (plan.weights or "flush") != "flush",
-            )
-        outside = outside_of(spec.given, layers)
-        worker.outside = outside if outside.reads else None
+        if options.check != "off" and spec.plan.stages > 1:
+            warn_of_graphs(module for layer in spec.layers for module in layer.modules())
 
     # ---- training ------------------------------------------------------------------------------------------------
 

@@ -169,16 +169,13 @@ def _machines(counts: Sequence[int]) -> str:
 # ---- by name -------------------------------------------------------------------------------------------------------
 
 
-_OWN = ("simulated", "balance")
-
-
 def partition_methods() -> list[str]:
     """Return the names that :func:`partition` knows: its own, and those that installed packages add.
 
     A package adds a function of a profile, a number of stages (or None) and options by name, which returns a
     ``Partition``; see ``avgpipe.plugins``. ``avgpipe_lab`` has those of papers.
     """
-    return [*_OWN, *plugins.names(plugins.PARTITIONERS)]
+    return [*_METHODS, *plugins.names(plugins.PARTITIONERS)]
 
 
 def partition(
@@ -237,8 +234,8 @@ def method_options(method: str) -> list[str]:
 
 
 def _function(method: str) -> Callable[..., Partition]:
-    if method in _OWN:
-        return simulated if method == "simulated" else balanced
+    if method in _METHODS:
+        return _METHODS[method]
     function: Callable[..., Partition] = plugins.load(plugins.PARTITIONERS, method)
     return function
 
@@ -450,3 +447,6 @@ class Training:
             # as well.
             whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
         )
+
+
+_METHODS: dict[str, Callable[..., Partition]] = {"simulated": simulated, "balance": balanced}

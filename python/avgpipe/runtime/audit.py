@@ -44,6 +44,7 @@ from avgpipe.model.model import stage_layers
 from avgpipe.model.outside import Outside, leaves_of
 from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
+from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Inputs, folded, folds, unfolded
 
 _log = logging.getLogger("avgpipe")
@@ -568,3 +569,21 @@ def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Ten
 
 def _cloned(inputs: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
+
+
+def audit_of(spec: Spec) -> StageAudit:
+    """Return the audit of what a spec trains; for the first rank."""
+    options, plan = spec.options, spec.plan
+    return StageAudit(
+        spec.given,
+        spec.layers,
+        spec.model.bounds,
+        recomputes=plan.recompute != "never",
+        keeps_modes=options.keeps_modes,
+        autocast=options.autocast,
+        device=spec.device,
+        check=options.check,
+        batch_dims=options.batch_dims,
+        cuts=plan.micro_batches > 1,
+        copies=plan.pipelines > 1 or plan.replication is not None or (plan.weights or "flush") != "flush",
+    )

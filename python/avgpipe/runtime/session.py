@@ -14,9 +14,11 @@ import torch
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError, reason
 from avgpipe.model.context import CallerModes, evaluated_in
+from avgpipe.model.layers import outside_of
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
+from avgpipe.runtime.audit import audit_of
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.options import Extension, StepGradients
 from avgpipe.runtime.placement import Placement
@@ -55,6 +57,8 @@ class Session:
 
     def open(self) -> None:
         """Connect to the other ranks, and make this rank's part."""
+        before: Worker | None = getattr(self, "worker", None)
+        self._is_audited = before is not None and before.audit is None
         self.world = meet(self.spec.timeout_s, self.spec.options.members)
         try:
             self._make_part()
@@ -75,6 +79,8 @@ class Session:
         if world.size == 1 and not has_streams(spec.device):
             warn_of_threads(torch.get_num_threads())
         self.worker = Worker(spec, placement, world, self.policy.join)
+        if options.check != "off":
+            self._audit()
         if spec.initial is not None:
             self._check_shared()
         self.saving: Any = None
@@ -87,6 +93,13 @@ class Session:
         self.policy.opened(self)
         self._extend()
         self.feed = self.policy.make_feed(self)
+
+    def _audit(self) -> None:
+        """Have the stages compared with the model; not again where a first batch was compared before this opening."""
+        if not self.world.rank and not self._is_audited:
+            self.worker.audit = audit_of(self.spec)
+        outside = outside_of(self.spec.given, self.spec.layers)
+        self.worker.outside = outside if outside.reads else None
 
     def _agree(self) -> Placement:
         """Refuse, on every rank, what differs between ranks; return the placement of the stages."""
