@@ -45,7 +45,7 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
 
         copies.attach(p._session.worker)
         with monkeypatch.context() as memory:
-            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            memory.setattr("avgpipe.checkpoint.snapshot._Copied.of", full)
             take(3)
         assert "the copy in memory before batch 3 is left out: no room" in caplog.text
         assert (copies._batches, copies.oldest) == ([], 3)
@@ -53,14 +53,14 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
         assert (copies._batches, copies.oldest) == ([5], 5)
         assert len(copies._sending) > 1
         with monkeypatch.context() as memory:
-            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            memory.setattr("avgpipe.checkpoint.snapshot._Copied.of", full)
             take(7)
         copies.begin(p._spec.model, p._session.worker, 9, 1)
         assert copies._batches == [5]
         copies.settle()
         assert copies._batches == [5, 9]
         with monkeypatch.context() as memory:
-            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            memory.setattr("avgpipe.checkpoint.snapshot._Copied.of", full)
             take(11)
             take(13)
             take(15)

@@ -181,7 +181,7 @@ def test_without_room_for_a_copy_the_save_alone_fails(
 
     with make(PLAN) as p:
         with monkeypatch.context() as memory:
-            memory.setattr("avgpipe.checkpoint.snapshot._Copies.of", full)
+            memory.setattr("avgpipe.checkpoint.snapshot._Copied.of", full)
             p.save(tmp_path / "c", wait=False)
         with pytest.raises(CheckpointError, match="no room"):
             p.wait_for_save()

@@ -58,5 +58,5 @@ def test_a_pipeline_joins_again_from_where_the_command_was_called(
 
     monkeypatch.setattr(command, "join", join)
     monkeypatch.setattr(command, "_ASK_S", 0.0)
-    command.run(JoinConfig(run="run", restarts=1))
+    command.join_run(JoinConfig(run="run", restarts=1))
     assert tries == [tmp_path / "run"] * 3

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe.ranks import process as machine
+from avgpipe.ranks import environment as machine
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (

@@ -25,11 +25,10 @@ from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Message
 from avgpipe.model.context import Carry
-from avgpipe.pipeline import _recovering
 from avgpipe.ranks import world
 from avgpipe.ranks.environment import GENERATION, STORE_FILE
 from avgpipe.ranks.launch import is_stopped
-from avgpipe.runtime.session import Session
+from avgpipe.runtime.session import Session, recovering
 from avgpipe.testing import fail_at
 from tests.options import grouped
 from tests.patience import Deadline, limit
@@ -220,7 +219,7 @@ def test_what_a_call_draws_is_drawn_once_however_often_a_rank_is_lost(
     draws: list[float] = []
     monkeypatch.setattr(Recovery, "recover", lambda *_, **__: draws.append(float(torch.rand(()))))
 
-    @_recovering
+    @recovering
     def call(_: Pipeline) -> None:
         draws.append(float(torch.rand(())))
         if len(draws) < 5:

@@ -62,39 +62,28 @@ def profile(
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; the model and random generators stay unchanged.
 
-    The module says how it is measured.
-
     Args:
-        model: See ``Pipeline``.
-        example_inputs: A batch, tensors with the samples as dimension 0; micro-batches are cut from it, or
-            repeat it if it is too small.
+        model, optimizer, clip_grad_norm: See ``Pipeline``; without an optimizer, none is measured.
+        example_inputs: A batch with the samples as dimension 0; micro-batches are cut from it, or repeat it.
         loss_fn: Maps output and target to a scalar; counted with the last layer. None: a mean of the output.
         target: The targets of ``example_inputs``.
         device: Where to measure.
         micro_batch_sizes: Sizes of the micro-batches to time, in samples.
-        optimizer: Makes an optimizer from parameters, see ``Pipeline``; None: no optimizer's time and state.
         link: Link between two workers; None: that of two processes of this host, on CUDA none.
-        clip_grad_norm: See ``Pipeline``; computing and applying the norm counts as part of the optimizer's
-            step.
         autocast: Dtype for ``torch.autocast``, see ``avgpipe.Precision``.
-        threads: Threads of torch on the CPU; workers have the one that OMP_NUM_THREADS gives them, unless set
-            otherwise.
-        budget_s: Approximate seconds for measuring, besides the processes; more if three sweeps take longer.
-        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is
-            taken as that of a worker without a stage; its result is kept, such as the data and the whole
-            model.
+        threads: Threads of torch on the CPU.
+        budget_s: Approximate seconds for measuring the layers; more if three sweeps take longer.
+        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken
+            as that of a worker without a stage; its result is kept, such as the data and the whole model.
         layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link.
-            Several workers may profile like this at the same time; their times then include the mutual
-            slowdown.
 
     Raises:
         ValueError, TypeError: An argument is wrong.
         StageError: A layer, which the error names, cannot be timed.
         PipelineError: A process failed.
     """
-    _check_numbers(
-        micro_batch_sizes, {"threads": threads, "budget_s": budget_s, "clip_grad_norm": clip_grad_norm}
-    )
+    numbers = {"threads": threads, "budget_s": budget_s, "clip_grad_norm": clip_grad_norm}
+    _check_numbers(micro_batch_sizes, numbers)
     where, layers = own_device(device), layers_of(model, example_inputs)
     on_host = not has_streams(where)
     if on_host:
@@ -108,15 +97,9 @@ def profile(
         updates = Updates(optimizer, where, clip_grad_norm)
         new_sweep = lambda: Sweep(_stage(layers, where), layer_names(layers), loss, autocast)  # noqa: E731
         rows, facts = _rows(model, layers, batches, new_sweep, updates, budget_s)
-    found = Profile(
-        model=type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers",
-        device=f"cpu: {cpu_model()}, threads: {threads}" if on_host else device_name(where),
-        micro_batch_sizes=tuple(sizes),
-        layers=rows,
-        ties=_ties(layers),
-        step_s=updates.step_s,
-        **facts,
-    )
+    name = type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers"
+    on = f"cpu: {cpu_model()}, threads: {threads}" if on_host else device_name(where)
+    found = Profile(name, on, tuple(sizes), rows, ties=_ties(layers), step_s=updates.step_s, **facts)
     if layers_only:
         return found
     return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)

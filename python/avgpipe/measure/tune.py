@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -70,18 +71,14 @@ def tune(
     is a prediction.
 
     Args:
-        model: See ``Pipeline``.
-        example_inputs: A batch, which pipelines share; tensors with the samples as dimension 0.
+        model, optimizer: See ``Pipeline``.
+        example_inputs, target: A batch, which pipelines share; tensors with the samples as dimension 0.
         loss_fn: See ``Pipeline``; without it, and without an optimizer, nothing is timed.
-        target: The targets of ``example_inputs``.
-        optimizer: See ``Pipeline``.
         workers: Number of workers of the plan; None: the ranks, or those of ``cluster``.
         memory_limit_bytes: Memory of a worker; on the CPU, of the whole process.
-        pipelines: Numbers of pipelines to try.
-        micro_batches: Numbers of micro-batches to try; None: from 1 to one sample each.
+        pipelines, micro_batches: Numbers to try; None: from 1 to one sample each.
         profile: A profile of the model, instead of a new one.
-        cluster: Devices and links to plan for, if not the present workers; nothing is timed then.
-        link: Link between workers, instead of the measured one; nothing is timed then.
+        cluster, link: Devices and links to plan for, instead of the measured ones; nothing is timed then.
         trials: Number of plans to time.
         budget_s: Approximate seconds for profiling.
         options: Further arguments of ``Pipeline``: ``device``, where to profile and to time, ``clip_grad_norm``, or
@@ -110,17 +107,18 @@ def tune(
     here = cluster is None and link is None and where.workers == world.size > 1
     if not here or loss_fn is None or optimizer is None:
         return study(space, trials=trials).plan
+    return study(space, partial(_timed, world, model, batch, options), trials=trials).plan
 
-    def measure(forecast: Forecast) -> Trial | None:
-        """Time a plan that uses all ranks of this run; all get the times of the first rank."""
-        plan = forecast.plan
-        if plan.workers != world.size:
-            return None
-        with Pipeline(model, in_the_long_run(plan), example_inputs=batch[0], **options) as pipeline:
-            rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
-        return Trial(statistics.median(world.gather(rounds_s)[0]))
 
-    return study(space, measure, trials=trials).plan
+def _timed(
+    world: World, model: Any, batch: tuple[Any, Any], options: dict[str, Any], forecast: Forecast
+) -> Trial | None:
+    """Time a plan that uses all ranks of this run; all get the times of the first rank."""
+    if forecast.plan.workers != world.size:
+        return None
+    with Pipeline(model, in_the_long_run(forecast.plan), example_inputs=batch[0], **options) as pipeline:
+        rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
+    return Trial(statistics.median(world.gather(rounds_s)[0]))
 
 
 def profile_together(
