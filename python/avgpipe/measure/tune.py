@@ -66,9 +66,8 @@ def tune(
     """Return the plan with the least time per batch that fits into the memory, as far as the search finds it.
 
     The model is profiled, unless ``profile`` is given; plans of many sizes are simulated; and if there are as
-    many ranks as workers (a default process group, or torchrun's environment), the best ``trials`` are timed
-    and the fastest is taken. Every rank makes the same call and gets the same plan. Without ranks, the plan
-    is a prediction.
+    many ranks as workers, the best ``trials`` are timed and the fastest is taken. Every rank makes the same call and
+    gets the same plan. Without ranks, the plan is a prediction.
 
     Args:
         model, optimizer: See ``Pipeline``.
@@ -85,8 +84,7 @@ def tune(
             ``extensions``, of which the profile follows ``Precision``.
 
     Raises:
-        ValueError, TypeError: An argument is wrong, or nothing fits into the memory (by how much, and what
-            would fit).
+        ValueError, TypeError: An argument is wrong, or nothing fits into the memory.
         StageError: A layer cannot be timed.
         PipelineError: A process failed.
     """
@@ -107,10 +105,10 @@ def tune(
     here = cluster is None and link is None and where.workers == world.size > 1
     if not here or loss_fn is None or optimizer is None:
         return study(space, trials=trials).plan
-    return study(space, partial(_timed, world, model, batch, options), trials=trials).plan
+    return study(space, partial(_timed_here, world, model, batch, options), trials=trials).plan
 
 
-def _timed(
+def _timed_here(
     world: World, model: Any, batch: tuple[Any, Any], options: dict[str, Any], forecast: Forecast
 ) -> Trial | None:
     """Time a plan that uses all ranks of this run; all get the times of the first rank."""
