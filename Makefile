@@ -45,6 +45,8 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/python -m tools.words
+	$(BIN)/python -m tools.words --commits
 	$(BIN)/clang-format --dry-run --Werror $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu')
 
 # Programs that only a GPU runs are at least of the right types.

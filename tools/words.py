@@ -1,7 +1,7 @@
 """Finds words that the glossary of docs/design/style.md replaces, and subjects of commits that break its rule.
 
-    python -m tools.words [PATH ...]       words in docstrings, comments, messages and pages
-    python -m tools.words --commits RANGE  subjects of the commits in a range of git, such as origin/main..HEAD
+    python -m tools.words [PATH ...]  words in docstrings, comments, messages and pages
+    python -m tools.words --commits   subjects of the commits since the rule, or of the last one in a shallow clone
 
 Prints the file, line and word of each finding; the exit code is 1 if there is one.
 """
@@ -35,6 +35,7 @@ WORDS = re.compile(
     re.IGNORECASE,
 )
 _LONGEST = 72  # letters of a subject
+_RULE = "158b6fb08002dbbef6c05c4e338b4a9443b59dc4"  # the last commit before this rule
 _NOT_IMPERATIVE = re.compile(r"^(A|An|The|This|What|Whoever|It|No|\w+ed|\w+ing|\w+[^s]s)\b")
 _IMPERATIVE = (
     "Bring",
@@ -89,18 +90,27 @@ def wrong_subject(subject: str) -> str | None:
     return None
 
 
+def commits() -> list[tuple[str, str]]:
+    """Return the short hashes and subjects of the commits that the rule is for."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True)
+
+    is_known = git("merge-base", "--is-ancestor", _RULE, "HEAD").returncode == 0
+    lines = git("log", "--format=%h %s", *([f"{_RULE}..HEAD"] if is_known else ["-1"])).stdout.splitlines()
+    return [(commit, subject) for commit, _, subject in (line.partition(" ") for line in lines)]
+
+
 def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("paths", nargs="*", default=PLACES)
-    parser.add_argument("--commits", metavar="RANGE")
+    parser.add_argument("--commits", action="store_true")
     asked = parser.parse_args(given)
     wrong = []
     if asked.commits:
-        log = ["git", "-C", str(ROOT), "log", "--format=%h %s", asked.commits]
-        for line in subprocess.run(log, capture_output=True, text=True, check=True).stdout.splitlines():
-            commit, _, subject = line.partition(" ")
+        for commit, subject in commits():
             if (why := wrong_subject(subject)) is not None:
                 wrong.append(f"{commit}: {subject!r} {why}")
     else:

@@ -38,5 +38,5 @@ def function(name: str) -> Any:
 
 
 def load(group: str, name: str) -> Any:
-    """Import what a name of a group stands for. KeyError where no package adds it."""
+    """Import what a name of a group names. KeyError where no package adds it."""
     return _found(group)[name].load()

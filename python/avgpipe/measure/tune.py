@@ -78,8 +78,7 @@ def tune(
         pipelines, micro_batches: Numbers to try; None: from 1 to one sample each.
         profile: A profile of the model, instead of a new one.
         cluster, link: Devices and links to plan for, instead of the measured ones; nothing is timed then.
-        trials: Number of plans to time.
-        budget_s: Approximate seconds for profiling.
+        trials, budget_s: Number of plans to time; approximate seconds for profiling.
         options: Further arguments of ``Pipeline``: ``device``, where to profile and to time, ``clip_grad_norm``, or
             ``extensions``, of which the profile follows ``Precision``.
 
