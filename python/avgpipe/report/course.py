@@ -7,8 +7,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from avgpipe.errors import check_count
+
 VALIDATIONS = 20  # default for a run, besides the one before training
 _LOSS = "loss="
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How long a run trains, and how often it validates.
+
+    Attributes:
+        epochs: Number of epochs; None: the task's.
+        max_batches: Stop after this many batches; a loader without a length needs it.
+        validations: Validations at equal numbers of samples, the last one at the end, besides the one before training.
+        valid_batches: Validate on this many first batches of the held-out data; None: on all of them.
+        target: Where training ends: a metric, or a loss as "loss=2.1"; None: the task's.
+    """
+
+    epochs: int | None = None
+    max_batches: int | None = None
+    validations: int = VALIDATIONS
+    valid_batches: int | None = None
+    target: float | str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_batches", "validations", "valid_batches"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.target is not None:
+            parse_target(self.target)
 
 
 @dataclass(frozen=True)

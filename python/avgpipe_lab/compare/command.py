@@ -22,9 +22,9 @@ from avgpipe import systems
 from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
 from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
-from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, strict_json, tell
+from avgpipe.cli.output import FAILED, WRONG_ARGUMENTS, arguments, running, say, show, tell
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
-from avgpipe.files import write_atomically
+from avgpipe.files import strict_json, write_atomically
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
