@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
 
+DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 4
 WORKERS = "workers"  # in a row: the number of workers, with one stage each
 
 # An option that is not named here is the caller's choice. ``stages``, ``micro_batches`` or ``pipelines`` in a row are
@@ -66,3 +67,23 @@ def micro_batches(system: str, stages: int, replication: Sequence[int] | None, w
         wanted = max(wanted, stages, *(-(-sum(counts[k:]) // r) * r - r for k, r in enumerate(counts)))
     step = lcm(*(replication or ()))
     return -(-wanted // step) * step
+
+
+def with_sizes(system: str, options: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return the options of a plan with the default pipelines and micro-batches, where a system leaves them open.
+
+    Args:
+        system: Name of the system.
+        options: The options that were given, with ``stages``.
+        batch_size: Samples of a batch.
+    """
+    fixed_ones, found = SYSTEMS[system], dict(options)
+    if "pipelines" not in fixed_ones:
+        found.setdefault("pipelines", DEFAULT_PIPELINES)
+    if "micro_batches" not in fixed_ones:
+        # They only keep stages busy.
+        wanted = 1 if "stages" in fixed_ones else min(DEFAULT_MICRO_BATCHES, batch_size)
+        stages = options["stages"]
+        replication = options.get("replication", row(system, stages).get("replication"))
+        found.setdefault("micro_batches", micro_batches(system, stages, replication, wanted))
+    return found

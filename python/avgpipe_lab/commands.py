@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from avgpipe.cli.config import (
-    DEFAULT_PIPELINES,
     DEFAULT_STAGES,
     Count,
     File,
@@ -22,7 +21,7 @@ from avgpipe.cli.config import (
 )
 from avgpipe.cli.options import Command, CommandGroup, Options, Value
 from avgpipe.errors import nearest
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import DEFAULT_PIPELINES, SYSTEMS
 from avgpipe.units import parse_bytes, parse_names, parse_numbers
 
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about

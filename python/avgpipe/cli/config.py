@@ -19,7 +19,7 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.tasks import LR_SCALINGS, OPTIMIZERS, BuildOptions, is_script, workload_names
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
 
-DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
+DEFAULT_STAGES = 2
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------

@@ -13,23 +13,16 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from avgpipe import systems
 from avgpipe.checkpoint.kept import LAST, checkpoints_in, newest
 from avgpipe.checkpoint.manifest import Manifest, verify_checkpoint
-from avgpipe.cli.config import (
-    DEFAULT_MICRO_BATCHES,
-    DEFAULT_PIPELINES,
-    DEFAULT_STAGES,
-    TrainConfig,
-    WorkloadOptions,
-)
+from avgpipe.cli.config import DEFAULT_STAGES, TrainConfig, WorkloadOptions
 from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.report.course import parse_target
 from avgpipe.report.loggers import check_loggers
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import SYSTEMS, with_sizes
 from avgpipe.tasks import find_workload
 
 if TYPE_CHECKING:
@@ -189,16 +182,8 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     ranks = joined_ranks()
     chosen = {**base, **explicit}
     system = chosen.pop("system", "avgpipe")
-    row = SYSTEMS[system]
-    stages = chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
-    if "pipelines" not in row:
-        chosen.setdefault("pipelines", DEFAULT_PIPELINES)
-    if "micro_batches" not in row:
-        # They only keep stages busy.
-        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)
-        replication = chosen.get("replication", systems.row(system, stages).get("replication"))
-        chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
-    plan = Plan.for_system(system, **chosen)
+    chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
+    plan = Plan.for_system(system, **with_sizes(system, chosen, batch_size))
     if ranks is not None and ranks not in (1, plan.workers):
         raise ValueError(f"{ranks} workers were started for a plan of {plan.workers}: start one for each")
     return plan
