@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
 
+from avgpipe.errors import nearest
+
 DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 4
 WORKERS = "workers"  # in a row: the number of workers, with one stage each
 
@@ -67,6 +69,15 @@ def micro_batches(system: str, stages: int, replication: Sequence[int] | None, w
         wanted = max(wanted, stages, *(-(-sum(counts[k:]) // r) * r - r for k, r in enumerate(counts)))
     step = lcm(*(replication or ()))
     return -(-wanted // step) * step
+
+
+def check_systems(what: str, names: Sequence[str]) -> None:
+    """Raise ValueError unless these are names of systems, at least one, each once; ``what`` begins the message."""
+    for number, name in enumerate(names or [""]):
+        if name not in SYSTEMS:
+            raise ValueError(f"{what}: unknown system {name!r}: {nearest(name, tuple(SYSTEMS))}")
+        if name in names[:number]:
+            raise ValueError(f"{what}: {name} is named twice, name it once")
 
 
 def with_sizes(system: str, options: Mapping[str, Any], batch_size: int) -> dict[str, Any]:

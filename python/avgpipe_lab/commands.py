@@ -20,20 +20,15 @@ from avgpipe.cli.config import (
     parse_count_or_none,
 )
 from avgpipe.cli.options import Command, CommandGroup, Options, Value
-from avgpipe.errors import nearest
-from avgpipe.systems import DEFAULT_PIPELINES, SYSTEMS
+from avgpipe.systems import DEFAULT_PIPELINES, SYSTEMS, check_systems
 from avgpipe.units import parse_bytes, parse_names, parse_numbers
 
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
 
 
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
-    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
-    for number, system in enumerate(names):
-        if system not in SYSTEMS:
-            raise ValueError(f"{name}: unknown system {system!r}: {nearest(system, tuple(SYSTEMS))}")
-        if system in names[:number]:
-            raise ValueError(f"{name} {text}: {system} comes twice, name it once")
+    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text)
+    check_systems(name, names)
     return names
 
 

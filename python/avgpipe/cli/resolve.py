@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from avgpipe.tasks import Workload
 
 RUN_FILE = "run.json"
+_NOTHING: Mapping[str, Any] = {}
 _PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "timeline.json", "checkpoints")
 
 
@@ -61,7 +63,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         raise ValueError(
             f"the loader of {source.reference} has no length: say with --max-batches how many batches to train"
         )
-    plan = _plan(asked, stored, facts.batch_size)
+    plan = choose_plan(asked, facts.batch_size, stored)
     if plan.isolate and joined_ranks() is not None:
         raise ValueError(
             "--isolate under torchrun: it starts the processes of its pipelines itself, run avgpipe train alone"
@@ -173,7 +175,8 @@ def _refuse_other_steps(asked: TrainConfig, stored: dict[str, Any]) -> None:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
+def choose_plan(asked: TrainConfig, batch_size: int, stored: Mapping[str, Any] = _NOTHING) -> Plan:
+    """Return the plan that the options ask for; ``stored``: the configuration of the run that is resumed."""
     names = [f.name for f in fields(Plan)]
     loaded = stored if asked.plan is None else asdict(Plan.load(asked.plan))
     base = {name: value for name, value in loaded.items() if name in names}

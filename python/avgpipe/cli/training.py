@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class TrainingRun(TrainingLoop):
         if config.resume and not joins_late:
             self._checkpoints.load()
             done = _recalled(done, pipeline, self.out)
-        course = Course(**{field.name: getattr(config, field.name) for field in fields(Course)})
+        course = Course.of(config)
         self.record = _record(config, pipeline, done, batches_of_run(workload, course), on_result)
         super().__init__(pipeline, workload, course, self.record, done, warnings_of(logged))
         self._saver = Saver(pipeline, self._checkpoints, self.record, config.wait_for_checkpoints)
@@ -94,13 +94,11 @@ class TrainingRun(TrainingLoop):
 
     def _begin(self, notes: list[str]) -> None:
         """Describe the run, validate the initial weights, and open the record once that has succeeded."""
-        trivial = self.workload.trivial
-        baseline = (
-            []
-            if trivial is None
-            else [f"baseline: {trivial[0]}, {self.workload.metric_name} {trivial[1]:.2f}"]
-        )
-        for note in (self._title(), *baseline, *notes):
+        self.record.note(self._title())
+        if self.workload.trivial is not None:
+            answer, score = self.workload.trivial
+            self.record.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
+        for note in notes:
             self.record.note(note)
         if self.config.resume:
             self.record.open(self.pipeline.plan)
@@ -116,7 +114,10 @@ class TrainingRun(TrainingLoop):
     def train(self) -> bool:
         """Train to the end and write the summary, or until the run is preempted, and save; return whether it ended."""
         rest = self._catch_up()
-        epoch, start = self._position() if rest is None else rest.place(self.pipeline.batches)
+        if rest is None:
+            epoch, start = _position(self.done, self.workload, self.pipeline)
+        else:
+            epoch, start = rest.place(self.pipeline.batches)
         is_preempted = False
         while (rest or self.goes_on(epoch)) and not is_preempted:
             is_preempted = not self.train_epoch(epoch, start, rest)
@@ -176,20 +177,6 @@ class TrainingRun(TrainingLoop):
         self._checkpoints.go_on(segment.checkpoints, standing["segment_s"])
         self.rows.go_on(self.done, self.steps())
         return segment
-
-    def _position(self) -> tuple[int, int]:
-        """Return the epoch and the first batch to continue with.
-
-        With another number of pipelines or batch size, this is where about as many samples of the epoch have
-        been used; if pipelines train on batches in turn, batch j of an epoch is for pipeline j % N, as the
-        pipeline keeps counting.
-        """
-        done, n = self.done, self.pipeline.plan.batches_per_round
-        start = -(-done.epoch_samples // self.workload.batch_size)
-        start += (done.batches - start) % n
-        if start >= len(self.workload.train_batches(done.epoch)):
-            return done.epoch + 1, done.batches % n
-        return done.epoch, start
 
     def _rebalance(self) -> None:
         """Continue from the checkpoint with another cut, if batches take less time with it."""
@@ -253,6 +240,20 @@ def _recalled(done: Totals, pipeline: Pipeline, out: Path) -> Totals:
         folder = RunFolder(out, writes=pipeline.launcher is None)
         done.recall(folder.cut(pipeline.batches), pipeline.batches)
     return Totals(**pipeline.world.gather(asdict(done))[0])
+
+
+def _position(done: Totals, workload: Workload, pipeline: Pipeline) -> tuple[int, int]:
+    """Return the epoch and the first batch to continue with.
+
+    With another number of pipelines or batch size, this is where about as many samples of the epoch have been used; if
+    pipelines train on batches in turn, batch j of an epoch is for pipeline j % N, as the pipeline keeps counting.
+    """
+    n = pipeline.plan.batches_per_round
+    start = -(-done.epoch_samples // workload.batch_size)
+    start += (done.batches - start) % n
+    if start >= len(workload.train_batches(done.epoch)):
+        return done.epoch + 1, done.batches % n
+    return done.epoch, start
 
 
 def _record(

@@ -1,1 +1,1 @@
-"""Comparisons of systems: their table, advice and pictures."""
+"""The course of a run: its training loop, rows and summary, the files of its folder, curves and loggers."""

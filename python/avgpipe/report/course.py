@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from avgpipe.errors import check_count
@@ -23,6 +23,7 @@ class Course:
         validations: Validations at equal numbers of samples, the last one at the end, besides the one before training.
         valid_batches: Validate on this many first batches of the held-out data; None: on all of them.
         target: Where training ends: a metric, or a loss as "loss=2.1"; None: the task's.
+        seed: Seed of weights, batches and dropout; of several runs, that of the first one.
     """
 
     epochs: int | None = None
@@ -30,6 +31,7 @@ class Course:
     validations: int = VALIDATIONS
     valid_batches: int | None = None
     target: float | str | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("epochs", "max_batches", "validations", "valid_batches"):
@@ -37,6 +39,11 @@ class Course:
                 check_count(name, getattr(self, name))
         if self.target is not None:
             parse_target(self.target)
+
+    @classmethod
+    def of(cls, options: Any) -> Course:
+        """Return the course that the options of a command have in fields of the same names."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)

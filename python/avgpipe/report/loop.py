@@ -198,42 +198,50 @@ class TrainingLoop:
         return is_best
 
     def evaluate(self, ends: bool = False) -> tuple[float, dict[str, float]]:
-        """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
+        """Evaluate, and return the loss and the metrics.
 
-        Replicas stay near their reference, and the running mean averages out the rest.
+        To translate or generate, too, may take as long as the training between two validations, so with a loss as
+        target it is done only at both ends of the run.
         """
-        pipeline, workload = self.pipeline, self.workload
+        workload, target = self.workload, self.done.target
         assert workload.valid_batches is not None
-        pipeline.drain()  # nothing may be in flight while the parameters hold something else
+        value, of_loss = (None, False) if target is None else parse_target(target)
+        decoded = value if of_loss and self.done.batches and not ends else None
         batches = self._results.validating(workload.valid_batches(), self.course.valid_batches)
-        with ExitStack() as swapped:
-            weights: str | int = "reference"
-            for optimizer in averaging(pipeline):
-                if optimizer.triggered:
-                    swapped.enter_context(optimizer.averages())
-                    weights = 0 if pipeline.launcher is None else pipeline.launcher.pipeline
-            evaluate = partial(pipeline.evaluate, batches, workload.metric_fn, weights=weights)
-            if weights == "reference":
-                result = evaluate()
-            else:  # each isolated pipeline has running means, so one evaluates for all
-                result = EvaluationResult(**pipeline.once("means", lambda: asdict(evaluate())))
-            means = result.metric if isinstance(result.metric, dict) else {}
-            found = workload.metrics(result.loss, means)
-            if workload.decode is not None and (ends or self._decodes(result.loss)):
-                decode = partial(workload.decode, partial(pipeline.predict, weights=weights))
-                found |= pipeline.once("decoding", decode)
-        return result.loss, found
+        return evaluate(self.pipeline, workload, batches, decoded)
 
-    def _decodes(self, loss: float) -> bool:
-        """Return whether a validation that found this loss translates or generates, too.
 
-        That may take as long as the training between two validations, so with a loss as target it is done
-        only at both ends of the run.
-        """
-        if self.done.target is None or not self.done.batches:
-            return True
-        target, of_loss = parse_target(self.done.target)
-        return not of_loss or loss <= target
+def evaluate(
+    pipeline: Pipeline, workload: Workload, batches: Iterable[Any], decoded: float | None = None
+) -> tuple[float, dict[str, float]]:
+    """Evaluate the reference's weights, or once optimizers keep running means, those of the first pipeline.
+
+    Replicas stay near their reference, and the running mean averages out the rest.
+
+    Args:
+        pipeline: Pipeline that trains the workload.
+        workload: Its metrics.
+        batches: Batches to evaluate on.
+        decoded: The greatest loss with which the workload also translates or generates; None: with any.
+    """
+    pipeline.drain()  # nothing may be in flight while the parameters hold something else
+    with ExitStack() as swapped:
+        weights: str | int = "reference"
+        for optimizer in averaging(pipeline):
+            if optimizer.triggered:
+                swapped.enter_context(optimizer.averages())
+                weights = 0 if pipeline.launcher is None else pipeline.launcher.pipeline
+        with_weights = partial(pipeline.evaluate, batches, workload.metric_fn, weights=weights)
+        if weights == "reference":
+            result = with_weights()
+        else:  # each isolated pipeline has running means, so one evaluates for all
+            result = EvaluationResult(**pipeline.once("means", lambda: asdict(with_weights())))
+        means = result.metric if isinstance(result.metric, dict) else {}
+        found = workload.metrics(result.loss, means)
+        if workload.decode is not None and (decoded is None or result.loss <= decoded):
+            decode = partial(workload.decode, partial(pipeline.predict, weights=weights))
+            found |= pipeline.once("decoding", decode)
+    return result.loss, found
 
 
 def averaging(pipeline: Pipeline) -> list[AveragingOptimizer]:

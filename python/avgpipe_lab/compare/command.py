@@ -12,7 +12,7 @@ from typing import Any
 
 import typer
 
-from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
+from avgpipe.cli.config import ProfilingOptions, TrainConfig, WorkloadOptions
 from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, arguments, running, say, show, tell
@@ -32,11 +32,10 @@ from avgpipe_lab.compare import text as text_of
 from avgpipe_lab.compare.comparison import INTERRUPTED, OK, Comparison
 from avgpipe_lab.compare.pictures import plot_timelines
 from avgpipe_lab.compare.process import Caught, Runner, noting_signals, run_in_process, verdict
-from avgpipe_lab.compare.study import Ended, Question, Run, Study
+from avgpipe_lab.compare.study import Ended, Study, options_of
 
 _FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
-_COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 
 
 def run(asked: CompareConfig) -> None:
@@ -56,8 +55,7 @@ def check(config: CompareConfig) -> None:
     # The system with the fewest requirements, except for a layer for each stage.
     splits = any(name not in _NO_STAGES for name in config.systems)
     least = {
-        **common_options(config),
-        "system": "model-parallel",
+        **options_of(config, "model-parallel"),
         "stages": config.stages if splits else 1,
         "out": config.out,
     }
@@ -100,33 +98,9 @@ def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
 # ---- the options of a run --------------------------------------------------------------------------------------------
 
 
-def question_of(config: CompareConfig) -> Question:
-    """Return what the options ask for."""
-    same = ("systems", "pipelines", "micro_batches", "memory_limit_bytes", "target", "preset", "tunes")
-    return Question(
-        what=find_workload(config.workload).name,
-        workers=config.stages,
-        seeds=range(config.seed, config.seed + config.seeds),
-        **{name: getattr(config, name) for name in same},
-    )
-
-
-def common_options(config: CompareConfig) -> dict[str, Any]:
-    """Return the options of ``avgpipe train`` that were given and are the same for all systems."""
-    return {name: value for name, value in config.explicit.items() if name in _COMMON}
-
-
-def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
-    """Return the given options that the system does not set itself, and the ones that select the system."""
-    return {
-        **common_options(config),
-        **question_of(config).sizes(system),
-        # The copy for a thread that writes the checkpoint would count as the system's memory.
-        "wait_for_checkpoints": True,
-        "system": system,
-        "stages": config.stages,
-        "out": str(folder_of(config, system)),
-    }
+def _options(config: CompareConfig, system: str, out: Path) -> dict[str, Any]:
+    # The copy for a thread that writes the checkpoint would count as the system's memory.
+    return {**options_of(config, system), "wait_for_checkpoints": True, "out": str(out)}
 
 
 def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Path:
@@ -137,7 +111,7 @@ def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Pa
 
 def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = None) -> list[str]:
     """Return the words after ``avgpipe`` of a run; ``plan``: the file with the tuned plan."""
-    options = {**options_of(config, system), "out": str(folder_of(config, system, seed))}
+    options = _options(config, system, folder_of(config, system, seed))
     if config.seeds > 1:
         options["seed"] = seed
     if plan is not None:
@@ -147,7 +121,7 @@ def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = 
 
 def plan_of(config: CompareConfig, system: str) -> Plan:
     """Return the plan of a system; ValueError or TypeError if it cannot run, as far as known without the data."""
-    return resolve(TrainConfig.of(**options_of(config, system))).to_plan()
+    return resolve(TrainConfig.of(**_options(config, system, folder_of(config, system)))).to_plan()
 
 
 def refusal(config: CompareConfig, system: str) -> str:
@@ -170,8 +144,8 @@ class CommandStudy(Study):
     """
 
     def __init__(self, config: CompareConfig, runner: Runner) -> None:
-        super().__init__(question_of(config))
-        self._config, self._runner = config, runner
+        super().__init__(config, find_workload(config.workload).name)
+        self._runner = runner
         self.caught: Caught = []
 
     @property
@@ -183,11 +157,11 @@ class CommandStudy(Study):
         print(line, file=sys.stderr, flush=True)
 
     def plan(self, system: str) -> Plan:
-        return plan_of(self._config, system)
+        return plan_of(self.config, system)
 
     def profile(self) -> tuple[Profile, int]:
         """Profile the workload, and write the profile to the folder."""
-        config = self._config
+        config = self.config
         batch_size = check_workload(config.workload, config.build_options()).batch_size
         asked = {
             f.name: getattr(config, f.name) for f in fields(WorkloadOptions) if f.name in config.explicit
@@ -199,19 +173,17 @@ class CommandStudy(Study):
         profile.save(Path(config.out) / "profile.json")
         return profile, batch_size
 
-    def train(self, run: Run) -> Ended:
-        config, plan = self._config, None
-        out = folder_of(config, run.system, run.seed)
+    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
+        config, file = self.config, None
+        out = folder_of(config, system, seed)
         log = out.with_name(f"{out.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         if config.tunes:
-            plan = Path(config.out) / f"{run.system}-plan.json"
-            run.plan.save(plan)
+            file = Path(config.out) / f"{system}-plan.json"
+            plan.save(file)
         if not sys.stderr.isatty():
-            self.say(run.place)
-        code = self._runner(
-            words_of(config, run.system, run.seed, plan), log, self.caught, _ticking(run.place, log)
-        )
+            self.say(place)
+        code = self._runner(words_of(config, system, seed, file), log, self.caught, _ticking(place, log))
         rows, summary = read_metrics(out), out / "summary.json"
         if summary.is_file():  # it finished, whatever the exit code
             return Ended(OK, summary=json.loads(summary.read_text()), rows=rows)

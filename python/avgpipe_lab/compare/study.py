@@ -5,15 +5,17 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from avgpipe import systems
+from avgpipe.cli.config import LearningOptions
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.systems import SYSTEMS
 from avgpipe.units import duration, format_bytes, format_seconds
+from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare.comparison import (
     DOES_NOT_FIT,
     NOT_RUN,
@@ -25,53 +27,25 @@ from avgpipe_lab.compare.comparison import (
 )
 from avgpipe_lab.planning.of_system import best_of_system
 
-
-@dataclass(frozen=True, kw_only=True)
-class Question:
-    """What is compared.
-
-    Attributes:
-        what: Name of the workload.
-        systems: Names of the systems.
-        workers: Workers of each system.
-        pipelines: Pipelines, of systems that leave them open; None: the default, or the tuner's choice.
-        micro_batches: Micro-batches, of systems that split batches; None: the default, or the tuner's choice.
-        seeds: Seed of each run of a system.
-        memory_limit_bytes: Memory of a worker.
-        tunes: Whether each system gets the plan that is predicted to be fastest.
-        target: Where runs end, and
-        preset: size of the model, if no summary names them.
-    """
-
-    what: str
-    systems: Sequence[str]
-    workers: int
-    pipelines: int | None = None
-    micro_batches: int | None = None
-    seeds: Sequence[int] = (0,)
-    memory_limit_bytes: int | None = None
-    tunes: bool = False
-    target: float | str | None = None
-    preset: str | None = None
-
-    def sizes(self, system: str) -> dict[str, int]:
-        """Return the pipelines and micro-batches that were given and that the system leaves open."""
-        found, wanted = {}, self.micro_batches
-        if self.pipelines is not None:
-            found["pipelines"] = self.pipelines
-        # PipeDream also has whole batches in flight.
-        if wanted is not None and systems.micro_batches(system, self.workers, None, wanted) >= wanted:
-            found["micro_batches"] = wanted
-        return {name: value for name, value in found.items() if name not in SYSTEMS[system]}
+_COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 
 
-class Run(NamedTuple):
-    """A run of a system with a seed; ``place`` names it among all of a comparison."""
+def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
+    """Return the options of ``avgpipe train`` that were given and that the system does not set, and the system."""
+    found = {name: value for name, value in config.explicit.items() if name in _COMMON}
+    sizes = sizes_of(config, system)
+    return {**found, **sizes, "system": system, "stages": config.stages}
 
-    system: str
-    seed: int
-    plan: Plan
-    place: str
+
+def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
+    """Return the pipelines and micro-batches that were given and that the system leaves open."""
+    found, wanted = {}, config.micro_batches
+    if config.pipelines is not None:
+        found["pipelines"] = config.pipelines
+    # PipeDream also has whole batches in flight.
+    if wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted:
+        found["micro_batches"] = wanted
+    return {name: value for name, value in found.items() if name not in SYSTEMS[system]}
 
 
 class Ended(NamedTuple):
@@ -87,10 +61,14 @@ Plans = dict[str, Plan | SystemResult]  # of each system, or why it cannot run
 
 
 class Study(ABC):
-    """Answers a question by runs one after the other; a subclass gives settings, and starts a run."""
+    """Runs systems one after the other; a subclass starts a run.
 
-    def __init__(self, asked: Question) -> None:
-        self.asked = asked
+    Args:
+        what: Name of the workload.
+    """
+
+    def __init__(self, config: CompareConfig, what: str) -> None:
+        self.config, self._what = config, what
         self._known: Mapping[str, Any] = {}  # summary of the first run that finished
 
     @abstractmethod
@@ -102,8 +80,8 @@ class Study(ABC):
         """Return a profile of the model, and the samples of a batch."""
 
     @abstractmethod
-    def train(self, run: Run) -> Ended:
-        """Train to the end."""
+    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
+        """Train to the end; ``place`` names the run among all."""
 
     @abstractmethod
     def say(self, line: str) -> None:
@@ -117,21 +95,21 @@ class Study(ABC):
     def plans(self) -> Plans:
         """Return the plan of each system, the asked one or the tuner's choice. PipelineError if profiling fails."""
         found: Plans = {}
-        for system in self.asked.systems:
+        for system in self.config.systems:
             try:
                 found[system] = self.plan(system)
             except (ValueError, TypeError) as error:
                 found[system] = SystemResult(system, REFUSED, reason=str(error))
-        if self.asked.tunes:
+        if self.config.tunes:
             profile, batch_size = self.profile()
             able = [system for system, plan in found.items() if isinstance(plan, Plan)]
             found |= {system: self._tuned(system, profile, batch_size) for system in able}
         return found
 
     def _tuned(self, system: str, profile: Profile, batch_size: int) -> Plan | SystemResult:
-        cluster = Cluster.like(profile, self.asked.workers, self.asked.memory_limit_bytes)
+        cluster = Cluster.like(profile, self.config.stages, self.config.memory_limit_bytes)
         try:
-            best = best_of_system(system, profile, cluster, batch_size, self.asked.sizes(system))
+            best = best_of_system(system, profile, cluster, batch_size, sizes_of(self.config, system))
         except ValueError as error:
             return SystemResult(system, DOES_NOT_FIT, reason=str(error))
         plan = best.plan
@@ -145,48 +123,53 @@ class Study(ABC):
 
     def compare(self, plans: Plans) -> Comparison:
         """Train each system with each seed, and return the results, with the facts that all runs share."""
-        ended: dict[str, dict[int, SystemResult]] = {system: {} for system in self.asked.systems}
-        order = [(system, seed) for system in ended for seed in self.asked.seeds]
+        ended: dict[str, dict[int, SystemResult]] = {system: {} for system in self.config.systems}
+        config = self.config
+        seeds = range(config.seed, config.seed + config.seeds)
+        order = [(system, seed) for system in ended for seed in seeds]
         for number, (system, seed) in enumerate(order, 1):
-            name = f"{system}, seed {seed}" if len(self.asked.seeds) > 1 else system
+            name = f"{system}, seed {seed}" if config.seeds > 1 else system
             ended[system][seed] = self._result(
                 system, seed, plans[system], f"{number} of {len(order)}: {name}"
             )
-        asked, known = self.asked, self._known
-        preset, title = known.get("preset", asked.preset), known.get("title")
+        known = self._known
+        preset, title = known.get("preset", config.preset), known.get("title")
         return Comparison(
-            what=asked.what + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
-            workers=asked.workers,
+            what=self._what + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
+            workers=config.stages,
             outcomes=tuple(SystemResult.joined(runs) for runs in ended.values()),
             metric_name=known.get("metric_name", "metric"),
             lower_is_better=known.get("lower_is_better", True),
             trivial=known.get("trivial_metric"),
-            target=known.get("target", asked.target),
-            memory_limit_bytes=asked.memory_limit_bytes,
+            target=known.get("target", config.target),
+            memory_limit_bytes=config.memory_limit_bytes,
         )
 
     def _result(self, system: str, seed: int, plan: Plan | SystemResult, place: str) -> SystemResult:
         if self.is_interrupted:
             return SystemResult(system, NOT_RUN)
         begun = time.monotonic()
-        result = self._trained(Run(system, seed, plan, place)) if isinstance(plan, Plan) else plan
+        result = (
+            self._trained(system, plan, self.train(system, seed, plan, place))
+            if isinstance(plan, Plan)
+            else plan
+        )
         said = (result.status, result.reason)
         what = "done" if result.status == OK else ": ".join(filter(None, said))
         self.say(f"{place}: {what} ({duration(time.monotonic() - begun)})")
         return result
 
-    def _trained(self, run: Run) -> SystemResult:
-        ended, plan = self.train(run), run.plan
+    def _trained(self, system: str, plan: Plan, ended: Ended) -> SystemResult:
         rows = (ended.rows,) if ended.rows else ()
         if ended.summary is None:
-            return SystemResult(run.system, ended.status, reason=ended.reason, rows=rows)
+            return SystemResult(system, ended.status, reason=ended.reason, rows=rows)
         self._known = self._known or ended.summary
         figures = Figures.of(ended.summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
         warnings = (*ended.summary["warnings"], *warm_up_warnings(plan, figures.batches))
-        limit, needed = self.asked.memory_limit_bytes, figures.peak_memory_bytes
+        limit, needed = self.config.memory_limit_bytes, figures.peak_memory_bytes
         fits = limit is None or needed <= limit
         status, reason = (OK, "") if fits else (DOES_NOT_FIT, f"needs {format_bytes(needed)}")
-        return SystemResult(run.system, status, figures, reason, warnings, rows=rows)
+        return SystemResult(system, status, figures, reason, warnings, rows=rows)
 
 
 def warm_up_warnings(plan: Plan, batches: int) -> list[str]:

@@ -414,7 +414,7 @@ def refused(*options, workload="awd-lstm"):
     [
         (("--systems", "gpip"), "unknown system 'gpip': did you mean 'gpipe'?"),
         (("--systems", ""), "unknown system ''"),
-        (("--systems", "gpipe,dapple,gpipe"), "gpipe comes twice"),
+        (("--systems", "gpipe,dapple,gpipe"), "gpipe is named twice"),
         (("--systems", "gpipe", "--memory-limit", "-1GiB"), "--memory-limit -1GiB: write a size as"),
         (("--systems", "gpipe", "--memory-limit", "0"), "--memory-limit 0: must be more than 0"),
         (("--systems", "gpipe", "--stages", "0"), "--stages 0: must be more than 0"),
