@@ -155,8 +155,8 @@ class TrainingRun(TrainingLoop):
     def is_save_due(self, segment: TrainingSegment) -> bool:
         return self._checkpoints.due(segment.count)
 
-    def segment_ended(self, is_save_due: bool) -> None:
-        if is_save_due or self._saver.is_best:
+    def segment_ended(self, saves: bool) -> None:
+        if saves or self._saver.is_best:
             self._saver.save()
 
     def note_validation(self, loss: float, metrics: Mapping[str, float]) -> bool:

@@ -150,8 +150,8 @@ class TrainingLoop:
         """Return whether a checkpoint follows the segment."""
         return False
 
-    def segment_ended(self, is_save_due: bool) -> None:
-        """Called after a segment, and its validation, that does not end its epoch."""
+    def segment_ended(self, saves: bool) -> None:
+        """Called after a segment, and its validation, that does not end its epoch; ``saves``: a checkpoint is due."""
 
     def steps(self) -> int:
         """Return how many batches have begun, as timelines count them; for isolated pipelines, steps of all."""

@@ -29,7 +29,7 @@ from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import duration
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare import text as text_of
-from avgpipe_lab.compare.comparison import INTERRUPTED, OK, Comparison
+from avgpipe_lab.compare.comparison import INTERRUPTED, OK, Comparison, SystemResult
 from avgpipe_lab.compare.pictures import plot_timelines
 from avgpipe_lab.compare.process import Caught, Runner, noting_signals, run_in_process, verdict
 from avgpipe_lab.compare.study import Ended, Study, options_of
@@ -67,8 +67,9 @@ def check(config: CompareConfig) -> None:
         )
     check_folder(settings)
     check_device(settings.device)
-    refused = [refusal(config, name) for name in config.systems]
-    if all(refused):
+    plans = CommandStudy(config).asked_plans().values()
+    refused = [plan.reason for plan in plans if isinstance(plan, SystemResult)]
+    if len(refused) == len(plans):
         raise ValueError(f"no system can run: {refused[0]}")
 
 
@@ -119,20 +120,6 @@ def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = 
     return ["train", options.pop("workload"), *words(options)]
 
 
-def plan_of(config: CompareConfig, system: str) -> Plan:
-    """Return the plan of a system; ValueError or TypeError if it cannot run, as far as known without the data."""
-    return resolve(TrainConfig.of(**_options(config, system, folder_of(config, system)))).to_plan()
-
-
-def refusal(config: CompareConfig, system: str) -> str:
-    """Return why a system cannot run with these options, "" if it can."""
-    try:
-        plan_of(config, system)
-    except (ValueError, TypeError) as error:
-        return str(error)
-    return ""
-
-
 # ---- one after the other ---------------------------------------------------------------------------------------------
 
 
@@ -143,7 +130,7 @@ class CommandStudy(Study):
         caught: The signals that have arrived; the remaining runs are then left out.
     """
 
-    def __init__(self, config: CompareConfig, runner: Runner) -> None:
+    def __init__(self, config: CompareConfig, runner: Runner = run_in_process) -> None:
         super().__init__(config, find_workload(config.workload).name)
         self._runner = runner
         self.caught: Caught = []
@@ -157,7 +144,8 @@ class CommandStudy(Study):
         print(line, file=sys.stderr, flush=True)
 
     def plan(self, system: str) -> Plan:
-        return plan_of(self.config, system)
+        options = _options(self.config, system, folder_of(self.config, system))
+        return resolve(TrainConfig.of(**options)).to_plan()  # as far as known without the data
 
     def profile(self) -> tuple[Profile, int]:
         """Profile the workload, and write the profile to the folder."""

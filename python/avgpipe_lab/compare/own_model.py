@@ -30,7 +30,7 @@ from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.launch import private_meeting, rank_environment
-from avgpipe.ranks.process import STORE_FILE
+from avgpipe.ranks.process import FAILED, STORE_FILE
 from avgpipe.ranks.world import meet
 from avgpipe.report.course import Course, Totals
 from avgpipe.report.loop import TrainingLoop
@@ -40,12 +40,14 @@ from avgpipe.tasks import Workload
 from avgpipe.tasks.loaders import Draws
 from avgpipe.tasks.task import Task, workload_of
 from avgpipe_lab.commands import CompareConfig
-from avgpipe_lab.compare.comparison import FAILED, KILLED, OK, Comparison
+from avgpipe_lab.compare.comparison import OK, Comparison
+from avgpipe_lab.compare.process import verdict
 from avgpipe_lab.compare.study import Ended, Study, options_of
 
 _log = logging.getLogger("avgpipe")
 _PROFILING_S = 15.0
 _WHOLE = Course()
+_UNGUARDED = 'ended at its start: a script must put the call under if __name__ == "__main__":'
 
 OnResult = Callable[[str, Mapping[str, Any]], None]
 
@@ -195,14 +197,11 @@ class RanksStudy(Study):
         try:
             found = _on_ranks(trained, plan.workers, self._job, config, plan)
         except ProcessRaisedException as error:
-            lines = [line for line in str(error).splitlines() if line.strip()]
-            return Ended(FAILED, f"rank {error.error_index} failed: {lines[-1].strip()}")
+            status, reason = verdict(FAILED, str(error))
+            return Ended(status, f"rank {error.error_index}: {reason}")
         except ProcessExitedException as error:
-            status = KILLED if error.signal_name == "SIGKILL" else FAILED
-            why = (
-                "" if error.signal_name else ' (a script must put the call under if __name__ == "__main__":)'
-            )
-            return Ended(status, f"rank {error.error_index}: {error}{why}")
+            status, reason = verdict(error.exit_code, "" if error.signal_name else _UNGUARDED)
+            return Ended(status, f"rank {error.error_index}: {reason}")
         return Ended(OK, summary=found["summary"], rows=found["rows"])
 
 

@@ -92,14 +92,19 @@ class Study(ABC):
         """Return whether the remaining runs are left out."""
         return False
 
-    def plans(self) -> Plans:
-        """Return the plan of each system, the asked one or the tuner's choice. PipelineError if profiling fails."""
+    def asked_plans(self) -> Plans:
+        """Return the plan of each system without the tuner's choices, or why it cannot run."""
         found: Plans = {}
         for system in self.config.systems:
             try:
                 found[system] = self.plan(system)
             except (ValueError, TypeError) as error:
                 found[system] = SystemResult(system, REFUSED, reason=str(error))
+        return found
+
+    def plans(self) -> Plans:
+        """Return the plan of each system, the asked one or the tuner's choice. PipelineError if profiling fails."""
+        found = self.asked_plans()
         if self.config.tunes:
             profile, batch_size = self.profile()
             able = [system for system, plan in found.items() if isinstance(plan, Plan)]
@@ -149,17 +154,13 @@ class Study(ABC):
         if self.is_interrupted:
             return SystemResult(system, NOT_RUN)
         begun = time.monotonic()
-        result = (
-            self._trained(system, plan, self.train(system, seed, plan, place))
-            if isinstance(plan, Plan)
-            else plan
-        )
-        said = (result.status, result.reason)
-        what = "done" if result.status == OK else ": ".join(filter(None, said))
+        result = plan if isinstance(plan, SystemResult) else self._trained(system, seed, plan, place)
+        what = "done" if result.status == OK else ": ".join(filter(None, (result.status, result.reason)))
         self.say(f"{place}: {what} ({duration(time.monotonic() - begun)})")
         return result
 
-    def _trained(self, system: str, plan: Plan, ended: Ended) -> SystemResult:
+    def _trained(self, system: str, seed: int, plan: Plan, place: str) -> SystemResult:
+        ended = self.train(system, seed, plan, place)
         rows = (ended.rows,) if ended.rows else ()
         if ended.summary is None:
             return SystemResult(system, ended.status, reason=ended.reason, rows=rows)
