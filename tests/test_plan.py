@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from avgpipe import Plan
 from avgpipe.planning import Partition
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import SYSTEMS, check_systems, with_sizes
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:
@@ -194,3 +194,38 @@ def test_2bw_has_as_many_micro_batches_as_its_replicas_need(replication: list[in
     if fewer >= max(stages, *replication):
         with pytest.raises(ValueError, match="use more micro-batches"):
             Plan.for_system("pipedream-2bw", stages=stages, replication=replication, micro_batches=fewer)
+
+
+# ---- sizes that a system leaves open ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "batch_size", "expected"),
+    [
+        ("avgpipe", {}, 16, {"pipelines": 2, "micro_batches": 4}),
+        ("avgpipe", {"pipelines": 3, "micro_batches": 8}, 16, {"pipelines": 3, "micro_batches": 8}),
+        ("gpipe", {}, 3, {"micro_batches": 3}),
+        ("pipedream-2bw", {"stages": 6}, 16, {"micro_batches": 6}),
+        ("data-parallel", {}, 16, {"micro_batches": 2}),
+        ("model-parallel", {}, 16, {}),
+    ],
+)
+def test_open_sizes_have_defaults_that_the_system_can_run(
+    system: str, asked: dict[str, int], batch_size: int, expected: dict[str, int]
+) -> None:
+    options = {"stages": 2, **asked}
+    assert with_sizes(system, options, batch_size) == {**options, **expected}
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ((), "systems: unknown system ''"),
+        (("gpip",), "systems: unknown system 'gpip': did you mean 'gpipe'"),
+        (("gpipe", "dapple", "gpipe"), "systems: gpipe is named twice"),
+    ],
+)
+def test_names_of_systems_are_known_and_named_once(names: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_systems("systems", names)
+    check_systems("systems", tuple(SYSTEMS))
