@@ -25,6 +25,7 @@ _HOME = {
     "partition": "planning",
     "tune": "measure.tune",
     "Task": "tasks.task",
+    "Course": "report.course",
     "check": "measure.check",
     "Checked": "measure.check",
     "Timeline": "timeline",

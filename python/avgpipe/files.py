@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterable, Sequence
@@ -46,6 +47,22 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """Return JSON that every parser reads: infinities and NaN become null."""
+    return json.dumps(finite(value), allow_nan=False, indent=indent)
+
+
+def finite(value: Any) -> Any:
+    """Return a value of lists, dicts and numbers with None in place of infinities and NaN."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(v) for v in value]
+    return value
 
 
 # ---- values in files -------------------------------------------------------------------------------------------------

@@ -320,7 +320,7 @@ class MemoryLimit(Extension):
     bytes: int
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:
-        if not (options.measures and self.bytes > 0):
+        if not (options.measures and isinstance(self.bytes, int) and self.bytes > 0):
             raise ValueError(
                 f'MemoryLimit({self.bytes!r}) must be bytes above 0, for Plan(advance="auto"): leave it out elsewhere'
             )

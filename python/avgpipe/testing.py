@@ -44,8 +44,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from avgpipe.faults.fault import Armed, Fault, to_json
-from avgpipe.faults.kinds import InjectedFault
+from avgpipe.faults.fault import Armed, Fault, InjectedFault, to_json
 from avgpipe.files import dataclass_of
 from avgpipe.ranks.environment import VARIABLE, armed
 

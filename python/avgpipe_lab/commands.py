@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -28,13 +29,18 @@ from avgpipe.units import parse_bytes, parse_names, parse_numbers
 MIN_ELEMENTS = 2000  # fewer cannot be cut into the lists of tensors that some questions are about
 
 
+def check_systems(what: str, names: Sequence[str]) -> None:
+    """Raise ValueError unless these are names of systems, at least one, each once; ``what`` begins the message."""
+    for number, name in enumerate(names or [""]):
+        if name not in SYSTEMS:
+            raise ValueError(f"{what}: unknown system {name!r}: {nearest(name, tuple(SYSTEMS))}")
+        if name in names[:number]:
+            raise ValueError(f"{what}: {name} is named twice, name it once")
+
+
 def _parse_systems(name: str, text: str) -> tuple[str, ...]:
-    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text) or ("",)
-    for number, system in enumerate(names):
-        if system not in SYSTEMS:
-            raise ValueError(f"{name}: unknown system {system!r}: {nearest(system, tuple(SYSTEMS))}")
-        if system in names[:number]:
-            raise ValueError(f"{name} {text}: {system} comes twice, name it once")
+    names = tuple(SYSTEMS) if text.strip() == "all" else parse_names(text)
+    check_systems(name, names)
     return names
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder
-from avgpipe.cli.resolve import check_folder
+from avgpipe.cli.resolve import check_folder, with_sizes
 from avgpipe.cli.resolve import resolve as complete
 from avgpipe.plan import Plan
 
@@ -230,3 +230,24 @@ def test_what_the_workload_is_asked_survives_the_way_to_the_workers(tmp_path):
     assert (options.lr_scaling, options.loader_workers, options.pipelines) == ("linear", 2, 3)
     assert (options.optimizer, options.lr) == ("muon", 0.5)
     assert (options.seed, options.batch_size, options.epochs) == (3, 16, 1)
+
+
+# ---- sizes that a system leaves open ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("system", "asked", "batch_size", "expected"),
+    [
+        ("avgpipe", {}, 16, {"pipelines": 2, "micro_batches": 4}),
+        ("avgpipe", {"pipelines": 3, "micro_batches": 8}, 16, {"pipelines": 3, "micro_batches": 8}),
+        ("gpipe", {}, 3, {"micro_batches": 3}),
+        ("pipedream-2bw", {"stages": 6}, 16, {"micro_batches": 6}),
+        ("data-parallel", {}, 16, {"micro_batches": 2}),
+        ("model-parallel", {}, 16, {}),
+    ],
+)
+def test_open_sizes_have_defaults_that_the_system_can_run(
+    system: str, asked: dict[str, int], batch_size: int, expected: dict[str, int]
+) -> None:
+    options = {"stages": 2, **asked}
+    assert with_sizes(system, options, batch_size) == {**options, **expected}

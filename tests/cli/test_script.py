@@ -13,7 +13,6 @@ from torch import nn
 from avgpipe.tasks import build_workload
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare.command import check, words_of
-from avgpipe_lab.compare.command import repetitions as runs_of
 from tests.cli.command import avgpipe, invoke, rows, strict
 from tests.patience import limit
 from tests.scripts import WriteScript
@@ -237,8 +236,7 @@ def test_each_system_trains_what_the_function_makes(
     path = write_script(MAKE)
     asked = CompareConfig.of(workload=f"{path}:make", systems=("gpipe",), lr=0.5, out=str(tmp_path / "out"))
     check(asked)
-    (run,) = runs_of(asked, "gpipe")
-    words = words_of(asked, run)
+    words = words_of(asked, "gpipe", 0)
     assert words[:2] == ["train", f"{path}:make"]
     assert words[words.index("--lr") + 1] == "0.5"
     assert "--preset" not in words

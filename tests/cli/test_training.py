@@ -13,6 +13,7 @@ from avgpipe.cli.resolve import resolve
 from avgpipe.cli.training import TrainingRun
 from avgpipe.pipeline import Pipeline
 from avgpipe.report.course import read_metrics
+from avgpipe.report.loop import averaging
 from avgpipe_lab.workloads import awd_lstm
 
 
@@ -27,13 +28,13 @@ def test_running_means_are_evaluated_once_there_are_some(pipelines, text, tmp_pa
     try:
         batches = list(run.workload.train_batches(0))
         list(run.pipeline.train(batches[:4]))
-        before = run._evaluate()[0]
+        before = run.evaluate()[0]
         assert before == run.pipeline.evaluate(run.workload.valid_batches()).loss
         for optimizer in run.pipeline.optimizers:
             getattr(optimizer, "inner", optimizer).trigger()
         list(run.pipeline.train(batches[4:12]))
         own = run.pipeline.evaluate(run.workload.valid_batches(), weights=0).loss
-        mean = run._evaluate()[0]
+        mean = run.evaluate()[0]
         assert mean != own
         assert run.pipeline.evaluate(run.workload.valid_batches(), weights=0).loss == own
     finally:
@@ -69,7 +70,7 @@ def test_optimizers_observe_the_losses_of_epochs_ends(text, tmp_path, monkeypatc
     epoch = len(run.workload.train_batches(0))
     valid = {row["batch"]: row["loss"] for row in rows if row["kind"] == "valid"}
     assert list(valid) == sorted({0, epoch, (3 * epoch + 1) // 2, 2 * epoch, 3 * epoch})
-    seen = run._averaging[0].param_groups[0]["validation_losses"]
+    seen = averaging(run.pipeline)[0].param_groups[0]["validation_losses"]
     assert seen == pytest.approx([valid[n * epoch] for n in (1, 2, 3)])
 
 

@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from avgpipe.report.course import Totals, Validations, parse_target, target_text
+from avgpipe.cli.config import TrainConfig
+from avgpipe.report.course import Course, Totals, Validations, parse_target, target_text
 
 # ---- where a run validates -------------------------------------------------------------------------------------------
 
@@ -134,3 +135,25 @@ def test_the_best_of_a_metric_that_should_rise():
     result, metrics = Totals(lower_is_better=False), [(0, 9.0), (2, 1.0), (4, 3.0), (6, 3.0)]
     improved = [result.note_validation(j, 0.0, m) for j, m in metrics]
     assert improved == [False, True, True, False]
+
+
+# ---- how long a run trains -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"epochs": 0}, "epochs=0: must be an int of at least 1"),
+        ({"max_batches": 1.5}, "max_batches=1.5: must be"),
+        ({"validations": 0}, "validations=0: must be"),
+        ({"target": "loss"}, "target 'loss': give a finite number for the metric"),
+    ],
+)
+def test_a_course_that_cannot_be_is_refused(wrong, message):
+    with pytest.raises(ValueError, match=message):
+        Course(**wrong)
+
+
+def test_a_course_is_in_the_options_of_a_command():
+    asked = TrainConfig.of(workload="mine", epochs=3, target=0.5, seed=4)
+    assert Course.of(asked) == Course(epochs=3, target=0.5, seed=4)

@@ -44,7 +44,7 @@ def train(K: int, N: int, advance: Any, link: str = "auto", limit: int | None = 
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=momentum,
         link=link,
-        extensions=[MemoryLimit(limit)],
+        extensions=[] if limit is None else [MemoryLimit(limit)],
     ) as p:
         losses = [r.loss for r in p.train(token_batches(6 * N, 8))]
         return losses, p.advance and p.advance.advance, p.advance and p.advance.peak_in_flight

@@ -445,7 +445,7 @@ WORDS = [
     "replication=(2,)",
     "schedule='zero-bubble-h1'",
     "2 stages in one process",
-    "advance='auto'",
+    'advance="auto"',
     "compile",
     "layers.1.up.bias of stage 0",
     "prepare_stage returned Sequential for stage 0",

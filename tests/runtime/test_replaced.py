@@ -118,7 +118,7 @@ def train(
         clip_grad_norm=1.0,
         timeout_s=timeout_s,
         link=link,
-        extensions=[Copies(every_s=copies)],
+        extensions=[] if copies is None else [Copies(every_s=copies)],
     ) as p:
 
         def dies(epoch: int, when: Any) -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.output import strict_json
 from avgpipe.cli.resolve import RUN_FILE
-from avgpipe.files import write_atomically
+from avgpipe.files import strict_json, write_atomically
 from avgpipe.plan import Plan
 from avgpipe.report.course import read_metrics, target_text
 from avgpipe.units import duration, format_bytes

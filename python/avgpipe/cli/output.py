@@ -7,7 +7,6 @@ failure, in one line. Exit codes: 0 success, 1 a failed run, 2 wrong arguments.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -70,21 +69,6 @@ def tell(line: str) -> None:
     if sys.stderr.isatty():
         width = os.get_terminal_size(sys.stderr.fileno()).columns - 1
         print(f"\r\x1b[K{line[:width]}", end="", file=sys.stderr, flush=True)
-
-
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """Return JSON that every parser reads: infinities and NaN become null."""
-    return json.dumps(_finite(value), allow_nan=False, indent=indent)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(v) for key, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
-    return value
 
 
 def check_file(out: str) -> None:

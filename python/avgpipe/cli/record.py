@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -12,17 +12,19 @@ from typing import Any, Protocol
 from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder, number
-from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, strict_json
+from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.cli.progress import ProgressBar
 from avgpipe.fault.joining import ADDRESS
 from avgpipe.fault.membership import Membership
+from avgpipe.files import strict_json
 from avgpipe.plan import Plan
 from avgpipe.report.course import Totals, read_metrics
 from avgpipe.report.loggers import Loggers
+from avgpipe.report.loop import Results
 from avgpipe.report.pictures import Curve, plot_curves
 
 
-class Record(Protocol):
+class Record(Results, Protocol):
     """Receives the events of a rank's training loop."""
 
     def note(self, text: str) -> None:
@@ -33,15 +35,6 @@ class Record(Protocol):
 
     def segment(self, values: dict[str, Any]) -> None:
         """Begin batches without a pause; pipelines that join within them need the values."""
-
-    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
-        """Record a finished batch: its row, its samples, and the seconds of training since the batch before."""
-
-    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
-        """Return the batches, or the first ``most`` of them."""
-
-    def validation(self, row: Mapping[str, Any]) -> None:
-        """Record a finished validation."""
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
         """Write the summary and draw the curves; return whether this process is to add the timeline."""

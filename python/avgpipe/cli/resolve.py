@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from avgpipe import systems
 from avgpipe.checkpoint.manifest import LAST, Manifest, checkpoints_in, newest, verify_checkpoint
 from avgpipe.cli.config import (
     DEFAULT_MICRO_BATCHES,
@@ -28,7 +28,7 @@ from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
 from avgpipe.report.course import parse_target
 from avgpipe.report.loggers import check_loggers
-from avgpipe.systems import SYSTEMS
+from avgpipe.systems import SYSTEMS, micro_batches, row
 from avgpipe.tasks import find_workload
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from avgpipe.tasks import Workload
 
 RUN_FILE = "run.json"
+_NOTHING: Mapping[str, Any] = {}
 _PARTS_OF_A_RUN = (RUN_FILE, "plan.json", "metrics.jsonl", "summary.json", "timeline.json", "checkpoints")
 
 
@@ -67,7 +68,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         raise ValueError(
             f"the loader of {source.reference} has no length: say with --max-batches how many batches to train"
         )
-    plan = _plan(asked, stored, facts.batch_size)
+    plan = choose_plan(asked, facts.batch_size, stored)
     if plan.isolate and joined_ranks() is not None:
         raise ValueError(
             "--isolate under torchrun: it starts the processes of its pipelines itself, run avgpipe train alone"
@@ -179,7 +180,8 @@ def _refuse_other_steps(asked: TrainConfig, stored: dict[str, Any]) -> None:
 # ---- the plan --------------------------------------------------------------------------------------------------------
 
 
-def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
+def choose_plan(asked: TrainConfig, batch_size: int, stored: Mapping[str, Any] = _NOTHING) -> Plan:
+    """Return the plan that the options ask for; ``stored``: the configuration of the run that is resumed."""
     names = [f.name for f in fields(Plan)]
     loaded = stored if asked.plan is None else asdict(Plan.load(asked.plan))
     base = {name: value for name, value in loaded.items() if name in names}
@@ -188,16 +190,8 @@ def _plan(asked: TrainConfig, stored: dict[str, Any], batch_size: int) -> Plan:
     ranks = joined_ranks()
     chosen = {**base, **explicit}
     system = chosen.pop("system", "avgpipe")
-    row = SYSTEMS[system]
-    stages = chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
-    if "pipelines" not in row:
-        chosen.setdefault("pipelines", DEFAULT_PIPELINES)
-    if "micro_batches" not in row:
-        # They only keep stages busy.
-        wanted = 1 if "stages" in row else min(DEFAULT_MICRO_BATCHES, batch_size)
-        replication = chosen.get("replication", systems.row(system, stages).get("replication"))
-        chosen.setdefault("micro_batches", systems.micro_batches(system, stages, replication, wanted))
-    plan = Plan.for_system(system, **chosen)
+    chosen.setdefault("stages", ranks if ranks is not None and ranks > 1 else DEFAULT_STAGES)
+    plan = Plan.for_system(system, **with_sizes(system, chosen, batch_size))
     if ranks is not None and ranks not in (1, plan.workers):
         raise ValueError(f"{ranks} workers were started for a plan of {plan.workers}: start one for each")
     return plan
@@ -336,3 +330,23 @@ def check_device(device: str) -> None:
     except ValueError as error:
         why = str(error).partition(": ")[2]
         raise ValueError(f"--device {device}: {why}; see avgpipe doctor") from None
+
+
+def with_sizes(system: str, options: Mapping[str, Any], batch_size: int) -> dict[str, Any]:
+    """Return the options of a plan with the default pipelines and micro-batches, where a system leaves them open.
+
+    Args:
+        system: Name of the system.
+        options: The options that were given, with ``stages``.
+        batch_size: Samples of a batch.
+    """
+    fixed_ones, found = SYSTEMS[system], dict(options)
+    if "pipelines" not in fixed_ones:
+        found.setdefault("pipelines", DEFAULT_PIPELINES)
+    if "micro_batches" not in fixed_ones:
+        # They only keep stages busy.
+        wanted = 1 if "stages" in fixed_ones else min(DEFAULT_MICRO_BATCHES, batch_size)
+        stages = options["stages"]
+        replication = options.get("replication", row(system, stages).get("replication"))
+        found.setdefault("micro_batches", micro_batches(system, stages, replication, wanted))
+    return found

@@ -46,6 +46,10 @@ _PLACES = ("rank", "restart", *_OF_A_STEP)
 _COUNTS = ("rank", "restart", *_OF_A_BATCH, "micro_batch", "after", "bit", "room_bytes")
 
 
+class InjectedFault(RuntimeError):
+    """The error that ``fail_at(kind="exception")`` raises."""
+
+
 class FaultKind(NamedTuple):
     """A kind of fault.
 

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from avgpipe.faults.fault import Fault
+from avgpipe.faults.fault import Fault, InjectedFault
 from avgpipe.links.link import Key, Link, LocalLink, tensors_of
 from avgpipe.ranks import environment as probe
 
@@ -30,10 +30,6 @@ parent = os.pidfd_open(int(sys.argv[1]))
 if not select.select([parent], [], [], float(sys.argv[2]))[0]:
     signal.pidfd_send_signal(parent, signal.SIGCONT)
 """
-
-
-class InjectedFault(RuntimeError):
-    """The error that ``fail_at(kind="exception")`` raises."""
 
 
 def happen(fault: Fault, phase: str, place: Mapping[str, Any]) -> bool:

@@ -1,1 +1,1 @@
-"""The course of a run, what it reports to loggers, and its folder and pictures, read afterwards."""
+"""The course of a run: its training loop, rows and summary, the files of its folder, curves and loggers."""

@@ -5,16 +5,49 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from avgpipe.errors import reason
+from avgpipe.errors import check_count, reason
 from avgpipe.timeline.timeline import Timeline
 
 VALIDATIONS = 20  # default for a run, besides the one before training
 _LOSS = "loss="
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """How long a run trains, and how often it validates.
+
+    Attributes:
+        epochs: Number of epochs; None: the task's.
+        max_batches: Stop after this many batches; a loader without a length needs it.
+        validations: Validations at equal numbers of samples, the last one at the end, besides the one before training.
+        valid_batches: Validate on this many first batches of the held-out data; None: on all of them.
+        target: Where training ends: a metric, or a loss as "loss=2.1"; None: the task's.
+        seed: Seed of weights, batches and dropout; of several runs, that of the first one.
+    """
+
+    epochs: int | None = None
+    max_batches: int | None = None
+    validations: int = VALIDATIONS
+    valid_batches: int | None = None
+    target: float | str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_batches", "validations", "valid_batches"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        if self.target is not None:
+            parse_target(self.target)
+
+    @classmethod
+    def of(cls, options: Any) -> Course:
+        """Return the course that the options of a command have in fields of the same names."""
+        return cls(**{field.name: getattr(options, field.name) for field in fields(cls)})
 
 
 @dataclass(frozen=True)

@@ -142,21 +142,22 @@ class Worker:
             if self.others is not None:
                 self.others.close()
             raise
-        self.rows = self._rows(spec.running.build_schedule())
+        self._schedule()
+
+    def _schedule(self) -> None:
+        """Make the scheduler of this process's rows, and what watches it."""
+        self.rows = self._rows(self._plan.build_schedule())
+        queues = [queue for row in self.rows for queue in row.queues]
+        clock = self.streams.clock if self.streams is not None else None
         self.scheduler = Scheduler(
-            list(self.lanes.values()),
-            [queue for row in self.rows for queue in row.queues],
-            self.mailbox,
-            world,
-            placement,
-            self.streams.clock if self.streams is not None else None,
+            list(self.lanes.values()), queues, self.mailbox, self.world, self.placement, clock
         )
         if self.others is not None:
             self.others.serve(self.scheduler)
         self.pace: Pace | None = None
         self._watchdog: Watchdog | None = None
-        if world.size > 1:
-            self._watch(cast("Met", world))
+        if self.world.size > 1:
+            self._watch(cast("Met", self.world))
 
     @staticmethod
     def _preemption(world: World) -> Notice:

@@ -24,7 +24,7 @@ _FUNCTIONS = ("loss_fn", "optimizer", "metric_fn", "lr_scheduler", "loss_weight"
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """A model, its data, its loss and its optimizer: returned by a script's function for the commands to train.
+    """A model, its data, its loss and its optimizer: returned by a function for ``avgpipe.compare`` and the commands.
 
     ``avgpipe train path/to/script.py:make`` calls ``make()`` in every worker, after ``torch.manual_seed``, so
     it must make the same model and the same batches each time. The global generators of torch, Python and

@@ -91,8 +91,7 @@ class SystemResult:
         reason: A few words, unless ``status`` is OK.
         warnings: Warnings of its runs, and the status of seeds whose runs did not finish.
         others: Figures of the other seeds' runs.
-        rows: Results of each run, batch by batch and validation by validation, as in metrics.jsonl; () if
-            they are in files.
+        rows: Results of each run that began, batch by batch and validation by validation, as in metrics.jsonl.
     """
 
     system: str
@@ -118,8 +117,13 @@ class SystemResult:
                 warnings.append(f"seed {seed}: {what}")
         first, *others = like.values()
         figures = tuple(run.figures for run in others if run.figures is not None)
-        rows = tuple(of for run in like.values() for of in run.rows)
+        rows = tuple(of for run in runs.values() for of in run.rows)
         return replace(first, warnings=tuple(dict.fromkeys(warnings)), others=figures, rows=rows)
+
+    @property
+    def label(self) -> str:
+        """Return the name for a picture, with the status of a system that did not finish."""
+        return self.system if self.status == OK else f"{self.system} ({self.status})"
 
     @property
     def runs(self) -> tuple[Figures, ...]:
@@ -268,7 +272,8 @@ class Comparison:
         """Draw loss, metric and distances of replicas over time and samples, as far as results have ``rows``."""
         from avgpipe.report.pictures import Curve, plot_curves  # loads matplotlib
 
-        curves = {o.system: list(map(Curve.of, o.rows)) for o in self.outcomes if o.rows}
+        runs = {o.label: [curve for of in o.rows if (curve := Curve.of(of)).loss] for o in self.outcomes}
+        curves = {label: of for label, of in runs.items() if of}
         heading = f"{self.what}, {self.workers} workers"
         return plot_curves(curves, heading, self.metric_name, self.trivial, self.target, path)
 

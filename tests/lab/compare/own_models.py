@@ -5,7 +5,7 @@ import json
 import torch
 from torch import nn
 
-from avgpipe import Pipeline
+from avgpipe import Task
 
 SAMPLES, FEATURES = 8, 6
 
@@ -20,20 +20,31 @@ def data(count, seed):
     return [(x, x.sum(1, keepdim=True)) for x in inputs]
 
 
-def make_loader(epoch):
-    return data(12, epoch)
+def make(lr=0.05, **changes):
+    """The task of summing features; ``changes``: other fields of it."""
+    given = {
+        "model": make_model(),
+        "loader": lambda epoch: data(12, epoch),
+        "loss_fn": nn.MSELoss(),
+        "optimizer": lambda params: torch.optim.SGD(params, lr=lr),
+        "held_out": data(4, 99),
+        "epochs": 2,
+    }
+    return Task(**{**given, **changes})
 
 
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.05)
-
-
-def held_out_loss(pipeline: Pipeline):
-    return pipeline.evaluate(data(4, 99)).loss
+def drawn_batches(epoch):
+    """Batches without a length, in an order of no generator of their own."""
+    for n in torch.randperm(5).tolist():
+        yield data(1, n)[0]
 
 
 def broken(params):
     raise ValueError("no such optimizer")
+
+
+def no_task():
+    return make_model()
 
 
 def add_line(path, system, row):

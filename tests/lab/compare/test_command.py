@@ -6,6 +6,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
@@ -15,19 +16,12 @@ from avgpipe.schedule.row import Event
 from avgpipe.systems import SYSTEMS
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.commands import CompareConfig
-from avgpipe_lab.compare import command as compare
-from avgpipe_lab.compare.command import (
-    _warmed_up,
-    answer,
-    check,
-    noting_signals,
-    repetitions,
-    run_all,
-    run_in_process,
-    verdict,
-    words_of,
-)
+from avgpipe_lab.compare import process as processes
+from avgpipe_lab.compare import study
+from avgpipe_lab.compare.command import CommandStudy, answer, check, words_of
 from avgpipe_lab.compare.comparison import SystemResult
+from avgpipe_lab.compare.process import noting_signals, run_in_process, verdict
+from avgpipe_lab.compare.study import warm_up_warnings
 from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 
@@ -104,8 +98,7 @@ def compared(capsys, asked, runner, code=0):
 
 
 def options_of(config, system):
-    (run,) = repetitions(config, system)
-    words = words_of(config, run)
+    words = words_of(config, system, config.seed)
     assert words[:2] == ["train", "awd-lstm"]
     words.remove("--wait-for-checkpoints")  # the only flag
     return dict(zip(words[2::2], words[3::2]))
@@ -133,7 +126,7 @@ def test_what_is_given_is_what_train_takes():
         "1",
     )
     config = question(Path(), "avgpipe", preset="tiny", timeout_s=1.0, **asked)
-    words = words_of(config, repetitions(config, "avgpipe")[0], Path("plan.json"))
+    words = words_of(config, "avgpipe", 0, Path("plan.json"))
     assert all(word in help_text for word in words if word.startswith("--"))
 
 
@@ -248,7 +241,7 @@ def test_several_seeds_are_one_row_with_their_spread(capsys, tmp_path):
     assert (row["seconds_to_target"], row["spread"]["seconds_to_target"]) == (22.0, [20.0, 30.0])
     assert sorted(p.name for p in (tmp_path / "gpipe").iterdir()) == ["seed-5", "seed-6", "seed-7"]
     assert "2 of 3: gpipe, seed 6" in err
-    given = [words_of(asked, repetition) for repetition in repetitions(asked, "gpipe")]
+    given = [words_of(asked, "gpipe", seed) for seed in (5, 6, 7)]
     assert [words[words.index("--seed") + 1] for words in given] == ["5", "6", "7"]
 
 
@@ -272,21 +265,31 @@ def test_plans_are_tuned_with_a_memory_limit_or_if_asked(tmp_path):
 
 
 def test_a_system_without_a_plan_that_fits_is_a_row_without_a_run(capsys, tmp_path, monkeypatch):
-    plan = tmp_path / "gpipe-plan.json"
-    chosen = {"gpipe": plan, "dapple": ValueError("nothing fits")}
-    monkeypatch.setattr(compare, "tuned_plans", lambda config, systems, say: {s: chosen[s] for s in systems})
+    chosen = Plan.for_system("gpipe", stages=2, micro_batches=8)
+
+    def best(system, *_):
+        if system == "dapple":
+            raise ValueError("nothing fits")
+        return SimpleNamespace(plan=chosen, batch_s=0.5, memory_bytes=(MIB, 2 * MIB))
+
+    monkeypatch.setattr(study, "best_of_system", best)
+    monkeypatch.setattr(study.Cluster, "like", lambda *_: None)
+    monkeypatch.setattr(CommandStudy, "profile", lambda _: (None, 16))
     runner, given = Faked(), []
 
     def run(words, *rest):
         given.append(words[words.index("--plan") + 1])
         return runner(words, *rest)
 
-    found, _ = compared(capsys, question(tmp_path, "gpipe", "dapple", memory_limit_bytes=2**30), run)
+    found, err = compared(capsys, question(tmp_path, "gpipe", "dapple", memory_limit_bytes=2**30), run)
     assert [(row["status"], row["reason"]) for row in found["systems"]] == [
         ("ok", ""),
         ("does not fit", "nothing fits"),
     ]
-    assert (given, found["tuned"]) == ([str(plan)], True)
+    plan = tmp_path / "gpipe-plan.json"
+    assert (given, found["tuned"], Plan.load(plan)) == ([str(plan)], True, chosen)
+    predicted = "predicted 500 ms a batch, 2 MiB on the worker that needs most"
+    assert err.splitlines()[0] == f"gpipe: pipelines 1, micro-batches 8, advance None; {predicted}"
 
 
 @pytest.mark.parametrize(
@@ -363,8 +366,9 @@ def test_a_run_says_what_it_says_to_its_log(tmp_path):
     ids=["ends", "ignores"],
 )
 def test_a_signal_ends_the_run_that_is_running(monkeypatch, tmp_path, interrupt, told):
-    monkeypatch.setattr(compare, "_GRACE_S", {signal.SIGINT: 0.5, signal.SIGTERM: 30.0})
-    with noting_signals() as caught:
+    monkeypatch.setattr(processes, "_GRACE_S", {signal.SIGINT: 0.5, signal.SIGTERM: 30.0})
+    caught = []
+    with noting_signals(caught):
         log = tmp_path / "gpipe.log"
         code, said = run(
             tmp_path,
@@ -378,7 +382,8 @@ def test_a_signal_ends_the_run_that_is_running(monkeypatch, tmp_path, interrupt,
 
 def test_signals_are_noted_only_inside_the_block():
     before = signal.getsignal(signal.SIGTERM)
-    with noting_signals() as caught:
+    caught = []
+    with noting_signals(caught):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
     assert caught == [signal.SIGTERM, signal.SIGINT]
@@ -386,10 +391,12 @@ def test_signals_are_noted_only_inside_the_block():
 
 
 def test_after_a_signal_nothing_more_is_run(tmp_path):
-    assert run_all(question(tmp_path, "gpipe", "dapple"), Faked(), [signal.SIGTERM]) == [
+    asked = CommandStudy(question(tmp_path, "gpipe", "dapple"), Faked())
+    asked.caught.append(signal.SIGTERM)
+    assert asked.compare(asked.plans()).outcomes == (
         SystemResult("gpipe", "not run"),
         SystemResult("dapple", "not run"),
-    ]
+    )
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -407,7 +414,7 @@ def refused(*options, workload="awd-lstm"):
     [
         (("--systems", "gpip"), "unknown system 'gpip': did you mean 'gpipe'?"),
         (("--systems", ""), "unknown system ''"),
-        (("--systems", "gpipe,dapple,gpipe"), "gpipe comes twice"),
+        (("--systems", "gpipe,dapple,gpipe"), "gpipe is named twice"),
         (("--systems", "gpipe", "--memory-limit", "-1GiB"), "--memory-limit -1GiB: write a size as"),
         (("--systems", "gpipe", "--memory-limit", "0"), "--memory-limit 0: must be more than 0"),
         (("--systems", "gpipe", "--stages", "0"), "--stages 0: must be more than 0"),
@@ -522,7 +529,7 @@ def test_two_systems_for_real(text, tmp_path):
 
 def test_a_run_that_is_mostly_warm_up_is_warned_of():
     plan = Plan(stages=2, pipelines=2, micro_batches=2, warmup_rounds=100)
-    (warning,) = _warmed_up(plan, 150)
+    (warning,) = warm_up_warnings(plan, 150)
     assert warning.startswith("100 of its 150 batches are the warm-up")
-    assert not _warmed_up(plan, 200)
-    assert not _warmed_up(Plan(stages=2, micro_batches=2), 3)
+    assert not warm_up_warnings(plan, 200)
+    assert not warm_up_warnings(Plan(stages=2, micro_batches=2), 3)

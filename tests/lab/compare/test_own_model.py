@@ -3,25 +3,25 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from torch import nn
 
 import avgpipe
+from avgpipe.cli.config import TrainConfig
 from avgpipe.ranks.environment import STORE_FILE
-from avgpipe_lab.compare.own_model import trained
+from avgpipe_lab.compare.own_model import Job, trained
 from tests.cli.command import environment
-from tests.lab.compare.own_models import add_line, broken, data, held_out_loss, make_loader, make_model, sgd
+from tests.lab.compare.own_models import add_line, broken, drawn_batches, make, no_task
 from tests.patience import limit
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def compared(**changes):
-    asked = {"loss_fn": nn.MSELoss(), "optimizer": sgd, "evaluate": held_out_loss, "epochs": 2, **changes}
-    return avgpipe.compare(make_model, make_loader, **asked)
+def compared(make=make, validations=20, **asked):
+    return avgpipe.compare(make, course=avgpipe.Course(validations=validations), **asked)
 
 
 @pytest.mark.ranks
@@ -56,14 +56,8 @@ def test_systems_of_two_workers_train_the_same_and_are_compared(tmp_path):
 
 @pytest.mark.promise
 def test_a_target_ends_runs_and_a_limit_has_plans_tuned():
-    optimizer = partial(torch.optim.SGD, lr=0.05)
-    found = compared(
-        systems=("avgpipe", "gpipe"),
-        optimizer=optimizer,
-        target=2.0,
-        memory_limit_bytes=2**32,
-        validations=24,
-    )
+    given = {"systems": ("avgpipe", "gpipe"), "memory_limit_bytes": 2**32, "validations": 24}
+    found = compared(partial(make, lr=0.04, target=2.0), **given)
     assert [o.status for o in found.outcomes] == ["ok", "ok"]
     for row in found.to_json():
         assert row["samples_to_target"] == row["samples"] < 192
@@ -73,9 +67,9 @@ def test_a_target_ends_runs_and_a_limit_has_plans_tuned():
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_what_cannot_be_or_fails_is_a_row():
-    found = compared(systems=("gpipe", "pipedream-2bw"), workers=6, optimizer=broken)
+    found = compared(systems=("gpipe", "pipedream-2bw"), workers=6, make=partial(make, optimizer=broken))
     assert [o.status for o in found.outcomes] == ["failed", "failed"]
-    found = compared(systems=("dapple",), workers=1, optimizer=broken)
+    found = compared(systems=("dapple",), workers=1, make=partial(make, optimizer=broken))
     assert "no such optimizer" in found.outcomes[0].reason
 
 
@@ -84,17 +78,16 @@ import torch
 from torch import nn
 import avgpipe
 
-def make_model():
-    return nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1))
-
-def make_loader(epoch):
-    return [(torch.ones(4, 2), torch.ones(4, 1))] * 3
-
-def optimizer(params):
-    return torch.optim.SGD(params, lr=0.01)
+def make():
+    return avgpipe.Task(
+        model=nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)),
+        loader=[(torch.ones(4, 2), torch.ones(4, 1))] * 3,
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.01),
+    )
 
 {guard}
-    found = avgpipe.compare(make_model, make_loader, loss_fn=nn.MSELoss(), optimizer=optimizer, systems=["gpipe"])
+    found = avgpipe.compare(make, ["gpipe"])
     print([(o.status, o.reason) for o in found.outcomes])
 """
 
@@ -116,11 +109,14 @@ def test_a_script_compares_its_own_functions(guard, said, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"optimizer": lambda params: None}, "optimizer=.*cannot be sent to the workers"),
+        ({"make": lambda: make()}, "make=.*cannot be sent to the workers"),
+        ({"on_result": lambda system, row: None}, "on_result=.*cannot be sent to the workers"),
         ({"systems": ("gpip",)}, "unknown system 'gpip': did you mean 'gpipe'"),
-        ({"systems": ("gpipe", "gpipe")}, "name each system once"),
-        ({"evaluate": None, "target": 1.0}, "needs evaluate="),
+        ({"systems": ("gpipe", "gpipe")}, "gpipe is named twice"),
+        ({"seeds": 0}, "seeds=0: must be an int of at least 1"),
+        ({"make": partial(make, held_out=None, target=1.0)}, "nothing to validate on: give it held_out"),
         ({"workers": 0}, "workers=0: must be an int of at least 1"),
+        ({"validations": 0}, "validations=0: must be an int of at least 1"),
     ],
 )
 def test_what_is_wrong_is_refused_before_anything_runs(changes, message):
@@ -138,24 +134,34 @@ def test_a_worker_starts_no_comparison(monkeypatch):
 @pytest.mark.slow
 def test_a_callers_function_gets_each_row_in_the_first_worker(tmp_path):
     path = tmp_path / "rows"
-    found = compared(systems=("gpipe",), epochs=1, validations=2, on_result=partial(add_line, str(path)))
+    given = {"systems": ("gpipe",), "on_result": partial(add_line, str(path))}
+    found = compared(partial(make, epochs=1), validations=2, **given)
     told = [json.loads(line) for line in path.read_text().splitlines()]
     assert {system for system, _ in told} == {"gpipe"}
     assert [row for _, row in told] == list(found.outcomes[0].rows[0])
 
 
-def drawn_batches(epoch):
-    """Batches without a length, in an order of no generator of their own."""
-    for n in torch.randperm(5).tolist():
-        yield data(1, n)[0]
-
-
 def test_batches_that_are_drawn_follow_from_the_seed_and_need_no_length():
-    made = {"make_model": make_model, "make_loader": drawn_batches, "loss_fn": nn.MSELoss(), "optimizer": sgd}
-    given = {**made, "evaluate": None, "options": {"device": "cpu", "timeout_s": 60}}
-    course = {"epochs": 2, "max_batches": 8, "validations": 1, "target": None, "lower_is_better": True}
-    runs = [trained(given, course, avgpipe.Plan(stages=1), seed) for seed in (0, 0, 1)]
+    drawn = partial(make, loader=drawn_batches, held_out=None)
+    config = TrainConfig.of(workload="drawn", max_batches=8)
+    runs = [trained(Job(drawn), replace(config, seed=seed), avgpipe.Plan(stages=1)) for seed in (0, 0, 1)]
     losses = [[row["loss"] for row in run["rows"]] for run in runs]
     assert losses[0] == losses[1] != losses[2]
     assert [row["epoch"] for row in runs[0]["rows"]] == [0] * 5 + [1] * 3
     assert runs[0]["summary"]["epochs"] == pytest.approx(8 / 5)
+
+
+def test_extensions_are_the_pipelines_and_take_the_place_of_the_tasks_own():
+    lower = partial(make, autocast=torch.bfloat16, epochs=1)
+    plan, config = avgpipe.Plan(stages=1), TrainConfig.of(workload="sums", max_batches=3)
+    wide = (avgpipe.Precision(), avgpipe.MovingAverage(0.9))
+    losses = []
+    for given, extensions in ((lower, ()), (lower, wide), (partial(make, epochs=1), ())):
+        run = trained(Job(given, extensions), config, plan)
+        losses.append([row["loss"] for row in run["rows"] if row["kind"] == "train"])
+    assert losses[0] != losses[1] == losses[2]
+
+
+def test_a_function_that_makes_no_task_is_refused():
+    with pytest.raises(TypeError, match="it must return an avgpipe"):
+        compared(no_task)

@@ -1,0 +1,185 @@
+"""A comparison of systems: the plan of each, the order of their runs, and what the runs result in."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+from avgpipe import systems
+from avgpipe.cli.config import LearningOptions
+from avgpipe.plan import Plan
+from avgpipe.planning.cluster import Cluster
+from avgpipe.planning.profile import Profile
+from avgpipe.systems import SYSTEMS
+from avgpipe.units import duration, format_bytes, format_seconds
+from avgpipe_lab.commands import CompareConfig
+from avgpipe_lab.compare.comparison import (
+    DOES_NOT_FIT,
+    NOT_RUN,
+    OK,
+    REFUSED,
+    Comparison,
+    Figures,
+    SystemResult,
+)
+from avgpipe_lab.planning.of_system import best_of_system
+
+_COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
+
+
+def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
+    """Return the options of ``avgpipe train`` that were given and that the system does not set, and the system."""
+    found = {name: value for name, value in config.explicit.items() if name in _COMMON}
+    sizes = sizes_of(config, system)
+    return {**found, **sizes, "system": system, "stages": config.stages}
+
+
+def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
+    """Return the pipelines and micro-batches that were given and that the system leaves open."""
+    found, wanted = {}, config.micro_batches
+    if config.pipelines is not None:
+        found["pipelines"] = config.pipelines
+    # PipeDream also has whole batches in flight.
+    if wanted is not None and systems.micro_batches(system, config.stages, None, wanted) >= wanted:
+        found["micro_batches"] = wanted
+    return {name: value for name, value in found.items() if name not in SYSTEMS[system]}
+
+
+class Ended(NamedTuple):
+    """What a run resulted in: its status with the reason, the content of its summary.json if it finished, its rows."""
+
+    status: str
+    reason: str = ""
+    summary: Mapping[str, Any] | None = None
+    rows: Sequence[Mapping[str, Any]] = ()
+
+
+Plans = dict[str, Plan | SystemResult]  # of each system, or why it cannot run
+
+
+class Study(ABC):
+    """Runs systems one after the other; a subclass starts a run.
+
+    Args:
+        what: Name of the workload.
+    """
+
+    def __init__(self, config: CompareConfig, what: str) -> None:
+        self.config, self._what = config, what
+        self._known: Mapping[str, Any] = {}  # summary of the first run that finished
+
+    @abstractmethod
+    def plan(self, system: str) -> Plan:
+        """Return the plan that was asked for; ValueError or TypeError if the system cannot have it."""
+
+    @abstractmethod
+    def profile(self) -> tuple[Profile, int]:
+        """Return a profile of the model, and the samples of a batch."""
+
+    @abstractmethod
+    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
+        """Train to the end; ``place`` names the run among all."""
+
+    @abstractmethod
+    def say(self, line: str) -> None:
+        """Report progress."""
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Return whether the remaining runs are left out."""
+        return False
+
+    def asked_plans(self) -> Plans:
+        """Return the plan of each system without the tuner's choices, or why it cannot run."""
+        found: Plans = {}
+        for system in self.config.systems:
+            try:
+                found[system] = self.plan(system)
+            except (ValueError, TypeError) as error:
+                found[system] = SystemResult(system, REFUSED, reason=str(error))
+        return found
+
+    def plans(self) -> Plans:
+        """Return the plan of each system, the asked one or the tuner's choice. PipelineError if profiling fails."""
+        found = self.asked_plans()
+        if self.config.tunes:
+            profile, batch_size = self.profile()
+            able = [system for system, plan in found.items() if isinstance(plan, Plan)]
+            found |= {system: self._tuned(system, profile, batch_size) for system in able}
+        return found
+
+    def _tuned(self, system: str, profile: Profile, batch_size: int) -> Plan | SystemResult:
+        cluster = Cluster.like(profile, self.config.stages, self.config.memory_limit_bytes)
+        try:
+            best = best_of_system(system, profile, cluster, batch_size, sizes_of(self.config, system))
+        except ValueError as error:
+            return SystemResult(system, DOES_NOT_FIT, reason=str(error))
+        plan = best.plan
+        recompute = "" if plan.recompute == "never" else f", recomputes {plan.recompute}"
+        self.say(
+            f"{system}: pipelines {plan.pipelines}, micro-batches {plan.micro_batches}, advance {plan.advance}"
+            f"{recompute}; predicted {format_seconds(best.batch_s)} a batch, "
+            f"{format_bytes(max(best.memory_bytes))} on the worker that needs most"
+        )
+        return plan
+
+    def compare(self, plans: Plans) -> Comparison:
+        """Train each system with each seed, and return the results, with the facts that all runs share."""
+        ended: dict[str, dict[int, SystemResult]] = {system: {} for system in self.config.systems}
+        config = self.config
+        seeds = range(config.seed, config.seed + config.seeds)
+        order = [(system, seed) for system in ended for seed in seeds]
+        for number, (system, seed) in enumerate(order, 1):
+            name = f"{system}, seed {seed}" if config.seeds > 1 else system
+            ended[system][seed] = self._result(
+                system, seed, plans[system], f"{number} of {len(order)}: {name}"
+            )
+        known = self._known
+        preset, title = known.get("preset", config.preset), known.get("title")
+        return Comparison(
+            what=self._what + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
+            workers=config.stages,
+            outcomes=tuple(SystemResult.joined(runs) for runs in ended.values()),
+            metric_name=known.get("metric_name", "metric"),
+            lower_is_better=known.get("lower_is_better", True),
+            trivial=known.get("trivial_metric"),
+            target=known.get("target", config.target),
+            memory_limit_bytes=config.memory_limit_bytes,
+        )
+
+    def _result(self, system: str, seed: int, plan: Plan | SystemResult, place: str) -> SystemResult:
+        if self.is_interrupted:
+            return SystemResult(system, NOT_RUN)
+        begun = time.monotonic()
+        result = plan if isinstance(plan, SystemResult) else self._trained(system, seed, plan, place)
+        what = "done" if result.status == OK else ": ".join(filter(None, (result.status, result.reason)))
+        self.say(f"{place}: {what} ({duration(time.monotonic() - begun)})")
+        return result
+
+    def _trained(self, system: str, seed: int, plan: Plan, place: str) -> SystemResult:
+        ended = self.train(system, seed, plan, place)
+        rows = (ended.rows,) if ended.rows else ()
+        if ended.summary is None:
+            return SystemResult(system, ended.status, reason=ended.reason, rows=rows)
+        self._known = self._known or ended.summary
+        figures = Figures.of(ended.summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
+        warnings = (*ended.summary["warnings"], *warm_up_warnings(plan, figures.batches))
+        limit, needed = self.config.memory_limit_bytes, figures.peak_memory_bytes
+        fits = limit is None or needed <= limit
+        status, reason = (OK, "") if fits else (DOES_NOT_FIT, f"needs {format_bytes(needed)}")
+        return SystemResult(system, status, figures, reason, warnings, rows=rows)
+
+
+def warm_up_warnings(plan: Plan, batches: int) -> list[str]:
+    """Warn of a run whose batches were mostly warm-up, which is slower than the rest of a long run."""
+    rounds = plan.warmup_rounds or 0
+    waiting = min(batches, rounds * plan.batches_per_round)
+    if 2 * waiting <= batches:
+        return []
+    return [
+        f"{waiting} of its {batches} batches are the warm-up, in which pipelines wait for each other: a long run is "
+        "faster; --warmup-rounds 0 leaves it out"
+    ]
