@@ -462,8 +462,6 @@ def _prepare_process(spec: Spec) -> None:
 
 def _policy(plan: Plan, copies_every_s: float | None) -> Policy:
     """Return the policy for lost processes."""
-    if plan.isolate and copies_every_s is not None:
-        raise ValueError("copies_every_s cannot have isolate=True: isolated pipelines replace each other")
     if plan.isolate or pipeline_here() is not None:
         return cast(Policy, named("avgpipe.fault.isolation:Isolation")(plan))
     if copies_every_s is not None:

@@ -60,7 +60,7 @@ class Checkpoints:
         """
         if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._shares_state):
             raise ValueError(
-                "due() reads a clock, and a process that joins later does not know since when: with copies_every_s or "
+                "due() reads a clock, and a process that joins later does not know since when: with Copies or "
                 "isolate=True save by the number of a batch, as if result.batch % 1000 == 999"
             )
         self._batches += batches

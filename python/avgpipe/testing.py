@@ -100,14 +100,8 @@ def fail_at(
     Raises:
         ValueError: for an unknown name, and for a fault that can never happen.
     """
-    place: dict[str, Any] = {
-        "rank": rank,
-        "pipeline": pipeline,
-        "stage": stage,
-        "batch": batch,
-        "micro_batch": micro_batch,
-    }
-    place |= {"phase": phase, "action": action, "restart": restart}
+    place: dict[str, Any] = {"rank": rank, "pipeline": pipeline, "stage": stage, "batch": batch}
+    place |= {"micro_batch": micro_batch, "phase": phase, "action": action, "restart": restart}
     counts = {"after": after, "after_s": after_s, "times": times}
     fault = Armed(dataclass_of("a fault", Fault, {"kind": kind, **place, **counts, **options}))
     armed.append(fault)

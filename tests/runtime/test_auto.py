@@ -72,5 +72,7 @@ def test_a_limit_that_nothing_fits_is_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(("advance", "limit"), [("auto", 0), ("auto", -5), (None, 1 << 30)])
 def test_a_limit_is_positive_and_for_auto(advance: Any, limit: int) -> None:
-    with pytest.raises(ValueError, match=rf"memory_limit_bytes={limit}: a number of bytes above 0"):
+    with pytest.raises(
+        ValueError, match=rf"MemoryLimit\({limit}\) must be bytes above 0, for Plan\(advance=.auto.\)"
+    ):
         train(2, 1, advance, limit=limit)

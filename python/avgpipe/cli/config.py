@@ -510,7 +510,7 @@ class RunConfig(IsolationOptions):
         isolate: Start separate processes for each pipeline.
         pipelines: Number of pipelines, with --isolate.
         spares: Spare processes, each of which can replace a worker that is killed; with 0, a new process is
-            started then. The script's Pipeline needs copies_every_s. Default: a worker that is killed ends
+            started then. The script's Pipeline needs Copies. Default: a worker that is killed ends
             the run.
         seed: Seed of torch, random and numpy on every worker, so that all workers make the same model and
             draw the same batches; "none" leaves seeding to the script.

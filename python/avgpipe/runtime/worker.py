@@ -81,7 +81,7 @@ class Worker:
         trained: by replica and pipeline.
         references: by replica; None if the only pipeline has no other to average with.
         emas: by replica, the average over time of the reference's weights, or of a lone pipeline's; empty
-            without ``ema_decay``.
+            without ``MovingAverage``.
         lanes: by replica and pipeline.
         others: the other pipelines; None unless they are isolated.
         preemption: whether the ranks must stop.

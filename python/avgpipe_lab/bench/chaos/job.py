@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
-from avgpipe.options import BitChecks, Copies, Extension
+from avgpipe.options import BitChecks, Copies
+from avgpipe.runtime.options import Extension
 from avgpipe.ranks.environment import RESTART
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 
