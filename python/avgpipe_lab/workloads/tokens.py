@@ -207,18 +207,22 @@ def beam_search(
                 best[sentence] = Hypothesis(prefix[row, int(origin[row, rank]), 1:].tolist(), score)
         others = is_end.int().argsort(dim=1, stable=True)[:, : min(beam, w * (vocabulary - 1))]
         scores, origin, piece = (part.gather(1, others) for part in (scores, origin, piece))
-        prefix = prefix.gather(1, origin[:, :, None].expand(-1, -1, length))
-        prefix = torch.cat((prefix, piece[:, :, None]), 2)
+        prefix = _extended(prefix, origin, piece)
         # A log-probability only decreases, and no penalty is larger than that of the longest sequence.
-        reachable = (scores[:, 0] / penalty(max_length + 1, length_penalty)).tolist()
-        may_improve = [s not in best or not best[s].score >= r for s, r in zip(alive.tolist(), reachable)]
-        going_on = [
-            row
-            for row, s in enumerate(alive.tolist())
-            if may_improve[row] and (s not in best or ended[s] < beam)
+        bounds = enumerate(
+            zip(alive.tolist(), (scores[:, 0] / penalty(max_length + 1, length_penalty)).tolist())
+        )
+        unfinished = [
+            n for n, (s, x) in bounds if s not in best or (ended[s] < beam and not best[s].score >= x)
         ]
-        alive, prefix, scores = alive[going_on], prefix[going_on], scores[going_on]
+        alive, prefix, scores = alive[unfinished], prefix[unfinished], scores[unfinished]
     return [best[sentence] for sentence in range(samples)]
+
+
+def _extended(prefix: torch.Tensor, origin: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:
+    """Return the prefixes [n, w, pieces] at ``origin`` [n, v], each with one more piece."""
+    kept = prefix.gather(1, origin[:, :, None].expand(-1, -1, prefix.shape[2]))
+    return torch.cat((kept, piece[:, :, None]), 2)
 
 
 def _check_search(beam: int, max_length: int, length_penalty: float) -> None:
