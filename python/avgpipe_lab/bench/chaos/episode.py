@@ -45,14 +45,13 @@ class RunShape:
     def job(self, way: str, folder: Path, verifies: bool) -> dict[str, Any]:
         """Return the parameters of a way's job."""
         plan = {"stages": self.stages, "pipelines": self.pipelines, "micro_batches": 2 * self.pipelines}
-        options: dict[str, Any] = {"timeout_s": self.timeout_s, "link": self.link, "verify_wire": verifies}
-        if way == "spares":
-            options["copies_every_s"] = 0.5
         return {
             "journals": str(folder / "journals"),
             "checkpoint": str(folder / "checkpoint"),
             "plan": {**plan, "isolate": way == "isolate"},
-            "options": options,
+            "options": {"timeout_s": self.timeout_s, "link": self.link},
+            "copies_every_s": 0.5 if way == "spares" else None,
+            "verifies": verifies,
             "loads": way == "plain",
             "seed": self.seed,
             "pace_s": self.pace_s,
