@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
+from avgpipe.files import finite
 from avgpipe.pipeline import Pipeline
 from avgpipe.report.course import Course, Totals, Validations, parse_target
-from avgpipe.report.rows import RowWriter
+from avgpipe.report.rows import RowMaker
 from avgpipe.runtime.evaluate import EvaluationResult
 from avgpipe.tasks import AveragingOptimizer, Workload
 
@@ -57,6 +58,28 @@ class Results(Protocol):
         """Record a finished validation."""
 
 
+class KeptResults:
+    """Keeps the rows of a run, as in its metrics.jsonl, and passes each on to a function."""
+
+    def __init__(self, on_result: Callable[[Mapping[str, Any]], None] | None = None) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._on_result = on_result
+
+    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
+        self._add("train", row)
+
+    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
+        return islice(batches, most)
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self._add("valid", row)
+
+    def _add(self, kind: str, row: Mapping[str, Any]) -> None:
+        self.rows.append(finite({"kind": kind, **row}))
+        if self._on_result is not None:
+            self._on_result(self.rows[-1])
+
+
 def batches_of_run(workload: Workload, course: Course) -> int:
     """Return the batches of the whole run, assuming that all epochs have the length of the first one."""
     total = workload.epochs * len(workload.train_batches(0))
@@ -91,7 +114,7 @@ class TrainingLoop:
         total, size = batches_of_run(workload, course), workload.batch_size
         validations = 1 if workload.valid_batches is None else course.validations  # the one at the end
         self._validations = Validations(total * size, validations, pipeline.plan.batches_per_round * size)
-        self.rows = RowWriter(workload, total, warnings, done, self.steps())
+        self.rows = RowMaker(workload, total, warnings, done, self.steps())
 
     def train(self) -> bool:
         """Validate, and train all epochs; return whether the run ended, else it was preempted."""

@@ -23,7 +23,7 @@ _OF_PLAN = ("system", "stages", "pipelines", "micro_batches", "schedule")
 _OF_WORKLOAD = ("preset", "batch_size", "metric_name", "lower_is_better", "title")
 
 
-class RowWriter:
+class RowMaker:
     """Makes the rows and the summary of a run; every rank calls its methods, in one order.
 
     Args:

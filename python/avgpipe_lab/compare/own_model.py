@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from avgpipe.cli.config import LearningOptions, TrainConfig
 from avgpipe.cli.measuring import typical_batch
 from avgpipe.cli.resolve import choose_plan, pipeline_options, profile_options
 from avgpipe.errors import check_count
-from avgpipe.files import finite, strict_json
+from avgpipe.files import strict_json
 from avgpipe.measure.tune import profile_together
 from avgpipe.options import Precision
 from avgpipe.pipeline import Pipeline
@@ -34,7 +34,7 @@ from avgpipe.ranks.launch import private_meeting, rank_environment
 from avgpipe.ranks.process import FAILED
 from avgpipe.ranks.world import meet
 from avgpipe.report.course import Course, Totals
-from avgpipe.report.loop import TrainingLoop
+from avgpipe.report.loop import KeptResults, TrainingLoop
 from avgpipe.runtime.options import Extension
 from avgpipe.tasks import Workload
 from avgpipe.tasks.loaders import Draws
@@ -243,31 +243,10 @@ def trained(job: Job, config: TrainConfig, plan: Plan) -> dict[str, Any]:
     """Train to the end or to the target, as one of the workers; the result of the first one is used."""
     workload, course = job.made(config)
     with Pipeline(workload.layers, plan, **job.options(config, workload)) as pipeline:
-        results = KeptResults(plan.system, None if pipeline.world.rank else job.on_result)
+        on_result = None if pipeline.world.rank else job.on_result
+        results = KeptResults(on_result and partial(on_result, plan.system))
         done = Totals(workload.lower_is_better, course.target)
         loop = TrainingLoop(pipeline, workload, course, results, done)
         loop.train()
         found = loop.rows.summary(pipeline, done, seed=course.seed)
     return {} if found is None else {"summary": found[0], "rows": results.rows}
-
-
-class KeptResults:
-    """Keeps the rows of a run, as in metrics.jsonl, and passes them on to a function of the caller's."""
-
-    def __init__(self, system: str, on_result: OnResult | None) -> None:
-        self._system, self._on_result = system, on_result
-        self.rows: list[dict[str, Any]] = []
-
-    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
-        self._add("train", row)
-
-    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
-        return islice(batches, most)
-
-    def validation(self, row: Mapping[str, Any]) -> None:
-        self._add("valid", row)
-
-    def _add(self, kind: str, row: Mapping[str, Any]) -> None:
-        self.rows.append(finite({"kind": kind, **row}))
-        if self._on_result is not None:
-            self._on_result(self._system, self.rows[-1])

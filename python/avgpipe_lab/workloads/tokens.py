@@ -208,15 +208,22 @@ def beam_search(
         others = is_end.int().argsort(dim=1, stable=True)[:, : min(beam, w * (vocabulary - 1))]
         scores, origin, piece = (part.gather(1, others) for part in (scores, origin, piece))
         prefix = _extended(prefix, origin, piece)
-        # A log-probability only decreases, and no penalty is larger than that of the longest sequence.
-        bounds = enumerate(
-            zip(alive.tolist(), (scores[:, 0] / penalty(max_length + 1, length_penalty)).tolist())
+        unfinished = _unfinished(
+            alive, scores[:, 0] / penalty(max_length + 1, length_penalty), best, ended, beam
         )
-        unfinished = [
-            n for n, (s, x) in bounds if s not in best or (ended[s] < beam and not best[s].score >= x)
-        ]
         alive, prefix, scores = alive[unfinished], prefix[unfinished], scores[unfinished]
     return [best[sentence] for sentence in range(samples)]
+
+
+def _unfinished(
+    alive: torch.Tensor, reachable: torch.Tensor, best: Mapping[int, Hypothesis], ended: list[int], beam: int
+) -> list[int]:
+    """Return the rows of ``alive`` whose sentences may still get a better hypothesis than the best ended one.
+
+    ``reachable`` [n]: their best scores at the largest penalty. A log-probability only decreases.
+    """
+    rows = enumerate(zip(alive.tolist(), reachable.tolist()))
+    return [n for n, (s, x) in rows if s not in best or (ended[s] < beam and not best[s].score >= x)]
 
 
 def _extended(prefix: torch.Tensor, origin: torch.Tensor, piece: torch.Tensor) -> torch.Tensor:

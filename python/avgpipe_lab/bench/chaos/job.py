@@ -18,9 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from avgpipe import CheckpointError, Pipeline, Plan
-from avgpipe.options import BitChecks, Copies
-from avgpipe.runtime.options import Extension
+from avgpipe import BitChecks, CheckpointError, Copies, Pipeline, Plan
 from avgpipe.ranks.environment import RESTART
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 
@@ -70,16 +68,14 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
     layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(4)]
     model = nn.Sequential(nn.Embedding(_WORDS, _WIDTH), *layers, nn.Linear(_WIDTH, _WORDS)).double()
     data = _data()
-    extensions: list[Extension] = [BitChecks(wire=asked["verifies"])]
-    if asked["copies_every_s"] is not None:
-        extensions.append(Copies(asked["copies_every_s"]))
+    copies = [] if asked["copies_every_s"] is None else [Copies(asked["copies_every_s"])]
     with Pipeline(
         model,
         Plan(**asked["plan"]),
         loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        extensions=[BitChecks(wire=asked["verifies"]), *copies],
         **asked["options"],
-        extensions=extensions,
     ) as pipeline:
         pipeline.enter()  # so that each epoch's loader begins at the right batch
         while pipeline.batches < BATCHES:
