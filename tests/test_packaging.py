@@ -137,10 +137,14 @@ def test_the_source_distribution_has_what_the_build_reads_and_nothing_stray(sdis
 def test_the_wheel_has_the_libraries_and_nothing_of_an_earlier_build(wheel, unpacked):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = [(unpacked / "python", "avgpipe"), (unpacked, "avgpipe_ext")]
+    sources = [
+        (unpacked / "python", "avgpipe"),
+        (unpacked / "python", "avgpipe_lab"),
+        (unpacked, "avgpipe_ext"),
+    ]
     modules = {str(p.relative_to(top)) for top, package in sources for p in (top / package).rglob("*.py")}
     libraries = {"avgpipe_ext/libavgpipe.so", f"avgpipe_ext/_native{sysconfig.get_config_var('EXT_SUFFIX')}"}
-    typed = {"avgpipe/py.typed", "avgpipe_ext/py.typed", "avgpipe_ext/_native.pyi"}
+    typed = {"avgpipe/py.typed", "avgpipe_lab/py.typed", "avgpipe_ext/py.typed", "avgpipe_ext/_native.pyi"}
     page = {f"avgpipe/timeline/static/page.{suffix}" for suffix in ("css", "html", "js")}
     assert names == modules | libraries | typed | page
 
