@@ -17,7 +17,7 @@ import typer
 from torch import Tensor
 
 import avgpipe_ext as ext
-from avgpipe.cli.options import command
+from avgpipe.cli.options import Command, callback
 from avgpipe_lab.bench import measuring, report
 from avgpipe_lab.bench.kernels import Run, check, make_operands, measure, model_shapes
 from avgpipe_lab.commands import KernelsConfig
@@ -116,5 +116,5 @@ def packing(elements: int, config: KernelsConfig) -> Iterator[Section]:
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False)
-    app.command()(command(KernelsConfig, "benchmarks.kernels.more"))
+    app.command()(callback(Command(KernelsConfig, "benchmarks.kernels.more")))
     app()

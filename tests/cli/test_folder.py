@@ -3,7 +3,7 @@
 import math
 
 from avgpipe.cli.folder import RunFolder
-from avgpipe.cli.output import strict_json
+from avgpipe.files import strict_json
 from avgpipe.report.course import read_metrics
 from avgpipe.units import duration
 

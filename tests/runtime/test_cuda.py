@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe import device as streams
-from avgpipe.runtime.streams import LaneStream
+from avgpipe.runtime.streams import CopyStream, LaneStream
 from avgpipe.timeline import Event
 from tests.options import grouped
 from tests.runner import run
@@ -350,7 +349,7 @@ def test_processes_with_a_gpu_each_train_as_one(N: int) -> None:
 
 
 def test_batches_are_copied_ahead_on_a_stream_of_their_own() -> None:
-    copies = streams.Copies(torch.device("cuda"))
+    copies = CopyStream(torch.device("cuda"))
     busy = torch.cuda.Stream()
     with torch.cuda.stream(busy):
         torch.cuda._sleep(500_000_000)
