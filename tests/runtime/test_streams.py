@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
-from avgpipe import device as streams
+from avgpipe import device as devices
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PeerLost, PipelineTimeout
+from avgpipe.runtime import streams
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -33,7 +34,7 @@ def fake(monkeypatch):
 
 def on_streams(monkeypatch: pytest.MonkeyPatch) -> clocks.Account:
     fake = clocks.Account()
-    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(devices, "backend", fake)
     return fake
 
 

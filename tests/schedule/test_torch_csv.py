@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Schedule, build_schedule, schedule_names
+from avgpipe.schedule.builders import published
 
-FLUSHING = [name for name in schedule_names() if not name.startswith("pipedream")]
+FLUSHING = [name for name in schedule_names() if published(name).weights == "flush"]
 
 
 # ---- written ----

@@ -379,11 +379,11 @@ def emulated(
         )
         return found.losses, found.reference
     run = {
-        "pipedream": emulation.pipedream,
-        "pipedream-predicted": emulation.pipedream,
-        "pipedream-2bw": emulation.two_buffered,
+        "stash": emulation.pipedream,
+        "predicted": emulation.pipedream,
+        "double-buffer": emulation.two_buffered,
     }
-    trained_ = run.get(system, emulation.one_device)(case, batches, K)
+    trained_ = run.get(plan.weights, emulation.one_device)(case, batches, K)
     return trained_.losses, trained_.state
 
 

@@ -4,11 +4,9 @@ A communicator joins two workers in one direction, so that neither direction wai
 if large messages go that way. All other messages of that direction use it too, and the rest goes through host
 memory. Receives must be posted in the order of the sends: messages are numbered per direction, and the
 scheduler's thread, which issues all NCCL calls, posts the receive for each as soon as its number and format
-arrive. Not
-earlier: the next one may be of any channel and size, and a receive without a matching send would keep its
-    communicator
-busy for ever. NCCL works on its own streams: neither lane nor host waits, and the receiver's lane waits on
-the device when it takes the message. Not run on several GPUs yet.
+arrive. Not earlier: the next one may be of any channel and size, and a receive without a matching send would
+keep its communicator busy for ever. NCCL works on its own streams: neither lane nor host waits, and the
+receiver's lane waits on the device when it takes the message. Not run on several GPUs yet.
 """
 
 from __future__ import annotations

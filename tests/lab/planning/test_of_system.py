@@ -22,7 +22,7 @@ TOGETHER = [name for name, row in SYSTEMS.items() if "spread" not in row]
 def every(system: str, seed: int, workers: int, **options: object) -> list[Forecast]:
     """All micro-batches and cuts of the plans of a system."""
     p, cluster, found = with_whole_bytes(seed), cluster_of(workers), []
-    whole = SYSTEMS[system]["schedule"] == "pipedream"  # batches, which are in flight
+    whole = SYSTEMS[system].get("weights") in ("stash", "predicted")  # batches, which are in flight
     for m in (1,) if whole else (1, 2, 3, 4, 6, 8):
         try:
             plan = Plan.for_system(system, stages=workers, **{"micro_batches": m, **options})
