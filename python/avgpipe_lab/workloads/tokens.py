@@ -66,18 +66,15 @@ class LSTM(nn.Module):
 
 
 class Projection(nn.Module):
-    """Maps features [..., n] to [..., m] by a weight [m, n], possibly shared with a layer, and a bias [m], initially 0.
+    """Maps features [..., n] to [..., m] by a weight [m, n], possibly shared with a layer, and a bias [m]; None: 0."""
 
-    With dropout of the features.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: Tensor | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.dropout = weight, dropout
+        self.weight = weight
         self.bias = nn.Parameter(torch.zeros(len(weight)) if bias is None else bias.clone())
 
     def forward(self, x: Any) -> Any:
-        return F.linear(F.dropout(x, self.dropout, self.training), self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class TokenLoss(nn.Module):
