@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from avgpipe.cli.output import answer, arguments
-from avgpipe.report.course import number
 from avgpipe.units import duration, format_bytes
 from avgpipe_lab.commands import WatchConfig
 from avgpipe_lab.pages.live import LiveRun
@@ -140,9 +139,7 @@ def _age(seconds: float | None) -> str | None:
 
 def _validation(row: Any) -> str:
     """Format the metrics, or else the loss, of a validation, and after which batch it was."""
-    metrics = row.get("metrics")
-    named = metrics if isinstance(metrics, dict) else {}
-    values = {str(name): number(value) for name, value in named.items()} or {"loss": number(row.get("loss"))}
+    values = row.get("metrics") or {"loss": row.get("loss")}
     said = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
     when = f" after {row['batch']} batches" if row.get("batch") else ""
     return ", ".join(said) + when if said else ""
