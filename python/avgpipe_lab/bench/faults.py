@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
 
 import typer
 from rich.text import Text
@@ -42,7 +41,7 @@ def run(config: FaultsConfig) -> None:
     command = shlex.join(["avgpipe", "bench", "faults", *words({**given, "seed": seed})])
     print(f"seed {seed}: {command}", file=sys.stderr, flush=True)
     verdicts: list[Verdict] = []
-    undisturbed: dict[str, dict[str, Any]] = {}
+    undisturbed: dict[str, dict[int, float]] = {}
     began = time.monotonic()
     with measuring():
         for name, link, scenario in _scenarios(config, seed, began):
@@ -51,22 +50,24 @@ def run(config: FaultsConfig) -> None:
                 undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
             tell(f"{name}: {scenario.faults}")
             seen = play(scenario, shape)
-            verdict = judge(seen, shape, undisturbed[scenario.way]["losses"])
+            verdict = judge(seen, shape, undisturbed[scenario.way])
             verdicts.append(verdict)
             _say(verdict, scenario, seen)
     seconds = time.monotonic() - began
-    found = {"command": command, "seed": seed, "seconds": seconds, **_facts(verdicts, seconds, undisturbed)}
+    faults = sum(len(verdict.faults) for verdict in verdicts)
+    found = {"command": command, "seed": seed, "seconds": seconds, "faults": faults}
     violations = [
         f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts
     ]
     found |= {"violations": violations, "runs": [vars(verdict) for verdict in verdicts]}
-    lines = [f"{len(violations)} broken promises" if violations else "no broken promises"]
+    counts = f"{faults} faults in {len(verdicts)} runs and {seconds:.0f} s"
+    broken = f"{len(violations)} broken promises" if violations else "no broken promises"
     answer(
         config.json,
         found,
         Text(command, style="bold"),
         grid(_rows(verdicts), texts=2),
-        Text("\n".join([_NOTES, *_loss_lines(found), *lines, *violations])),
+        Text("\n".join([_NOTES, counts, broken, *violations])),
     )
     if violations:
         raise typer.Exit(FAILED)
@@ -105,13 +106,12 @@ def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[
             return
 
 
-def _undisturbed(way: str, shape: RunShape) -> dict[str, Any]:
-    """Return the losses by batch of a run without faults, and of its evaluations."""
+def _undisturbed(way: str, shape: RunShape) -> dict[int, float]:
+    """Return the losses by batch of a run without faults."""
     seen = play(Scenario(f"{way} undisturbed", way), shape)
     if seen.failure is not None:  # without it there is nothing to compare with
         raise seen.failure
-    losses, curve = ({e["batch"]: e["loss"] for e in seen.of(event)} for event in ("result", "evaluation"))
-    return {"losses": losses, "curve": curve}
+    return {event["batch"]: event["loss"] for event in seen.of("result")}
 
 
 def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
@@ -148,30 +148,3 @@ def _rows(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
         row["trained again"] = str(sum(verdict.repeated for verdict in some))
         rows.append(row | {column: str(sum(bool(v.wrong.get(column)) for v in some)) for column in _WRONG})
     return rows
-
-
-def _facts(
-    verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    faults = sum(len(verdict.faults) for verdict in verdicts)
-    curves = {
-        way: {
-            "undisturbed": one["curve"],
-            "disturbed": [verdict.curve for verdict in verdicts if verdict.way == way and verdict.faults],
-        }
-        for way, one in undisturbed.items()
-    }
-    return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "curves": curves}
-
-
-def _loss_lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"{found['faults']} faults in {len(found['runs'])} runs and {found['seconds']:.0f} s"]
-    for way, curves in found["curves"].items():
-        lines.append(
-            f"{way}: loss by number of batches: without faults; in runs with faults median, least, most"
-        )
-        for batch, loss in curves["undisturbed"].items():
-            some = [curve[batch] for curve in curves["disturbed"] if batch in curve]
-            others = f"{statistics.median(some):.4f}, {min(some):.4f}, {max(some):.4f}" if some else "-"
-            lines.append(f"  {batch:4d}: {loss:.4f}; {others}")
-    return lines
