@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import gt, lt
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # Status of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
 KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
-_DERIVED = ("epoch_seconds", "samples_per_second", "epochs_to_target")
+_DERIVED = ("epoch_seconds", "samples_per_second")
 # Figures that may differ between seeds.
 _OF_RUNS = (
     *("epochs", "batches", "samples", "train_seconds", "samples_to_target", "seconds_to_target"),
@@ -75,11 +76,6 @@ class Figures:
     @property
     def samples_per_second(self) -> float | None:
         return self.samples / self.train_seconds if self.train_seconds > 0 and self.samples else None
-
-    @property
-    def epochs_to_target(self) -> float | None:
-        """Return the epochs to the target; a run ends when it reaches its target."""
-        return None if self.seconds_to_target is None else self.epochs
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
@@ -205,14 +201,12 @@ class Comparison:
     target: float | str | None = None
     memory_limit_bytes: int | None = None
 
-    def better(self, metric: float, other: float) -> bool:
-        return metric < other if self.lower_is_better else metric > other
-
     @property
     def beaten_trivial(self) -> bool:
         """Return whether some system learned more than the trivial answer; true if there is none."""
+        better = lt if self.lower_is_better else gt
         return self.trivial is None or any(
-            self.better(metric, self.trivial) for metric in self.known("best_metric").values()
+            better(m, self.trivial) for m in self.known("best_metric").values()
         )
 
     @property

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from avgpipe import systems
 from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
@@ -42,11 +42,12 @@ from avgpipe_lab.planning.of_system import best_of_system
 _COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 
 
-def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
-    """Return the options of ``avgpipe train`` that were given and that the system does not set, and the system."""
+def options_of(config: CompareConfig, system: str, seed: int | None = None) -> dict[str, Any]:
+    """Return the options of a run: those that were given and that the system does not set, and its folder."""
     found = {name: value for name, value in config.explicit.items() if name in _COMMON}
-    sizes = sizes_of(config, system)
-    return {**found, **sizes, "system": system, "stages": config.stages}
+    found |= {**sizes_of(config, system), "system": system, "stages": config.stages}
+    # The copy for a thread that writes the checkpoint would count as the system's memory.
+    return {**found, "wait_for_checkpoints": True, "out": str(folder_of(config, system, seed))}
 
 
 def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
@@ -60,11 +61,6 @@ def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
     return {name: value for name, value in found.items() if name not in SYSTEMS[system]}
 
 
-def _options(config: CompareConfig, system: str, out: Path) -> dict[str, Any]:
-    # The copy for a thread that writes the checkpoint would count as the system's memory.
-    return {**options_of(config, system), "wait_for_checkpoints": True, "out": str(out)}
-
-
 def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Path:
     """Return the folder of a run; with several seeds each has one within the system's folder."""
     home = Path(config.out) / system
@@ -73,21 +69,12 @@ def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Pa
 
 def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = None) -> list[str]:
     """Return the words after ``avgpipe`` of a run; ``plan``: the file with the tuned plan."""
-    options = _options(config, system, folder_of(config, system, seed))
+    options = options_of(config, system, seed)
     if config.seeds > 1:
         options["seed"] = seed
     if plan is not None:
         options["plan"] = str(plan)
     return ["train", options.pop("workload"), *words(options)]
-
-
-class Ended(NamedTuple):
-    """What a run resulted in: its status with the reason, the content of its summary.json if it finished, its rows."""
-
-    status: str
-    reason: str = ""
-    summary: Mapping[str, Any] | None = None
-    rows: Sequence[Mapping[str, Any]] = ()
 
 
 Plans = dict[str, Plan | SystemResult]  # of each system, or why it cannot run
@@ -109,10 +96,6 @@ class Study:
         tell("")
         print(line, file=sys.stderr, flush=True)
 
-    def plan(self, system: str) -> Plan:
-        options = _options(self.config, system, folder_of(self.config, system))
-        return resolve(TrainConfig.of(**options)).to_plan()  # as far as known without the data
-
     def profile(self) -> tuple[Profile, int]:
         """Profile the workload, and write the profile to the folder."""
         config = self.config
@@ -127,29 +110,13 @@ class Study:
         profile.save(Path(config.out) / "profile.json")
         return profile, batch_size
 
-    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
-        config, file = self.config, None
-        out = folder_of(config, system, seed)
-        log = out.with_name(f"{out.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if config.tunes:
-            file = Path(config.out) / f"{system}-plan.json"
-            plan.save(file)
-        if not sys.stderr.isatty():
-            self.say(place)
-        code = self._runner(words_of(config, system, seed, file), log, self.caught, _ticking(place, log))
-        rows, summary = read_metrics(out), out / "summary.json"
-        if summary.is_file():  # it finished, whatever the exit code
-            return Ended(OK, summary=json.loads(summary.read_text()), rows=rows)
-        status, reason = (INTERRUPTED, "") if self.caught else verdict(code, _said(log))
-        return Ended(status, reason, rows=rows)
-
     def asked_plans(self) -> Plans:
         """Return the plan of each system without the tuner's choices, or why it cannot run."""
         found: Plans = {}
         for system in self.config.systems:
             try:
-                found[system] = self.plan(system)
+                asked = TrainConfig.of(**options_of(self.config, system))
+                found[system] = resolve(asked).to_plan()  # as far as known without the data
             except (ValueError, TypeError) as error:
                 found[system] = SystemResult(system, REFUSED, reason=str(error))
         return found
@@ -212,14 +179,26 @@ class Study:
         return result
 
     def _trained(self, system: str, seed: int, plan: Plan, place: str) -> SystemResult:
-        ended = self.train(system, seed, plan, place)
-        rows = (ended.rows,) if ended.rows else ()
-        if ended.summary is None:
-            return SystemResult(system, ended.status, reason=ended.reason, rows=rows)
-        self._known = self._known or ended.summary
-        figures = Figures.of(ended.summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
-        warnings = (*ended.summary["warnings"], *warm_up_warnings(plan, figures.batches))
-        limit, needed = self.config.memory_limit_bytes, figures.peak_memory_bytes
+        """Train to the end; ``place`` names the run among all."""
+        config, file = self.config, None
+        out = folder_of(config, system, seed)
+        log = out.with_name(f"{out.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if config.tunes:
+            file = Path(config.out) / f"{system}-plan.json"
+            plan.save(file)
+        if not sys.stderr.isatty():
+            self.say(place)
+        code = self._runner(words_of(config, system, seed, file), log, self.caught, _ticking(place, log))
+        rows, ended = tuple(filter(None, [read_metrics(out)])), out / "summary.json"
+        if not ended.is_file():  # with it the run finished, whatever the exit code
+            status, reason = (INTERRUPTED, "") if self.caught else verdict(code, _said(log))
+            return SystemResult(system, status, reason=reason, rows=rows)
+        summary = json.loads(ended.read_text())
+        self._known = self._known or summary
+        figures = Figures.of(summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
+        warnings = (*summary["warnings"], *warm_up_warnings(plan, figures.batches))
+        limit, needed = config.memory_limit_bytes, figures.peak_memory_bytes
         fits = limit is None or needed <= limit
         status, reason = (OK, "") if fits else (DOES_NOT_FIT, f"needs {format_bytes(needed)}")
         return SystemResult(system, status, figures, reason, warnings, rows=rows)

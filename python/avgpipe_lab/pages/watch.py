@@ -107,7 +107,7 @@ def _what(live: LiveRun) -> str:
 
 def _facts(live: LiveRun) -> dict[str, str]:
     """Return what is known about a run, as texts by name."""
-    progress, valid = live.progress, live.progress.valid
+    progress, valid, age_s = live.progress, live.progress.valid, live.checkpoint_age_s
     of = f"/{progress.total}" if progress.total else ""
     found: dict[str, str | None] = {
         "batch": f"{progress.batches}{of}" + (f", epoch {progress.epoch}" if progress.epoch else ""),
@@ -124,17 +124,13 @@ def _facts(live: LiveRun) -> dict[str, str]:
         "before training": _validation(progress.before),
         "validation": _validation(valid) if valid.get("batch") else None,
         "updates skipped": str(valid["skipped_updates"]) if valid.get("skipped_updates") else None,
-        "checkpoint": _age(live.checkpoint_age_s),
+        "checkpoint": f"{duration(age_s)} old" if age_s is not None else None,
     }
     return {name: fact for name, fact in found.items() if fact}
 
 
 def _maybe(value: float | None, form: str) -> str | None:
     return None if value is None else form.format(value)
-
-
-def _age(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{duration(seconds)} old"
 
 
 def _validation(row: Any) -> str:
