@@ -16,6 +16,7 @@ from avgpipe.cli.doctor import examine
 from avgpipe.cli.options import Options, words
 from avgpipe.cli.output import CommandFailed, answer, grid, running, tell
 from avgpipe.device import free_bytes
+from avgpipe.errors import nearest
 from avgpipe.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
@@ -113,6 +114,13 @@ def title(section: Mapping[str, Any]) -> str:
     case, size = section["case"], section.get("elements")
     elements = "" if size is None or case == format_bytes(size) else f", {size / 1e6:g} M elements"
     return f"{section['question']}, {case}{elements}"
+
+
+def check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a name that is not among the known ones. ValueError."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} {name}: {nearest(name, tuple(known))}")
 
 
 def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu") -> None:

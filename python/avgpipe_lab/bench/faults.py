@@ -16,10 +16,9 @@ from rich.text import Text
 
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, answer, arguments, grid, tell
-from avgpipe.errors import nearest
 from avgpipe.faults.fault import KINDS
 from avgpipe.units import format_seconds
-from avgpipe_lab.bench import measuring
+from avgpipe_lab.bench import check_names, measuring
 from avgpipe_lab.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
 from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun, play
 from avgpipe_lab.bench.chaos.judge import Verdict, judge
@@ -75,14 +74,9 @@ def run(config: FaultsConfig) -> None:
 
 def check(config: FaultsConfig) -> None:
     """Refuse unknown names with ValueError."""
-    for option, names, known in (
-        ("--kinds", config.kinds, tuple(KINDS)),
-        ("--ways", config.ways, WAYS),
-        ("--links", config.links, ("auto", "shm", "gloo")),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{option} {name}: {nearest(name, known)}")
+    check_names("--kinds", config.kinds, tuple(KINDS))
+    check_names("--ways", config.ways, WAYS)
+    check_names("--links", config.links, ("auto", "shm", "gloo"))
     if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
         raise ValueError(
             f"--kinds {','.join(config.kinds)}: these faults need messages between stages, and --stages is 1"
