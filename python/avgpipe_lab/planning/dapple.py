@@ -55,11 +55,7 @@ def dapple(
     """
     check_count("micro_batches", micro_batches)
     limit = limit_of(memory_limit_bytes)
-    nets = network(profile, stages, workers, levels, link)
-    if len(nets) > 2:
-        raise ValueError(
-            f"levels has {len(nets)}: dapple has devices in a machine, and machines: give one or two"
-        )
+    nets = _machines(network(profile, stages, workers, levels, link))
     chain = Chain(profile, micro_batch_size, nets[-1].link)
     model = Model(chain, nets, micro_batches, limit)
     total = sum(model.devices)
@@ -85,6 +81,15 @@ def dapple(
         system="dapple",
         micro_batches=micro_batches,
     )
+
+
+def _machines(levels: Levels) -> Levels:
+    """Return the levels of a network; ValueError if they are more than devices and machines."""
+    if len(levels) > 2:
+        raise ValueError(
+            f"levels has {len(levels)}: dapple has devices in a machine, and machines: give one or two"
+        )
+    return levels
 
 
 def _workers_of(layout: Sequence[PlacedStage]) -> list[list[int]]:
