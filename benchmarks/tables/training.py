@@ -25,6 +25,7 @@ _DATA = {
     "gpt": ("`gpt`", "WikiText-2"),
     "resnet": ("`resnet`", "CIFAR-10"),
     "vgg": ("`vgg`", "CIFAR-10"),
+    "alexnet": ("`alexnet`", "CIFAR-10"),
     "resnet-mnist": ("`resnet`", "MNIST"),
 }
 _RATES = {"none": "lr as for N = 1", "sqrt": "lr x sqrt(N)", "linear": "lr x N"}

@@ -32,6 +32,7 @@ DATA = {
     "gpt": "wikitext-2",
     "resnet": "cifar10-jpeg",
     "vgg": "cifar10-jpeg",
+    "alexnet": "cifar10-jpeg",
     "resnet-mnist": "mnist",
 }
 WORKLOAD = {"bert-masked": "bert", "resnet-mnist": "resnet"}

@@ -12,7 +12,7 @@ from tests.examples.scripts import EXAMPLES
 from tests.patience import limit
 
 DATA = os.environ.get("AVGPIPE_DATA")
-READS = {"gnmt": "multi30k-en-de", "resnet": "cifar10-jpeg", "vgg": "cifar10-jpeg"}
+READS = {"gnmt": "multi30k-en-de", "resnet": "cifar10-jpeg", "vgg": "cifar10-jpeg", "alexnet": "cifar10-jpeg"}
 WORKLOADS = ["awd-lstm", "gpt", "bert", f"{EXAMPLES / 'train_your_model.py'}:make", *READS]
 PLANS = {
     "pipelines": ["--pipelines", "2", "--staleness", "0"],

@@ -34,9 +34,9 @@ def test_names():
         ("awd-lstm", {"pretrained": "/nowhere"}, "awd-lstm has no pretrained weights to begin with"),
         ("gnmt", {}, "gnmt needs a data folder: a folder with train.{en,de} and val.{en,de}"),
         (
-            "vgg",
+            "alexnet",
             {},
-            "vgg needs images, which the package does not contain; give a folder with CIFAR-10's",
+            "alexnet needs images, which the package does not contain; give a folder with CIFAR-10's",
         ),
     ],
 )

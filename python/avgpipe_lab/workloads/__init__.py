@@ -72,6 +72,7 @@ def library(name: str, user: str) -> Any:
     return module
 
 
+ALEXNET = BuiltIn("alexnet", "images")
 AWD_LSTM = BuiltIn("awd-lstm", "awd_lstm")
 BERT = BuiltIn("bert", "bert")
 GNMT = BuiltIn("gnmt", "gnmt")

@@ -1,4 +1,4 @@
-"""The workloads ``resnet`` and ``vgg``: classes of images, in three sizes each.
+"""The workloads ``resnet``, ``vgg`` and ``alexnet``: classes of images, in three sizes each.
 
 The images are CIFAR-10's, as an archive of JPEG files, or MNIST's, as idx files. The networks are lists of
 layers from images [b, C, H, W] to logits [b, classes]. A layer is a convolution with the operations that
@@ -137,7 +137,55 @@ class VGG:
         return layers + _classifier(channels * math.prod(left), self.hidden, classes, self.dropout)
 
 
-ConvNet = ResNet | VGG  # each makes the layers for a size of images and a number of classes
+@dataclass(frozen=True)
+class AlexNet:
+    """AlexNet (Krizhevsky, Sutskever, Hinton, NIPS 2012): 5 convolutions, 3 fully connected.
+
+    The defaults are the paper's (section 3.5).
+
+    The two halves that the paper keeps on two GPUs are the two groups of its grouped convolutions.
+
+    Attributes:
+        widths: channels of the five convolutions.
+        stem: kernel, stride and padding of the first; the second has kernels of 5x5, the others of 3x3.
+        hidden: features of the fully connected layers before the last.
+        dropout: after each of these.
+        response_norm: local response normalisation after the first two convolutions (section 3.3).
+        side: size that images are scaled to first, the paper's 224; None: they are not scaled.
+    """
+
+    widths: tuple[int, int, int, int, int] = (96, 256, 384, 384, 256)
+    stem: tuple[int, int, int] = (11, 4, 2)
+    hidden: tuple[int, ...] = (4096, 4096)
+    dropout: float = 0.5
+    response_norm: bool = True
+    side: int | None = None
+
+    def layers(self, image: Image, classes: int) -> list[nn.Module]:
+        a, b, c, d, e = self.widths
+        kernel, stride, padding = self.stem
+        strided = [((self.side or side) + 2 * padding - kernel) // stride + 1 for side in image[1:]]
+        left = [(side - 7) // 8 for side in strided]  # after three poolings, each to (side - 1) // 2
+        if min(left) < 1:
+            size = f"{image[1]} x {image[2]}"
+            raise ValueError(f"images of {size} are too small for stem {self.stem}: give side")
+
+        def after() -> list[nn.Module]:
+            # The paper adds alpha = 1e-4 times the sum over 5 channels; torch multiplies alpha with their mean.
+            norm = [nn.LocalResponseNorm(5, alpha=5e-4, beta=0.75, k=2.0)] if self.response_norm else []
+            return [nn.ReLU(inplace=True), *norm, nn.MaxPool2d(3, 2)]
+
+        layers: list[nn.Module] = [
+            nn.Sequential(*upscale(self.side), nn.Conv2d(image[0], a, *self.stem), *after()),
+            nn.Sequential(nn.Conv2d(a, b, 5, padding=2, groups=2), *after()),
+            nn.Sequential(nn.Conv2d(b, c, 3, padding=1), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(c, d, 3, padding=1, groups=2), nn.ReLU(inplace=True)),
+            nn.Sequential(nn.Conv2d(d, e, 3, padding=1, groups=2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2)),
+        ]
+        return layers + _classifier(e * math.prod(left), self.hidden, classes, self.dropout)
+
+
+ConvNet = ResNet | VGG | AlexNet  # each makes the layers for a size of images and a number of classes
 
 
 def upscale(side: int | None) -> list[nn.Module]:
@@ -400,6 +448,9 @@ def _small(model: ConvNet, lr: float) -> ImagePreset:
     return ImagePreset(model, replace(_SHORT, lr=lr, batch_size=64, epochs=6))
 
 
+# On a CPU the response normalisation takes longer than everything else.
+_SMALL_ALEXNET = partial(AlexNet, stem=(5, 1, 2), response_norm=False)
+
 PRESETS = {
     "resnet": {
         "tiny": _tiny(ResNet(8), lr=0.1),
@@ -413,6 +464,12 @@ PRESETS = {
         # Simonyan and Zisserman 2015, section 3.1: the network for ImageNet. The times of lower rates are not
         # published.
         "paper": ImagePreset(VGG(side=224), _PAPER(256, 74, lr=0.01, milestones=_LOWERED)),
+    },
+    "alexnet": {
+        "tiny": _tiny(_SMALL_ALEXNET((32, 64, 96, 96, 64), hidden=(256,), dropout=0.1), lr=0.02),
+        "small": _small(_SMALL_ALEXNET((48, 96, 144, 144, 96), hidden=(384, 384), dropout=0.2), lr=0.02),
+        # Krizhevsky et al. 2012, section 5: the network for ImageNet, some 90 epochs.
+        "paper": ImagePreset(AlexNet(side=224), _PAPER(128, 90, lr=0.01, milestones=_LOWERED)),
     },
 }
 

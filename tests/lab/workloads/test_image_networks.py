@@ -16,6 +16,7 @@ from avgpipe.tasks import build_workload, check_workload
 from avgpipe_lab.workloads.images import (
     PRESETS,
     VGG,
+    AlexNet,
     ResidualBlock,
     ResNet,
     accuracy,
@@ -28,9 +29,10 @@ from tests.lab.workloads.pictures import idx_folder, jpeg_folder
 IMAGE, CLASSES = (2, 17, 17), 5
 RESNET = ResNet(8)
 VERY_SMALL_VGG = VGG((1, 2), (4, 6), hidden=(7,), dropout=0.0)
-NETWORKS = [RESNET, VERY_SMALL_VGG]
+ALEXNET = AlexNet((4, 6, 6, 4, 4), stem=(5, 1, 2), hidden=(7,), dropout=0.0)
+NETWORKS = [RESNET, VERY_SMALL_VGG, ALEXNET]
 
-NAMES = ("resnet", "vgg")
+NAMES = ("resnet", "vgg", "alexnet")
 
 
 def batches(image=IMAGE, classes=CLASSES, count=3, samples=6, dtype=torch.float64):
@@ -101,6 +103,8 @@ def test_stages_train_as_one_device_does(network):
         # table 2: 138 million; a norm has a scale and a shift where there was a bias
         (VGG(side=224), (3, 224, 224), 1000, 16, 138_357_544 + 4224),
         (VGG(side=224), (3, 32, 32), 1000, 16, 138_357_544 + 4224),
+        (AlexNet(side=224), (3, 224, 224), 1000, 8, 60_965_224),  # "60 million", with the biases
+        (AlexNet(side=224), (3, 32, 32), 1000, 8, 60_965_224),
     ],
 )
 def test_published_sizes(network, image, classes, count, parameters):
@@ -158,8 +162,9 @@ def test_five_poolings_of_vgg_leave_a_pixel_of_small_images(image):
     assert nn.Sequential(*layers)(torch.zeros(2, *image)).shape == (2, 10)
 
 
-def test_dropout_follows_the_hidden_layers():
-    layers = replace(VERY_SMALL_VGG, dropout=0.5, hidden=(3, 3)).layers(IMAGE, CLASSES)
+@pytest.mark.parametrize("network", [VERY_SMALL_VGG, ALEXNET])
+def test_dropout_follows_the_hidden_layers(network):
+    layers = replace(network, dropout=0.5, hidden=(3, 3)).layers(IMAGE, CLASSES)
     assert [m.p for m in modules(layers, nn.Dropout)] == [0.5, 0.5]
 
 
@@ -170,6 +175,32 @@ def test_images_are_scaled_in_the_first_layer():
     (scaled,) = upscale(8)
     ramp = scaled(torch.arange(4.0).expand(1, 1, 4, 4))
     torch.testing.assert_close(ramp[0, 0, 3, 1:-1], torch.arange(6) / 2 + 0.25)
+
+
+def test_alexnet_has_the_papers_resolutions():
+    shapes = shapes_of(AlexNet(hidden=(9, 8)).layers((3, 224, 224), 10), (3, 224, 224))
+    assert shapes[:5] == [(96, 27, 27), (256, 13, 13), (384, 13, 13), (384, 13, 13), (256, 6, 6)]
+    assert shapes[5:] == [(9,), (8,), (10,)]
+
+
+def test_alexnets_responses_are_normalised_by_the_papers_formula():
+    norm, second = modules(ALEXNET.layers(IMAGE, CLASSES), nn.LocalResponseNorm)
+    assert repr(norm) == repr(second)
+    assert not modules(replace(ALEXNET, response_norm=False).layers(IMAGE, CLASSES), nn.LocalResponseNorm)
+    x = 30 * torch.rand(1, 7, 2, 1, dtype=torch.float64)
+    expected = torch.empty_like(x)
+    for i in range(7):  # section 3.3: k = 2, n = 5, alpha = 1e-4, beta = 0.75
+        squares = sum(x[:, j] ** 2 for j in range(max(0, i - 2), min(6, i + 2) + 1))
+        expected[:, i] = x[:, i] / (2 + 1e-4 * squares) ** 0.75
+    torch.testing.assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("image", [(1, 28, 28), (3, 32, 32)])
+def test_small_images_fit_a_small_stem_of_alexnet_or_are_scaled(image):
+    for network in (ALEXNET, replace(ALEXNET, stem=(11, 4, 2), side=100)):
+        assert nn.Sequential(*network.layers(image, CLASSES))(torch.zeros(2, *image)).shape == (2, 5)
+    with pytest.raises(ValueError, match=r"images of 8 x 8 are too small for stem \(5, 1, 2\): give side"):
+        ALEXNET.layers((3, 8, 8), 5)
 
 
 def test_multiply_adds_are_counted_by_hand():
@@ -262,8 +293,8 @@ def test_models_have_the_size_and_classes_of_the_data(name, folder, request):
 @pytest.mark.parametrize("name", NAMES)
 def test_paper_presets_are_checked_without_reading(name, photos):
     facts = check_workload(name, preset="paper", data=photos)
-    assert facts.layers == {"resnet": 56, "vgg": 16}[name]
-    assert facts.epochs == {"resnet": 182, "vgg": 74}[name]
+    assert facts.layers == {"resnet": 56, "vgg": 16, "alexnet": 8}[name]
+    assert facts.epochs == {"resnet": 182, "vgg": 74, "alexnet": 90}[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
