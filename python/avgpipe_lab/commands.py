@@ -61,7 +61,7 @@ class CompareConfig(LearningOptions):
     Prints a table and a sentence of advice. A system that fails becomes a row with the reason, and the others
     continue.
 
-    Writes compare.md, compare.json, bars.png, curves.png, and each system's runs and logs, to a folder.
+    Writes compare.md, compare.json, bars.png, curves.png, timelines.png, and each system's runs and logs, to a folder.
 
     Attributes:
         systems: Names of systems separated by commas, or all; `avgpipe train --help` lists them.

@@ -23,11 +23,13 @@ from avgpipe.report.course import Course
 from avgpipe.systems import SYSTEMS
 from avgpipe.tasks import find_workload
 from avgpipe.tasks.task import Task
+from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.commands import CompareConfig, check_systems
 from avgpipe_lab.compare import text as text_of
 from avgpipe_lab.compare.comparison import Comparison, SystemResult
+from avgpipe_lab.compare.pictures import plot_timelines
 from avgpipe_lab.compare.process import Runner, noting_signals, run_in_process
-from avgpipe_lab.compare.study import Study, options_of
+from avgpipe_lab.compare.study import Study, folder_of, options_of
 
 _FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
@@ -218,3 +220,10 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
         found.plot(out / "bars.png")
     if any(row["kind"] == "train" for o in found.outcomes for rows in o.rows for row in rows):
         found.plot_curves(out / "curves.png")
+    timelines = {}
+    for outcome in found.outcomes:
+        home = folder_of(config, outcome.system)
+        if paths := [*home.glob("timeline.json"), *sorted(home.glob("seed-*/timeline.json"))]:
+            timelines[outcome.label] = Timeline.from_chrome_trace(paths[0])
+    if timelines:
+        plot_timelines(timelines, f"{found.what}, {found.workers} workers", out / "timelines.png")

@@ -150,7 +150,7 @@ def test_each_system_runs_in_turn_and_the_folder_has_table_json_and_pictures(cap
     )
     assert found["what"] == "awd-lstm tiny (a text)"
     assert found["advice"].startswith("Advice: dapple is fastest here, 2.0 times as fast as")
-    for name in ("bars.png", "curves.png"):
+    for name in ("bars.png", "curves.png", "timelines.png"):
         assert (tmp_path / "out" / name).read_bytes().startswith(b"\x89PNG")
     assert "| dapple | 2/1/4 | 1f1b |" in (tmp_path / "out" / "compare.md").read_text()
     begun = [line for line in err.splitlines() if line.endswith(("gpipe", "dapple", "data-parallel"))]
@@ -511,7 +511,7 @@ def test_two_systems_for_real(text, tmp_path):
     assert all(row["samples"] == 16 and row["samples_per_second"] > 0 for row in found["systems"])
     assert stderr.splitlines()[0] == "1 of 2: gpipe"
     assert sorted(p.name for p in out.iterdir()) == [
-        *("bars.png", "compare.json", "compare.md", "curves.png"),
+        *("bars.png", "compare.json", "compare.md", "curves.png", "timelines.png"),
         *("gpipe", "gpipe.log", "model-parallel", "model-parallel.log"),
     ]
 

@@ -3,6 +3,9 @@
 import pytest
 
 from avgpipe.report.pictures import COLORS, Curve, Point, plot_curves
+from avgpipe.schedule.row import Event
+from avgpipe.timeline.timeline import Timeline
+from avgpipe_lab.compare.pictures import plot_timelines
 
 
 def train(batch, loss, seconds):
@@ -120,6 +123,82 @@ def test_with_a_target_of_the_loss_validations_are_drawn_by_it():
     assert metric.get_ylabel() == "validation loss"
     assert list(lines(metric)) == ["gpipe", "target: 0.5"]
     assert list(lines(metric)["gpipe"].get_ydata()) == [1.0, 1.0]
+
+
+# ---- timelines -----------------------------------------------------------------------------------------------------
+
+
+def steady(batches, batch_s, stages=2, pipelines=1, begin=0.0):
+    """Batches one after the other: forward and backward on every stage, then an update."""
+    events = []
+    for j in range(batches):
+        start, i = begin + j * batch_s, j % pipelines
+        for k in range(stages):
+            events.append(Event(k, i, j, 0, "F", start, start + batch_s / 4))
+            events.append(Event(k, i, j, 0, "B", start + batch_s / 2, start + 0.75 * batch_s))
+            events.append(Event(k, i, j, None, "U", start + 0.75 * batch_s, start + 0.8 * batch_s))
+            events.append(Event(k, i, j, 0, "recv", start + batch_s / 4, start + batch_s / 2, "B"))
+    return Timeline(stages, tuple(events))
+
+
+def bars(axes):
+    """Left and right ends of all bars of a panel."""
+    paths = [path for collection in axes.collections for path in collection.get_paths()]
+    return [(path.vertices[:, 0].min(), path.vertices[:, 0].max()) for path in paths]
+
+
+def test_all_systems_have_a_panel_with_the_same_time_scale():
+    figure = plot_timelines({"gpipe": steady(12, 0.1), "dapple": steady(12, 0.08, stages=3)}, "awd-lstm")
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "gpipe: 100 ms per batch",
+        "dapple: 80.0 ms per batch",
+    ]
+    assert [axes.get_xlim() for axes in figure.axes] == [(0.0, pytest.approx(240.0))] * 2
+    assert [len(axes.get_yticks()) for axes in figure.axes] == [2, 3]
+
+
+def test_a_slow_system_does_not_make_slivers_of_a_fast_one():
+    figure = plot_timelines({"fast": steady(40, 0.01), "slow": steady(4, 1.0)}, "")
+    assert figure.axes[0].get_xlim() == (0.0, pytest.approx(100.0))
+
+
+def test_bars_lie_within_the_stretch_and_show_computations_alone():
+    figure = plot_timelines({"gpipe": steady(12, 0.1, stages=1)}, "")
+    found = sorted(bars(figure.axes[0]))
+    assert all(-1e-6 <= left < right <= 300 + 1e-6 for left, right in found)
+    assert found[:3] == [pytest.approx(span) for span in ((0, 25), (50, 75), (75, 80))]
+    assert len(found) == 9
+
+
+def test_the_stretch_is_a_typical_one():
+    slow_start, pause = steady(3, 1.0), steady(9, 0.1, begin=13.0)
+    later = tuple(e._replace(batch=e.batch + 3) for e in pause.events)
+    figure = plot_timelines({"gpipe": Timeline(2, (*slow_start.events, *later))}, "")
+    assert figure.axes[0].get_title(loc="left") == "gpipe: 100 ms per batch"
+    assert len(bars(figure.axes[0])) == 2 * 9
+
+
+def test_pipelines_have_hues_of_their_own():
+    figure = plot_timelines({"avgpipe": steady(12, 0.1, pipelines=2)}, "")
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["pipeline 0", "pipeline 1", "forward", "backward", "update"]
+    from matplotlib.colors import to_hex
+
+    colors = {to_hex(c) for collection in figure.axes[0].collections for c in collection.get_facecolor()}
+    assert {COLORS[0], COLORS[1]} <= colors
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_a_run_of_few_batches_is_drawn_as_well(batches):
+    figure = plot_timelines({"gpipe": steady(batches, 0.1)}, "")
+    assert len(bars(figure.axes[0])) == 2 * 3 * batches
+
+
+def test_what_computed_nothing_has_no_panel(tmp_path):
+    assert plot_timelines({"gpipe": Timeline(2, ())}, "", tmp_path / "a.png").axes == []
+    figure = plot_timelines({"gpipe": Timeline(2, ()), "dapple": steady(5, 0.1)}, "", tmp_path / "b.png")
+    assert len(figure.axes) == 1
+    assert (tmp_path / "b.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_curves_are_written_as_a_file(tmp_path):
