@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
@@ -67,12 +68,9 @@ class Timeline:
     @property
     def busy_s(self) -> list[float]:
         """Return the seconds of computing (``COMPUTE_KINDS``) per row; work that overlaps counts once."""
-        busy, reached = [0.0] * self.stages, [-math.inf] * self.stages
-        computed = (event for event in self.events if event.kind in COMPUTE_KINDS)
-        for event in sorted(computed, key=lambda event: event[5:7]):
-            if event.end_s > reached[event.worker]:
-                busy[event.worker] += event.end_s - max(event.start_s, reached[event.worker])
-                reached[event.worker] = event.end_s
+        busy = [0.0] * self.stages
+        for row, start_s, end_s in computing(self):
+            busy[row] += end_s - start_s
         return busy
 
     @property
@@ -147,15 +145,9 @@ class Timeline:
 
     def _repr_png_(self) -> bytes:
         """Show the picture in a notebook."""
-        from avgpipe.timeline.html import png
-
-        return png(self)
-
-    def _repr_html_(self) -> str:
-        """Show the picture and a row per worker in a notebook."""
-        from avgpipe.timeline.html import notebook_html
-
-        return notebook_html(self)
+        buffer = io.BytesIO()
+        self.plot().savefig(buffer, format="png", dpi=90)
+        return buffer.getvalue()
 
     def __repr__(self) -> str:
         rows = "workers" if self.labels else "stages"
@@ -226,6 +218,17 @@ def by_row(timeline: Timeline) -> list[list[Event]]:
     for event in sorted(timeline.events, key=lambda event: event.start_s):
         rows[event.worker].append(event)
     return rows
+
+
+def computing(timeline: Timeline) -> Iterator[tuple[int, float, float]]:
+    """Yield the rows, starts and ends of stretches of computing that do not overlap."""
+    reached = [-math.inf] * timeline.stages
+    computed = (event for event in timeline.events if event.kind in COMPUTE_KINDS)
+    for event in sorted(computed, key=lambda event: event[5:7]):
+        start_s = max(event.start_s, reached[event.worker])
+        if event.end_s > start_s:
+            reached[event.worker] = event.end_s
+            yield event.worker, start_s, event.end_s
 
 
 def segments(timeline: Timeline) -> list[list[Segment]]:
