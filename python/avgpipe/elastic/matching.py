@@ -36,11 +36,11 @@ def averaged(parameters: list[torch.Tensor]) -> list[int]:
     """
     found = []
     for i, p in enumerate(parameters):
+        if p.layout != torch.strided:
+            raise ValueError(f"parameters[{i}] has layout {p.layout}; only gradients may be sparse")
         frozen = isinstance(p, nn.Parameter) and not p.requires_grad
         if frozen or not (p.is_floating_point() or p.is_complex()):
             continue
-        if p.layout not in (torch.strided, torch.sparse_coo):
-            raise ValueError(f"parameters[{i}] has layout {p.layout}; use torch.strided or torch.sparse_coo")
         if p.dtype.to_real() not in DTYPES:
             raise TypeError(
                 f"parameters[{i}] has dtype {p.dtype}; cast it to float32, float64, bfloat16 or float16"
@@ -99,19 +99,14 @@ def holds(tensors: Sequence[torch.Tensor], p: torch.Tensor) -> bool:
     """Whether ``p`` is one of ``tensors`` or shares its memory with one (a view of a flat buffer)."""
     if any(p is t for t in tensors):
         return True
-    if p.layout != torch.strided:
-        return False
     memory = p.untyped_storage().data_ptr()
-    return memory != 0 and any(
-        t.layout == torch.strided and t.untyped_storage().data_ptr() == memory for t in tensors
-    )
+    return memory != 0 and any(t.untyped_storage().data_ptr() == memory for t in tensors)
 
 
 def starting_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of ``tensors`` whose memory begins at the same address as one of ``others``."""
-    dense = [[t for t in ts if t.layout == torch.strided and t.numel()] for ts in (tensors, others)]
-    places = {t.data_ptr() for t in dense[1]} - {0}
-    return [t for t in dense[0] if t.data_ptr() in places]
+    places = {t.data_ptr() for t in others if t.numel()} - {0}
+    return [t for t in tensors if t.numel() and t.data_ptr() in places]
 
 
 def _pick(
@@ -126,6 +121,8 @@ def _pick(
             f"({len(averaged)} of them trainable); {WAY_OUT}"
         )
     for t, i in zip(tensors, averaged):
+        if t.layout != torch.strided:
+            raise ValueError(f"{whose}: parameter {i} has layout {t.layout}; only gradients may be sparse")
         if t.shape != everything[i].shape:
             raise ValueError(
                 f"{whose}: a tensor of shape {tuple(t.shape)} stands where the reference has parameter "
@@ -152,7 +149,4 @@ def _home(j: int, astray: list[int], tensors: list[torch.Tensor], zs: list[torch
 
 
 def _equal(t: torch.Tensor, z: torch.Tensor) -> bool:
-    if t.shape != z.shape:
-        return False
-    t = t.detach().to_dense() if t.is_sparse else t.detach()
-    return torch.equal(t.to(device=z.device, dtype=z.dtype), z)
+    return t.shape == z.shape and torch.equal(t.to(device=z.device, dtype=z.dtype), z)

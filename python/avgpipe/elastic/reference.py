@@ -119,7 +119,7 @@ class Reference:
         zs = self.z.tensors()
         with torch.no_grad():
             for i, z in zip(self.averaged, zs):
-                z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
+                z.copy_(given[i])
             if self._spans_ranks and self._ranks is not None:
                 self._ranks.share(self.z)
             places = dict(zip(self.averaged, zs))
@@ -426,24 +426,13 @@ class Reference:
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
 
     def _follow(self, replica: Replica) -> list[torch.Tensor]:
-        """Set z = x, the rule of one replica without elasticity; z stays unchanged if x is not finite.
-
-        On an accelerator, without a wait, only the bad elements of x are left out. Returns counts of
-        nonfinite values, all zero if there are none.
-        """
+        """Set z = x, without bad elements: the rule of one replica without elasticity; return their counts."""
         replica.load()
-        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
-        if not self._on_cpu:
-            finite = [x.isfinite() for _, x in pairs]
-            for (z, x), good in zip(pairs, finite):
-                z.copy_(torch.where(good, x, z))
-            return [good.logical_not().sum() for good in finite]
-        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
-        bad = [~norm.isfinite() for norm in norms]
-        if not any(map(bool, bad)):
-            for z, x in pairs:
-                z.copy_(x)
-        return bad
+        pairs = list(zip(self.z.flats, replica.x.flats))
+        finite = [x.isfinite() for _, x in pairs]
+        for (z, x), good in zip(pairs, finite):
+            z.copy_(torch.where(good, x, z))
+        return [good.logical_not().sum() for good in finite]
 
     def _note(self, counts: list[torch.Tensor]) -> bool:
         """Count an update with nonfinite values; return whether it is one, if known without waiting."""
@@ -476,8 +465,7 @@ class Reference:
         try:
             self._applied |= inside
             for t, z in zip(tensors, self.parameters):
-                z = z.to(device=t.device, dtype=t.dtype)
-                t.data = z.to_sparse() if t.is_sparse and not z.is_sparse else z
+                t.data = z.to(device=t.device, dtype=t.dtype)
             yield
         finally:
             for t, data in zip(tensors, own):
@@ -489,7 +477,7 @@ class Reference:
         """Set the parameters of ``model`` (or the tensors given) to the values of z."""
         self._finish()
         for t, z in zip(self._counterparts(model), self.parameters):
-            t.copy_(z.to_sparse() if t.is_sparse and not z.is_sparse else z)
+            t.copy_(z)
 
     def is_applied_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         return bool(self._applied) and any(id(t) in self._applied for t in tensors)

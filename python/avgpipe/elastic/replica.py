@@ -68,7 +68,7 @@ class Replica:
                     "the model holds the reference's weights: leave reference.applied_to first"
                 )
             for view, t in zip(self._views, self.tensors):
-                view.copy_(t.to_dense() if t.is_sparse else t)
+                view.copy_(t)
         elif list(map(torch.Tensor.data_ptr, self.tensors)) != self._pointers:
             for t, view, pointer in zip(self.tensors, self._views, self._pointers):
                 if t.data_ptr() != pointer and id(t) not in self._applied:  # after an assignment to its data
@@ -80,7 +80,7 @@ class Replica:
             increment_version(self.tensors)  # so that a backward pass that needs the old values fails
             return
         for view, t in zip(self._views, self.tensors):
-            t.copy_(view.to_sparse() if t.is_sparse else view)
+            t.copy_(view)
 
     @torch.no_grad()
     def begin(self) -> FlatBuffers:
@@ -129,7 +129,7 @@ class Replica:
 
 def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
     """Return a parameter's place in flat buffers; None if it is no dense part of one, or has no elements."""
-    if p.layout != torch.strided or p.numel() == 0 or p.stride() != dense_strides(p):
+    if p.numel() == 0 or p.stride() != dense_strides(p):
         return None
     for b, flat in enumerate(flats):
         start, odd = divmod(p.data_ptr() - flat.data_ptr(), flat.element_size())
