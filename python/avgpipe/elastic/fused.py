@@ -20,10 +20,7 @@ import torch
 import avgpipe_ext
 from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.elastic.flat import ALIGN_BYTES, FlatBuffers, Region
-from avgpipe.elastic.replica import CHECKED, STATE, Replica, region_of, same_strides
-
-Group: TypeAlias = dict[str, Any]
-
+from avgpipe.elastic.replica import CHECKED, STATE, Group, Replica, region_of, same_strides, settings_of
 
 Row: TypeAlias = tuple[torch.Tensor, ...]  # weights, reference, update; in a call also state
 
@@ -119,7 +116,11 @@ class FusedStep:
             self._known = self._look(grads)
         kind, groups = type(self._inner), self._inner.param_groups
         steps = [
-            (c, _options(kind, groups[c.group], c.made), [g for i in c.params if (g := grads[i]) is not None])
+            (
+                c,
+                settings_of(kind, groups[c.group], first=c.made == 0),
+                [g for i in c.params if (g := grads[i]) is not None],
+            )
             for c in self._calls
         ]
         return FusedUpdate(self._replica, steps, self._still)
@@ -137,8 +138,6 @@ class FusedStep:
             self._made |= dict(zip(call.params, zip(call.counters, [call.made] * len(call.params))))
         calls: dict[Any, list[Any]] = {}
         still: dict[torch.device, list[Row]] = {}
-        for row in self._gaps:
-            still.setdefault(row[0].device, []).append(row)
         for g, (group, members) in enumerate(zip(self._inner.param_groups, self._members)):
             for i in members:
                 p, region, row = self._params[i], self._regions[i], self._rows[i]
@@ -164,14 +163,13 @@ class FusedStep:
         x, z, update = self._replica.x.flats, self._z.flats, self._replica.update.flats
         self._regions = [region_of(p, x) for p in params]
         try:
-            gaps = self._find_gaps()
+            self._check_coverage()
         except Unfusable as reason:
             self._never = str(reason)  # not checked again at every step
             raise
         self._rows: list[Row] = [
             (p, r.view(z), r.view(update)) if r else () for p, r in zip(params, self._regions)
         ]
-        self._gaps: list[Row] = [(gap.view(x), gap.view(z), gap.view(update)) for gap in gaps]
         self._members = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
         # Adam's counters: one tensor for each group, and each parameter's with its value on the host
         self._counters: dict[Any, torch.Tensor] = {}
@@ -179,9 +177,8 @@ class FusedStep:
         self._strides = [p.stride() for p in params]
         self._places = places
 
-    def _find_gaps(self) -> list[Region]:
-        """Return the parts of x that belong to no parameter, except zeros from alignment."""
-        gaps = []
+    def _check_coverage(self) -> None:
+        """Raise Unfusable unless the parameters are all of x, except zeros from alignment, and do not overlap."""
         for b, flat in enumerate(self._replica.x.flats):
             places = sorted((r.offset, r.stop, n) for n, r in enumerate(self._regions) if r and r.buffer == b)
             for (_, stop, m), (start, _, n) in pairwise(places):
@@ -189,11 +186,9 @@ class FusedStep:
                     raise Unfusable(f"parameters {m} and {n} of the optimizer share {stop - start} elements")
             edges = [0, *(edge for place in places for edge in place[:2]), flat.numel()]
             for start, stop in zip(edges[::2], edges[1::2]):
-                gap = Region(b, start, (stop - start,), (1,))
-                is_short = (stop - start) * flat.element_size() < ALIGN_BYTES
-                if not is_short or flat[start:stop].any() or gap.view(self._z.flats).any():
-                    gaps.append(gap)
-        return gaps
+                is_long = (stop - start) * flat.element_size() >= ALIGN_BYTES
+                if is_long or flat[start:stop].any() or self._z.flats[b][start:stop].any():
+                    raise Unfusable(f"{stop - start} averaged elements are of no parameter of the optimizer")
 
     def _adopt(
         self, group: Group, members: range, i: int
@@ -331,15 +326,6 @@ def _round_options(call: FusedCall, options: dict[str, Any]) -> dict[str, Any] |
     others = {name: value for name, value in options.items() if name != "decoupled"}
     step = float(call.counters[0]) + 1
     return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": step, **others}
-
-
-def _options(optimizer: type, group: Group, made: float) -> dict[str, Any]:
-    common = {name: float(group[name]) for name in ("lr", "weight_decay")} | {"maximize": group["maximize"]}
-    if optimizer is torch.optim.SGD:
-        momentum = {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
-        return common | momentum | {"nesterov": group["nesterov"], "first_step": made == 0}
-    betas = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
-    return common | betas | {"eps": float(group["eps"]), "decoupled": group["decoupled_weight_decay"]}
 
 
 def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:

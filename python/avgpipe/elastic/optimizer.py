@@ -29,6 +29,12 @@ class ElasticAveraging(torch.optim.Optimizer):
     With replicas in one process and staleness 0 or 1, step them in turn, in any order: a step that needs a
     missing update raises RuntimeError (``ready`` predicts it). With a group, a step waits for the others.
 
+    The replica's tensors move into flat buffers, one per dtype and device, as their views, so that every pass is one
+    over flat memory, and a step can be fused. They remain the same objects, with the same values; other references
+    to their old memory, such as a captured graph, no longer follow them. For tensors that cannot be moved (complex
+    tensors, other dtypes, devices or strides than the reference's, shared memory), averaging works on a copy of
+    the weights, filled before and written back after.
+
     Args:
         inner_optimizer: The optimizer of the replica's parameters.
         reference: The reference that the replicas are averaged with.
@@ -43,12 +49,6 @@ class ElasticAveraging(torch.optim.Optimizer):
             accelerator, weights that are not in flat buffers, post-step hooks of the inner optimizer, or N =
             1 without elasticity). Pre-step hooks may change gradients, and their changes of weights count as
             done before the round. It ignores the inner optimizer's ``foreach``.
-        flat: Whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They
-            remain the same objects, with the same values; other references to their old memory, such as a
-            captured graph, no longer follow them. So every pass is one over flat memory, and a step can be
-            fused. With False, and for tensors that cannot be moved (complex tensors, other dtypes,
-            devices or strides than the reference's, shared memory), averaging works on a copy of the weights,
-            filled before and written back after.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class ElasticAveraging(torch.optim.Optimizer):
         *,
         parameters: Iterable[torch.Tensor] | None = None,
         fused: bool = True,
-        flat: bool = True,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
             inner_optimizer, ElasticAveraging
@@ -73,15 +72,16 @@ class ElasticAveraging(torch.optim.Optimizer):
             replica = reference._rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference.parameters, reference.averaged, parameters)
-        self._replica = reference._attach(replica, tensors, inner_optimizer, flat)
+        self._replica = reference._replica_of(replica, tensors, inner_optimizer)
         self._trial: TrialSteps | None = None
         self._fused: FusedStep | None = None
         if reference.elasticity.coefficients.tries:
-            self._trial = self._made_trial()
+            self._trial = TrialSteps(inner_optimizer, self._replica, reference, replica)
         elif fused:
             from avgpipe.elastic.fused import FusedStep
 
             self._fused = FusedStep(inner_optimizer, self._replica, reference.z)
+        reference._replicas[replica] = self._replica
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._idle_steps = 0  # of these
@@ -93,13 +93,6 @@ class ElasticAveraging(torch.optim.Optimizer):
         for key in set(inner_optimizer.defaults) - known:  # of the base class, not for inner's new groups
             del inner_optimizer.defaults[key]
         self._warned_capturable_if_run_uncaptured = True
-
-    def _made_trial(self) -> TrialSteps:
-        try:
-            return TrialSteps(self.inner, self._replica, self.reference, self.replica)
-        except ValueError:
-            del self.reference._replicas[self.replica]
-            raise
 
     # With this, GradScaler always calls step(), which unscales and skips itself.
     _step_supports_amp_scaling = True

@@ -174,10 +174,10 @@ class Reference:
         return self._dropped
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
-    def _attach(
-        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer, flat: bool
+    def _replica_of(
+        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> Replica:
-        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``."""
+        """Make replica ``replica`` of ``tensors``, one for each of ``averaged``."""
         n = self.replicas
         is_number = isinstance(replica, int) and not isinstance(replica, bool) and replica >= 0
         if not is_number or not (replica < n or self._is_open):
@@ -201,9 +201,7 @@ class Reference:
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
         update = None if self._follows else self._update_of(replica)
-        mine = Replica(self.z.layout, tensors, self.elasticity, update, optimizer, flat, self._applied)
-        self._replicas[replica] = mine
-        return mine
+        return Replica(self.z.layout, tensors, self.elasticity, update, optimizer, self._applied)
 
     def release(self, replica: int) -> None:
         """Drop a replica's weights, so that another optimizer can be made for it between two rounds."""
@@ -516,10 +514,6 @@ class Reference:
                 f"the state lacks {', '.join(lacking)}: pass what Reference.state_dict() returned"
             )
         values, pending = state["parameters"], state["pending"]
-        if not isinstance(pending, dict):
-            raise TypeError(
-                f"the state's pending is of type {type(pending).__name__}: pass what Reference.state_dict() returned"
-            )
         check_shapes("the state's parameters", values, self.parameters)
         for i, update in pending.items():
             if not 0 <= i < self.replicas:

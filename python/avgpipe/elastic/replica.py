@@ -13,6 +13,7 @@ from avgpipe.elastic.flat import FlatBuffers, Layout, Region, dense_strides, reh
 from avgpipe.rules import Elasticity
 
 Tensors: TypeAlias = torch.Tensor | list[torch.Tensor]
+Group: TypeAlias = dict[str, Any]
 
 STATE = {  # what the optimizers keep of each parameter, beside Adam's step counter
     torch.optim.SGD: ("momentum_buffer",),
@@ -25,7 +26,7 @@ CHECKED: dict[str, Any] = {"accumulate": False, "check_finite": True}  # updates
 class Replica:
     """The weights ``x`` of one replica, its update in the current round, and x when the round began.
 
-    The tensors become views of flat buffers, which the operators use. If that is impossible or not wanted,
+    The tensors become views of flat buffers, which the operators use. If that is impossible,
     ``x`` is a copy: :meth:`load` fills it, :meth:`store` writes it back.
 
     Attributes:
@@ -44,12 +45,11 @@ class Replica:
         elasticity: Elasticity,
         update: FlatBuffers | None,
         optimizer: torch.optim.Optimizer,
-        flat: bool,
         applied: set[int],
     ) -> None:
         """``applied``: ids of the tensors that are z at the moment."""
         self.tensors, self.elasticity, self.update = list(tensors), elasticity, update
-        home = rehome(layout, self.tensors, optimizer) if flat else "flat=False"
+        home = rehome(layout, self.tensors, optimizer)
         self.not_flat = home if isinstance(home, str) else None
         self.x = layout.zeros() if isinstance(home, str) else home
         self._views = self.x.tensors()
@@ -143,3 +143,13 @@ def same_strides(g: torch.Tensor, p: torch.Tensor) -> bool:
     """Whether strides are equal in all dimensions of more than one element."""
     mine, theirs = g.stride(), p.stride()
     return mine == theirs or all(a == b for size, a, b in zip(p.shape, mine, theirs) if size != 1)
+
+
+def settings_of(optimizer: type, group: Group, *, first: bool = False) -> Group:
+    """Return a parameter group's settings as the operators' options; ``first``: SGD's momentum becomes the gradient."""
+    common = {name: float(group[name]) for name in ("lr", "weight_decay")} | {"maximize": group["maximize"]}
+    if optimizer is torch.optim.SGD:
+        momentum = {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
+        return common | momentum | {"nesterov": group["nesterov"], "first_step": first}
+    betas = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    return common | betas | {"eps": float(group["eps"]), "decoupled": group["decoupled_weight_decay"]}

@@ -175,13 +175,10 @@ class Page:
     def html(self) -> str:
         """Return the document; LibraryNotFound without plotly and Jinja."""
         scripts = [plotly_js(), _static("page.js")]
-        blocks = [block for section in self.sections for block in section.blocks]
-        data: dict[str, Any] = {"runs": self.runs, "charts": [], "bars": [], "timelines": []}
-        for block in blocks:
+        data: dict[str, Any] = {"runs": self.runs, "chart": [], "bars": [], "timelines": []}
+        for block in (block for section in self.sections for block in section.blocks):
             if isinstance(block, Chart | Bars | Timelines):
-                data[{Chart: "charts", Bars: "bars", Timelines: "timelines"}[type(block)]].append(
-                    block.data()
-                )
+                data[block.kind].append(block.data())
         jinja = library("jinja2", "a page", _PACKAGES)
         template = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         filled: str = template.from_string(_static("page.html")).render(

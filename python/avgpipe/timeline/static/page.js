@@ -367,7 +367,7 @@
   let timelines = [];
 
   function drawAll() {
-    data.charts.forEach(drawChart);
+    data.chart.forEach(drawChart);
     data.bars.forEach(drawBars);
     document.querySelectorAll(".swatch").forEach((swatch, n) => { swatch.style.background = colorOf(n); });
     tables.forEach((_, figure) => fillTable(figure));
@@ -404,9 +404,9 @@
       details.addEventListener("toggle", () => fillTable(details.parentElement)));
   }
 
-  data.charts.forEach((chart) => tables.set(byId(chart.id), () => chartTable(chart)));
+  data.chart.forEach((chart) => tables.set(byId(chart.id), () => chartTable(chart)));
   data.bars.forEach((bars) => tables.set(byId(bars.id), () => barsTable(bars)));
-  byId("along").hidden = data.charts.length === 0;
+  byId("along").hidden = data.chart.length === 0;
   listen();
   drawAll();
   timelines = data.timelines.map((block) => new Timelines(block));
