@@ -49,15 +49,20 @@ def averaged(parameters: list[torch.Tensor]) -> list[int]:
     return found
 
 
-def check_shapes(name: str, values: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> None:
+def check_shapes(
+    name: str,
+    values: Sequence[torch.Tensor],
+    mine: Sequence[torch.Tensor],
+    hint: str = "it is of another model",
+) -> None:
     """Raise ValueError unless ``values`` have the number and shapes of the reference's."""
     if len(values) != len(mine):
-        raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}")
+        raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}: {hint}")
     for i, (value, z) in enumerate(zip(values, mine)):
-        if value.shape != z.shape:
+        if value.shape != z.shape or value.layout != z.layout:
             raise ValueError(
-                f"{name}[{i}] has shape {tuple(value.shape)}, the reference's {tuple(z.shape)}: "
-                f"it is of another model"
+                f"{name}[{i}] has shape {tuple(value.shape)} and layout {value.layout}, the reference's "
+                f"{tuple(z.shape)} and {z.layout}: {hint}"
             )
 
 
@@ -73,21 +78,21 @@ def replica_tensors(
     ValueError if they do not correspond, for example because parameter groups have changed the order.
     """
     own = optimized(inner)
-    if given is None:
-        tensors = _pick("the optimizer", own, everything, averaged)
-        _refuse_permuted(tensors, [everything[i] for i in averaged])
-        return tensors
-    tensors = list(given)
-    for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"parameters[{i}] must be a tensor, not {type(t).__name__}; {WAY_OUT}")
+    tensors = own if given is None else list_tensors("parameters", given)
     for p in own:
         if p.requires_grad and not holds(tensors, p):
             raise ValueError(
                 f"the optimizer steps a parameter of shape {tuple(p.shape)} that is not among parameters, "
                 f"so it would not be averaged; {WAY_OUT}"
             )
-    return _pick("parameters", tensors, everything, averaged)
+    if len(tensors) == len(everything):
+        tensors = [tensors[i] for i in averaged]
+    mine = [everything[i] for i in averaged]
+    name = "the optimizer's parameters" if given is None else "parameters"
+    check_shapes(name, tensors, mine, f"groups may have changed the order; {WAY_OUT}")
+    if given is None:
+        _refuse_permuted(tensors, mine)
+    return tensors
 
 
 def optimized(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -107,28 +112,6 @@ def starting_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tenso
     """Return those of ``tensors`` whose memory begins at the same address as one of ``others``."""
     places = {t.data_ptr() for t in others if t.numel()} - {0}
     return [t for t in tensors if t.numel() and t.data_ptr() in places]
-
-
-def _pick(
-    whose: str, tensors: list[torch.Tensor], everything: Sequence[torch.Tensor], averaged: Sequence[int]
-) -> list[torch.Tensor]:
-    if len(tensors) == len(everything):
-        tensors = [tensors[i] for i in averaged]
-    elif len(tensors) != len(averaged):
-        verb = "has" if whose == "the optimizer" else "are"
-        raise ValueError(
-            f"{whose} {verb} {len(tensors)} tensors, the reference has {len(everything)} "
-            f"({len(averaged)} of them trainable); {WAY_OUT}"
-        )
-    for t, i in zip(tensors, averaged):
-        if t.layout != torch.strided:
-            raise ValueError(f"{whose}: parameter {i} has layout {t.layout}; only gradients may be sparse")
-        if t.shape != everything[i].shape:
-            raise ValueError(
-                f"{whose}: a tensor of shape {tuple(t.shape)} stands where the reference has parameter "
-                f"{i} of shape {tuple(everything[i].shape)} (groups may have changed the order); {WAY_OUT}"
-            )
-    return tensors
 
 
 @torch.no_grad()

@@ -438,13 +438,6 @@ class Reference:
                 t.data = data
             self._applied -= inside
 
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module | Iterable[torch.Tensor]) -> None:
-        """Set the parameters of ``model`` (or the tensors given) to the values of z."""
-        self._finish()
-        for t, z in zip(self._counterparts(model), self.parameters):
-            t.copy_(z)
-
     def is_applied_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         return bool(self._applied) and any(id(t) in self._applied for t in tensors)
 
