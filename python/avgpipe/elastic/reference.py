@@ -285,13 +285,6 @@ class Reference:
                 f"{self.round} is complete: it still needs a step of replica {missing} "
                 f"(step all {n} replicas in turn; opt.ready is True when a step may run)"
             )
-        strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
-        pulls = self.elasticity.pulls_at_the_end(self.round)
-        if finishes and strangers and pulls and len(self._contributed) == n - 1:
-            raise RuntimeError(
-                f"round {self.round} ends with a pull of all {n} replicas, but replica "
-                f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
-            )
 
     def _contribute(self, i: int, contribution: Contribution | None = None) -> None:
         """Add replica i, whose last local step of the round is done, or happens now in ``contribution``."""
