@@ -67,9 +67,8 @@ class TrialSteps:
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int, int] = None, 0, 0
         self._calls: list[Call] | None = None
-        self._still: list[
-            list[torch.Tensor]
-        ] = []  # weights, reference and update of parameters without a step
+        # Weights, reference and update of parameters without a step.
+        self._still: list[list[torch.Tensor]] = []
         self._seen: tuple[Any, Any] = None, None  # what the calls were planned for
         self.share()
 
