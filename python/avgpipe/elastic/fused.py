@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -26,7 +26,7 @@ Row: TypeAlias = tuple[torch.Tensor, ...]  # weights, reference, update; in a ca
 
 
 class Unfusable(Exception):
-    """The reason why a step cannot be done in one pass with the averaging."""
+    """A step cannot be done in one pass with the averaging."""
 
 
 class FusedCall:
@@ -69,35 +69,34 @@ class FusedStep:
 
     def __init__(self, inner: torch.optim.Optimizer, replica: Replica, z: FlatBuffers) -> None:
         self._inner, self._replica, self._z = inner, replica, z
-        self._never = _obstacle(inner, replica)
+        fits = type(inner) in STATE and replica.update is not None and not replica.not_flat
+        self._is_possible = fits and replica.elasticity.period == 1  # a step must be a whole round
         self._params: list[torch.Tensor] = []
         self._places: Any = None  # the parameters' addresses when they were located
         self._known: list[Any] = []  # what the plan of calls was made for
         self._calls: list[FusedCall] = []
         self._state: dict[str, FlatBuffers] = {}
-        if self._never is None:  # now, as checking gaps may wait for a device
+        if self._is_possible:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
                 self._locate()
 
-    def obstacle(self) -> str | None:
-        """Return why the next step cannot be fused, whatever its gradients."""
-        if self._never:
-            return self._never
-        if self._inner._optimizer_step_post_hooks:
-            return "the inner optimizer's post-step hooks see the weights between step and averaging"
-        step = vars(self._inner).get("step")  # a learning-rate scheduler's wrapper only counts the call
-        wraps_own = getattr(step, "__wrapped__", None) is type(self._inner).step
-        if step is not None and not (wraps_own and hasattr(step, "_wrapped_by_lr_sched")):
-            return "the inner optimizer's step method is not its class's"
-        for group in self._inner.param_groups:
-            for option in ("amsgrad", "differentiable"):
-                if group.get(option):
-                    return f"{option} is on"
-            for name, setting in group.items():
+    @property
+    def is_possible(self) -> bool:
+        """Whether the next step can be fused, whatever its gradients."""
+        inner = self._inner
+        step = vars(inner).get("step")  # a learning-rate scheduler's wrapper only counts the call
+        wraps_own = getattr(step, "__wrapped__", None) is type(inner).step
+        is_own = step is None or (wraps_own and hasattr(step, "_wrapped_by_lr_sched"))
+        if not self._is_possible or not is_own or inner._optimizer_step_post_hooks:
+            return False
+        for group in inner.param_groups:
+            if group.get("amsgrad") or group.get("differentiable"):
+                return False
+            for setting in group.values():
                 for value in setting if isinstance(setting, tuple) else (setting,):
                     if isinstance(value, torch.Tensor) and on_accelerator(value):
-                        return f"{name} is a tensor on {value.device}; reading it would synchronise"
-        return None
+                        return False  # reading it would wait for the device
+        return True
 
     @torch.no_grad()
     def prepare(self) -> FusedUpdate:
@@ -105,11 +104,11 @@ class FusedStep:
         self._replica.load()
         self._locate()
         grads = [p.grad for p in self._params]
-        for i, (g, p, strides) in enumerate(zip(grads, self._params, self._strides)):
+        for g, p, strides in zip(grads, self._params, self._strides):
             if g is None or (g.layout is torch.strided and g.dtype is p.dtype and g.stride() == strides):
                 continue
             if g.layout != torch.strided or g.dtype != p.dtype or not same_strides(g, p):
-                raise Unfusable(f"the gradient of parameter {i} has another layout, dtype or strides")
+                raise Unfusable
         seen = self._look(grads)
         if len(seen) != len(self._known) or not all(map(is_, seen, self._known)):
             self._plan(grads)
@@ -147,7 +146,7 @@ class FusedStep:
                     states, made, entry = self._adopt(group, members, i)
                     calls.setdefault((g, p.device, made), []).append((i, region, (*row, *states), entry))
                 elif p.numel():
-                    raise Unfusable(f"parameter {i} of the optimizer is not among those that are averaged")
+                    raise Unfusable
         self._calls = [FusedCall(g, made, members) for (g, _, made), members in calls.items()]
         self._still = [rows for rows in still.values() if rows]
 
@@ -164,8 +163,8 @@ class FusedStep:
         self._regions = [region_of(p, x) for p in params]
         try:
             self._check_coverage()
-        except Unfusable as reason:
-            self._never = str(reason)  # not checked again at every step
+        except Unfusable:
+            self._is_possible = False  # not checked again at every step
             raise
         self._rows: list[Row] = [
             (p, r.view(z), r.view(update)) if r else () for p, r in zip(params, self._regions)
@@ -180,15 +179,13 @@ class FusedStep:
     def _check_coverage(self) -> None:
         """Raise Unfusable unless the parameters are all of x, except zeros from alignment, and do not overlap."""
         for b, flat in enumerate(self._replica.x.flats):
-            places = sorted((r.offset, r.stop, n) for n, r in enumerate(self._regions) if r and r.buffer == b)
-            for (_, stop, m), (start, _, n) in pairwise(places):
-                if start < stop:
-                    raise Unfusable(f"parameters {m} and {n} of the optimizer share {stop - start} elements")
-            edges = [0, *(edge for place in places for edge in place[:2]), flat.numel()]
+            places = sorted((r.offset, r.stop) for r in self._regions if r and r.buffer == b)
+            edges = [0, *(edge for place in places for edge in place), flat.numel()]
             for start, stop in zip(edges[::2], edges[1::2]):
                 is_long = (stop - start) * flat.element_size() >= ALIGN_BYTES
-                if is_long or flat[start:stop].any() or self._z.flats[b][start:stop].any():
-                    raise Unfusable(f"{stop - start} averaged elements are of no parameter of the optimizer")
+                gaps = flat[start:stop], self._z.flats[b][start:stop]
+                if start > stop or is_long or any(map(torch.any, gaps)):
+                    raise Unfusable
 
     def _adopt(
         self, group: Group, members: range, i: int
@@ -210,7 +207,7 @@ class FusedStep:
                 mine.zero_()
                 made = 0.0
             elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
-                raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
+                raise Unfusable
             elif (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
                 mine = value  # in its place already
             else:
@@ -321,15 +318,3 @@ def _round_options(call: FusedCall, options: dict[str, Any]) -> dict[str, Any] |
     others = {name: value for name, value in options.items() if name != "decoupled"}
     step = float(call.counters[0]) + 1
     return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": step, **others}
-
-
-def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:
-    """Return why no step of ``inner`` can ever be fused."""
-    period = replica.elasticity.period
-    if type(inner) not in STATE:
-        return f"{type(inner).__name__} is not one of torch.optim.SGD, Adam and AdamW"
-    if replica.update is None:
-        return "one replica without elasticity has nothing to average: the reference follows it"
-    if period > 1:
-        return f"the period is {period}, and only a step that is a whole round can be fused"
-    return replica.not_flat

@@ -167,7 +167,7 @@ class ElasticAveraging(torch.optim.Optimizer):
                 self.inner.zero_grad()
             return self._trial_step(self._trial, closure)
         args = () if closure is None else (closure,)
-        if self._fused is not None and not skips and self._fused.obstacle() is None:
+        if self._fused is not None and not skips and self._fused.is_possible:
             return self._fused_step(self._fused, *args)
         self._begin()
         result = None if skips else self.inner.step(*args)
