@@ -49,10 +49,9 @@ class Reference:
     z moves by the *mean* of N updates, so N replicas need a learning rate like that of an N-fold batch.
 
     With staleness 0 and 1 results do not depend on the order in which replicas step: updates are added in
-    replica order. An update with infinities or NaN does not reach z; ``dropped_updates`` counts such updates
-    (in a group: this rank's). On an accelerator, where the check would wait for the device, and in a pipeline's
-    round that is one pass over memory (staleness 0), only the bad elements of such an update are left out;
-    such a round on an accelerator counts once. Buffers of the model (such as running means) are not averaged.
+    replica order. An update with infinities or NaN does not reach z. On an accelerator, where the check would wait for
+    the device, and in a pipeline's round that is one pass over memory (staleness 0), only the bad elements of such an
+    update are left out. Buffers of the model (such as running means) are not averaged.
 
     Args:
         parameters: The initial z, copied; their order is the order in which replicas give theirs. Parameters
@@ -119,7 +118,7 @@ class Reference:
         zs = self.z.tensors()
         with torch.no_grad():
             for i, z in zip(self.averaged, zs):
-                z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
+                z.copy_(given[i])
             if self._spans_ranks and self._ranks is not None:
                 self._ranks.share(self.z)
             places = dict(zip(self.averaged, zs))
@@ -139,8 +138,6 @@ class Reference:
         self._contributions = 0  # of this process, in all
         self._is_open = open
         self._per_round = 1 if self._spans_ranks or open else replicas
-        self._dropped = 0
-        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not read yet
         self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
         self._lock = threading.Lock()
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
@@ -165,19 +162,11 @@ class Reference:
         is_summing = self._ranks is not None and self._ranks.is_summing
         return self._contributions // self._per_round - is_summing
 
-    @property
-    def dropped_updates(self) -> int:
-        """Updates left out because they were not finite; on an accelerator, in part."""
-        if self._bad_counts is not None:
-            self._dropped += int(self._bad_counts)
-            self._bad_counts = None
-        return self._dropped
-
     # ---- replicas ----------------------------------------------------------------------------------------------------
-    def _attach(
-        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer, flat: bool
+    def _replica_of(
+        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> Replica:
-        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``."""
+        """Make replica ``replica`` of ``tensors``, one for each of ``averaged``."""
         n = self.replicas
         is_number = isinstance(replica, int) and not isinstance(replica, bool) and replica >= 0
         if not is_number or not (replica < n or self._is_open):
@@ -201,9 +190,7 @@ class Reference:
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
         update = None if self._follows else self._update_of(replica)
-        mine = Replica(self.z.layout, tensors, self.elasticity, update, optimizer, flat, self._applied)
-        self._replicas[replica] = mine
-        return mine
+        return Replica(self.z.layout, tensors, self.elasticity, update, optimizer, self._applied)
 
     def release(self, replica: int) -> None:
         """Drop a replica's weights, so that another optimizer can be made for it between two rounds."""
@@ -298,20 +285,13 @@ class Reference:
                 f"{self.round} is complete: it still needs a step of replica {missing} "
                 f"(step all {n} replicas in turn; opt.ready is True when a step may run)"
             )
-        strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
-        pulls = self.elasticity.pulls_at_the_end(self.round)
-        if finishes and strangers and pulls and len(self._contributed) == n - 1:
-            raise RuntimeError(
-                f"round {self.round} ends with a pull of all {n} replicas, but replica "
-                f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
-            )
 
     def _contribute(self, i: int, contribution: Contribution | None = None) -> None:
         """Add replica i, whose last local step of the round is done, or happens now in ``contribution``."""
         self._await_ranks()  # z of this round: all rounds before it
         with self._lock, torch.no_grad():
             if self._follows:
-                self._note(self._follow(self._replicas[i]))
+                self._follow(self._replicas[i])
                 self._contributions += 1
                 self._update_ema()
                 return
@@ -349,7 +329,8 @@ class Reference:
         done()
 
     def _run(self, i: int, contribution: Contribution) -> None:
-        if self._note(contribution(self.z)):
+        counts = contribution(self.z)
+        if self._on_cpu and any(map(bool, counts)):  # elsewhere the check would wait for the device
             self._updates[i].zero_()
 
     def _count(self, i: int) -> None:
@@ -397,11 +378,8 @@ class Reference:
         updates = [self._waiting[i][0] for i in range(self.replicas)]
         from avgpipe.elastic.fused import step_together
 
-        counts = step_together(updates)
-        if counts is None:
+        if not step_together(updates):
             return False
-        if self._note(counts):  # counts one bad update: further ones are counted here
-            self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
         for i in range(self.replicas):
             self._waiting.pop(i)[1]()
         self._update_ema()
@@ -425,41 +403,11 @@ class Reference:
             # Leaves out each element that would make z not finite; on an accelerator the only check there is.
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
 
-    def _follow(self, replica: Replica) -> list[torch.Tensor]:
-        """Set z = x, the rule of one replica without elasticity; z stays unchanged if x is not finite.
-
-        On an accelerator, without a wait, only the bad elements of x are left out. Returns counts of
-        nonfinite values, all zero if there are none.
-        """
+    def _follow(self, replica: Replica) -> None:
+        """Set z = x, without bad elements: the rule of one replica without elasticity."""
         replica.load()
-        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
-        if not self._on_cpu:
-            finite = [x.isfinite() for _, x in pairs]
-            for (z, x), good in zip(pairs, finite):
-                z.copy_(torch.where(good, x, z))
-            return [good.logical_not().sum() for good in finite]
-        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
-        bad = [~norm.isfinite() for norm in norms]
-        if not any(map(bool, bad)):
-            for z, x in pairs:
-                z.copy_(x)
-        return bad
-
-    def _note(self, counts: list[torch.Tensor]) -> bool:
-        """Count an update with nonfinite values; return whether it is one, if known without waiting."""
-        if self._on_cpu:
-            bad = any(map(bool, counts))
-            self._dropped += bad
-            return bad
-        if counts:
-            device = counts[0].device
-            one = torch.stack([c.to(device) for c in counts]).any().long()
-            if self._bad_counts is None:
-                self._bad_counts = one
-            else:
-                # in place: replicas on different streams must not free each other's sum
-                self._bad_counts += one
-        return False
+        for z, x in zip(self.z.flats, replica.x.flats):
+            z.copy_(torch.where(x.isfinite(), x, z))
 
     # ---- weights and state -------------------------------------------------------------------------------------------
     @contextmanager
@@ -476,20 +424,12 @@ class Reference:
         try:
             self._applied |= inside
             for t, z in zip(tensors, self.parameters):
-                z = z.to(device=t.device, dtype=t.dtype)
-                t.data = z.to_sparse() if t.is_sparse and not z.is_sparse else z
+                t.data = z.to(device=t.device, dtype=t.dtype)
             yield
         finally:
             for t, data in zip(tensors, own):
                 t.data = data
             self._applied -= inside
-
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module | Iterable[torch.Tensor]) -> None:
-        """Set the parameters of ``model`` (or the tensors given) to the values of z."""
-        self._finish()
-        for t, z in zip(self._counterparts(model), self.parameters):
-            t.copy_(z.to_sparse() if t.is_sparse and not z.is_sparse else z)
 
     def is_applied_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         return bool(self._applied) and any(id(t) in self._applied for t in tensors)
@@ -510,7 +450,6 @@ class Reference:
             "round": self.round,
             "arrivals_in_round": self._contributions % self._per_round,
             "pending": {i: self._updates[i].tensors() for i in sorted(self._contributed)},
-            "dropped_updates": self.dropped_updates,
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
 
@@ -528,10 +467,6 @@ class Reference:
                 f"the state lacks {', '.join(lacking)}: pass what Reference.state_dict() returned"
             )
         values, pending = state["parameters"], state["pending"]
-        if not isinstance(pending, dict):
-            raise TypeError(
-                f"the state's pending is of type {type(pending).__name__}: pass what Reference.state_dict() returned"
-            )
         check_shapes("the state's parameters", values, self.parameters)
         for i, update in pending.items():
             if not 0 <= i < self.replicas:
@@ -548,7 +483,6 @@ class Reference:
             mine.copy_(value)
         self._contributed = set(pending)
         self._contributions = state["round"] * self._per_round + state["arrivals_in_round"]
-        self._dropped, self._bad_counts = state.get("dropped_updates", 0), None
         for flats in self._updates.values():
             flats.zero_()
         for i, update in pending.items():
