@@ -57,4 +57,5 @@ def test_bad_elements_are_left_out_without_waiting():
             opt.step()
     finally:
         torch.cuda.set_sync_debug_mode(before)
+    assert reference.dropped_updates == 1
     assert all(bool(z.isfinite().all()) for z in reference.parameters)

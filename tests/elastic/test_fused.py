@@ -191,6 +191,7 @@ def test_an_update_that_is_not_finite_stays_out():
             for p in run.models[i].parameters():
                 p.grad.fill_(torch.nan if i == 0 else 0.0)
             opt.step()
+        assert run.reference.dropped_updates == 1
         assert_close([z], [run.reference.parameters], 0.0)
 
 

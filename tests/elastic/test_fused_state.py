@@ -103,6 +103,7 @@ def test_grad_scaler(name, arena, staleness):
                 scaler.step(opt)
                 scaler.update()
         assert run.reference.round == 4
+        assert run.reference.dropped_updates == 0
         ends.append((run.values(), [o.state_dict()["state"] for o in run.opts]))
     assert_close(ends[0][0], ends[1][0], 1e-6)
     for mine, theirs in zip(ends[0][1], ends[1][1]):

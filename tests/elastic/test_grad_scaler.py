@@ -56,6 +56,7 @@ def test_a_step_that_the_scaler_skips_takes_part_with_nothing_to_add(fused, stal
         scaled_step(replicas[i], opts[i], scalers[i], i, 1, bad=i == 1)
     assert [s.get_scale() for s in scalers] == [4.0, 2.0]
     assert reference.round == 2
+    assert reference.dropped_updates == 0
     z1, *xs1 = weights_of(replicas, reference)
     for k in range(len(z)):
         pull = (z1[k] - xs[1][k] if staleness == 0 else z[k] - xs[1][k]) / 2

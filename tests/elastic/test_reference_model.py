@@ -24,6 +24,7 @@ def test_an_update_that_is_not_finite_counts_as_none(staleness, bad):
             elif i == 1:
                 c.opts[i].zero_grad()
             c.opts[i].step()
+    assert crew.reference.dropped_updates == 1
     assert crew.reference.round == 2
     assert_bitwise([crew.reference.parameters], [without.reference.parameters])
     assert_bitwise([crew.x[0], crew.x[2]], [without.x[0], without.x[2]])
@@ -60,6 +61,7 @@ def test_elements_of_a_lone_replica_that_are_not_finite_stay_out_of_the_referenc
     crew.step()
     assert crew.reference.parameters[1][0] == good
     assert_bitwise([[crew.x[0][0]]], [[crew.reference.parameters[0]]])
+    assert crew.reference.dropped_updates == 1
     with torch.no_grad():
         crew.x[0][1][0] = 0.0
     crew.step()
@@ -124,3 +126,5 @@ def test_where_waiting_is_dear_only_the_bad_elements_are_left_out(replicas, stal
     assert torch.equal(z[0][0, 2:], expected[0][0, 2:])
     others = [x[0][0, 1] - start[0][0, 1] for x in crew.x[1:]]
     assert torch.allclose(z[0][0, 1], start[0][0, 1] + sum(others) / replicas)
+    assert crew.reference.dropped_updates == 1
+    assert good.reference.dropped_updates == 0

@@ -211,7 +211,7 @@ def test_a_hook_on_the_averaging_optimizer_sees_the_step():
 
 
 @pytest.mark.parametrize("bad", [(0,), (0, 2)])
-def test_what_is_not_finite_stays_out_of_z(bad):
+def test_what_is_not_finite_stays_out_of_z_and_is_counted(bad):
     run = Together(MAKE["sgd"], True, 3, arena=True)
     run.done = []
     z = [p.clone() for p in run.reference.parameters]
@@ -222,6 +222,7 @@ def test_what_is_not_finite_stays_out_of_z(bad):
         if i in bad:
             next(run.models[i].parameters()).grad.fill_(torch.nan)
         opt.step_in_round(lambda: None)
+    assert run.reference.dropped_updates == len(bad)
     assert all(torch.equal(p, q) for p, q in zip(run.reference.parameters, z))
     for i, ts in enumerate(map(run.tensors, range(3))):
         assert all(bool(t.isfinite().all()) for t in ts) is (i not in bad)

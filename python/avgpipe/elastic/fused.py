@@ -276,17 +276,22 @@ class FusedUpdate:
         """Whether a later step, joint with other replicas', gives the same bits; in 16 bits it rounds less."""
         return all(call.is_exact for call, *_ in self.steps)
 
+    def is_finite(self) -> bool:
+        """Whether all weights that it steps are finite."""
+        return all(bool(x.isfinite().all()) for call, *_ in self.steps for x in call.columns[0])
 
-def step_together(updates: Sequence[FusedUpdate]) -> bool:
+
+def step_together(updates: Sequence[FusedUpdate]) -> list[torch.Tensor] | None:
     """Do all steps, the move of z and all pulls of a round with staleness 0 in one pass.
 
     28 N + 8 bytes of memory traffic per parameter in float32 with Adam, where N steps, the sum and N pulls take
-    52 N + 8. Returns False, with nothing done, unless all replicas step the same places with the same settings.
+    52 N + 8. Returns the operators' counts of nonfinite values; None, with nothing done, unless all replicas
+    step the same places with the same settings.
     """
     plans = [[(c.regions, _round_options(c, options)) for c, options, _ in u.steps] for u in updates]
     if any(plan != plans[0] for plan in plans) or any(options is None for _, options in plans[0]):
-        return False
-    alpha = updates[0].replica.elasticity.alpha
+        return None
+    alpha, counts = updates[0].replica.elasticity.alpha, []
     for (_, options), *steps in zip(plans[0], *(update.steps for update in updates)):
         for call, *_ in steps:
             call.count()
@@ -297,12 +302,12 @@ def step_together(updates: Sequence[FusedUpdate]) -> bool:
         ]
         gradients = [g for _, _, grads in steps for g in grads]
         operator: Any = avgpipe_ext.elastic_round_
-        operator(xs, gradients, states, columns[0][1], alpha, check_finite=True, **options)
+        counts.append(operator(xs, gradients, states, columns[0][1], alpha, check_finite=True, **options))
     for update in updates:
         for rows in update.still:
             x, z, _ = _columns(rows)
             avgpipe_ext.elastic_pull_(x, z, alpha)
-    return True
+    return counts
 
 
 def _columns(rows: Sequence[Row]) -> list[list[torch.Tensor]]:

@@ -49,9 +49,10 @@ class Reference:
     z moves by the *mean* of N updates, so N replicas need a learning rate like that of an N-fold batch.
 
     With staleness 0 and 1 results do not depend on the order in which replicas step: updates are added in
-    replica order. An update with infinities or NaN does not reach z. On an accelerator, where the check would wait for
-    the device, and in a pipeline's round that is one pass over memory (staleness 0), only the bad elements of such an
-    update are left out. Buffers of the model (such as running means) are not averaged.
+    replica order. An update with infinities or NaN does not reach z; ``dropped_updates`` counts such updates
+    (in a group: this rank's). On an accelerator, where the check would wait for the device, and in a pipeline's
+    round that is one pass over memory (staleness 0), only the bad elements of such an update are left out;
+    such a round on an accelerator counts once. Buffers of the model (such as running means) are not averaged.
 
     Args:
         parameters: The initial z, copied; their order is the order in which replicas give theirs. Parameters
@@ -138,6 +139,8 @@ class Reference:
         self._contributions = 0  # of this process, in all
         self._is_open = open
         self._per_round = 1 if self._spans_ranks or open else replicas
+        self._dropped = 0
+        self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not read yet
         self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
         self._lock = threading.Lock()
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
@@ -161,6 +164,14 @@ class Reference:
         """Completed rounds. Asynchronous: contributions // N."""
         is_summing = self._ranks is not None and self._ranks.is_summing
         return self._contributions // self._per_round - is_summing
+
+    @property
+    def dropped_updates(self) -> int:
+        """Updates left out because they were not finite; on an accelerator, in part."""
+        if self._bad_counts is not None:
+            self._dropped += int(self._bad_counts)
+            self._bad_counts = None
+        return self._dropped
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
     def _replica_of(
@@ -291,7 +302,7 @@ class Reference:
         self._await_ranks()  # z of this round: all rounds before it
         with self._lock, torch.no_grad():
             if self._follows:
-                self._follow(self._replicas[i])
+                self._note(self._follow(self._replicas[i]))
                 self._contributions += 1
                 self._update_ema()
                 return
@@ -329,8 +340,7 @@ class Reference:
         done()
 
     def _run(self, i: int, contribution: Contribution) -> None:
-        counts = contribution(self.z)
-        if self._on_cpu and any(map(bool, counts)):  # elsewhere the check would wait for the device
+        if self._note(contribution(self.z)):
             self._updates[i].zero_()
 
     def _count(self, i: int) -> None:
@@ -378,8 +388,11 @@ class Reference:
         updates = [self._waiting[i][0] for i in range(self.replicas)]
         from avgpipe.elastic.fused import step_together
 
-        if not step_together(updates):
+        counts = step_together(updates)
+        if counts is None:
             return False
+        if self._note(counts):  # counts one bad update: further ones are counted here
+            self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
         for i in range(self.replicas):
             self._waiting.pop(i)[1]()
         self._update_ema()
@@ -403,11 +416,30 @@ class Reference:
             # Leaves out each element that would make z not finite; on an accelerator the only check there is.
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
 
-    def _follow(self, replica: Replica) -> None:
-        """Set z = x, without bad elements: the rule of one replica without elasticity."""
+    def _follow(self, replica: Replica) -> list[torch.Tensor]:
+        """Set z = x, without bad elements: the rule of one replica without elasticity; return their counts."""
         replica.load()
-        for z, x in zip(self.z.flats, replica.x.flats):
-            z.copy_(torch.where(x.isfinite(), x, z))
+        pairs = list(zip(self.z.flats, replica.x.flats))
+        finite = [x.isfinite() for _, x in pairs]
+        for (z, x), good in zip(pairs, finite):
+            z.copy_(torch.where(good, x, z))
+        return [good.logical_not().sum() for good in finite]
+
+    def _note(self, counts: list[torch.Tensor]) -> bool:
+        """Count an update with nonfinite values; return whether it is one, if known without waiting."""
+        if self._on_cpu:
+            bad = any(map(bool, counts))
+            self._dropped += bad
+            return bad
+        if counts:
+            device = counts[0].device
+            one = torch.stack([c.to(device) for c in counts]).any().long()
+            if self._bad_counts is None:
+                self._bad_counts = one
+            else:
+                # in place: replicas on different streams must not free each other's sum
+                self._bad_counts += one
+        return False
 
     # ---- weights and state -------------------------------------------------------------------------------------------
     @contextmanager
@@ -450,6 +482,7 @@ class Reference:
             "round": self.round,
             "arrivals_in_round": self._contributions % self._per_round,
             "pending": {i: self._updates[i].tensors() for i in sorted(self._contributed)},
+            "dropped_updates": self.dropped_updates,
             "outer": None if self.outer is None else self.outer.state_dict(),
         }
 
@@ -483,6 +516,7 @@ class Reference:
             mine.copy_(value)
         self._contributed = set(pending)
         self._contributions = state["round"] * self._per_round + state["arrivals_in_round"]
+        self._dropped, self._bad_counts = state.get("dropped_updates", 0), None
         for flats in self._updates.values():
             flats.zero_()
         for i, update in pending.items():
