@@ -210,6 +210,15 @@ def test_a_hook_on_the_averaging_optimizer_sees_the_step():
     assert run.done == [0]
 
 
+def test_a_grad_scaler_is_not_waited_for(calls):
+    run = Together(MAKE["sgd"], True)
+    run.done = []
+    run.backward(0)
+    run.opts[0].grad_scale, run.opts[0].found_inf = torch.tensor(2.0), torch.tensor(0.0)
+    run.opts[0].step_in_round(lambda: None)
+    assert calls == ["elastic_sgd_"]
+
+
 @pytest.mark.parametrize("bad", [(0,), (0, 2)])
 def test_what_is_not_finite_stays_out_of_z_and_is_counted(bad):
     run = Together(MAKE["sgd"], True, 3, arena=True)

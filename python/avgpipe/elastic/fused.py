@@ -54,14 +54,14 @@ class FusedCall:
         whole = self.counters[0]._base if self.counters else None  # the counters of a group are one tensor
         self._added = [whole] if whole is not None and len(whole) == len(self.counters) else self.counters
 
-    def count(self) -> None:
-        """Count a step."""
+    def count(self, by: float | torch.Tensor) -> None:
+        """Count a step; ``by`` -1, on the device, takes back one that was skipped after all."""
         if self.counters:
-            torch._foreach_add_(self._added, 1.0)
+            torch._foreach_add_(self._added, by)
         elif self.made == 0:
             for entry, momentum in zip(self._entries, self.columns[-1]):
                 entry["momentum_buffer"] = momentum
-        self.made += 1.0
+        self.made += 0.0 if isinstance(by, torch.Tensor) else by
 
 
 class FusedStep:
@@ -98,12 +98,33 @@ class FusedStep:
                         return False  # reading it would wait for the device
         return True
 
+    def skips(self, found_inf: torch.Tensor | None) -> bool | None:
+        """Whether a GradScaler skips the step; None if only the device knows, and the host need not."""
+        if found_inf is None:
+            return False
+        groups = self._inner.param_groups
+        if type(self._inner) is torch.optim.SGD:  # a first step equals one on momentum 0, unless dampened
+            must_know = any(group["momentum"] and group["dampening"] for group in groups)
+        else:  # counters on the device move alike if all parameters step
+            on_device = all(group["fused"] or group["capturable"] for group in groups)
+            must_know = not on_device or any(p.grad is None for p in self._params)
+        on_host = not on_accelerator(found_inf) or not all(map(on_accelerator, self._z.flats))
+        return bool(found_inf) if must_know or on_host else None
+
     @torch.no_grad()
-    def prepare(self) -> FusedUpdate:
-        """Prepare a step with the present gradients; raise Unfusable, with nothing stepped, if that fails."""
+    def prepare(
+        self, scale: torch.Tensor | None, found_inf: torch.Tensor | None, skips: bool | None
+    ) -> FusedUpdate:
+        """Prepare a step with the present gradients; raise Unfusable, with nothing stepped, if that fails.
+
+        Args:
+            scale: A GradScaler's.
+            found_inf: A GradScaler's.
+            skips: What :meth:`skips` returned.
+        """
         self._replica.load()
         self._locate()
-        grads = [p.grad for p in self._params]
+        grads = [None if skips else p.grad for p in self._params]
         for g, p, strides in zip(grads, self._params, self._strides):
             if g is None or (g.layout is torch.strided and g.dtype is p.dtype and g.stride() == strides):
                 continue
@@ -122,7 +143,8 @@ class FusedStep:
             )
             for c in self._calls
         ]
-        return FusedUpdate(self._replica, steps, self._still)
+        scaling = {"grad_scale": scale, "found_inf": found_inf if skips is None else None}
+        return FusedUpdate(self._replica, steps, self._still, scaling)
 
     def _look(self, grads: Sequence[torch.Tensor | None]) -> list[Any]:
         """Return all that the choice of calls depends on, beside the parameters' places."""
@@ -245,24 +267,30 @@ class FusedUpdate:
         replica: The replica.
         steps: The calls, with their options and gradients.
         still: The parameters without a step, by device.
+        scaling: A GradScaler's tensors.
     """
 
     replica: Replica
     steps: list[tuple[FusedCall, dict[str, Any], list[torch.Tensor]]]
     still: list[list[Row]]
+    scaling: dict[str, torch.Tensor | None]
 
     def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
         """Step and average; return the operators' counts of nonfinite values."""
-        elasticity, counts = self.replica.elasticity, []
+        elasticity, found_inf, counts = self.replica.elasticity, self.scaling["found_inf"], []
         for call, settings, grads in self.steps:
-            call.count()
+            call.count(1.0)
             x, z_, update, *states = call.columns
             options = settings | elasticity.shares | CHECKED
+            for name, value in self.scaling.items():
+                options[name] = None if value is None else value.to(x[0].device, non_blocking=True)
             operator: Any = avgpipe_ext.elastic_sgd_
             if call.counters:
                 operator, options["step"] = avgpipe_ext.elastic_adamw_, call.counters[0]
             momenta: list[Any] = states or [None]
             counts.append(operator(x, grads, *momenta, z_, update, *elasticity.force, **options))
+            if found_inf is not None and call.counters:
+                call.count(-found_inf.to(call.counters[0]).reshape(()))
         for rows in self.still:
             x, z_, update = _columns(rows)
             if elasticity.force[0] == 0:
@@ -274,7 +302,8 @@ class FusedUpdate:
     @property
     def may_wait(self) -> bool:
         """Whether a later step, joint with other replicas', gives the same bits; in 16 bits it rounds less."""
-        return all(call.is_exact for call, *_ in self.steps)
+        exact = all(call.is_exact for call, *_ in self.steps)
+        return exact and all(value is None for value in self.scaling.values())
 
     def is_finite(self) -> bool:
         """Whether all weights that it steps are finite."""
@@ -294,7 +323,7 @@ def step_together(updates: Sequence[FusedUpdate]) -> list[torch.Tensor] | None:
     alpha, counts = updates[0].replica.elasticity.alpha, []
     for (_, options), *steps in zip(plans[0], *(update.steps for update in updates)):
         for call, *_ in steps:
-            call.count()
+            call.count(1.0)
         columns = [call.columns for call, *_ in steps]
         xs = [x for column in columns for x in column[0]]
         states = [

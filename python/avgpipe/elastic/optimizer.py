@@ -47,8 +47,9 @@ class ElasticAveraging(torch.optim.Optimizer):
             rounds differently from two passes but changes nothing else; state_dict is the same. True: if
             possible, decided at every step (not with period > 1, amsgrad, differentiable, settings on an
             accelerator, weights that are not in flat buffers, post-step hooks of the inner optimizer, or N =
-            1 without elasticity). Pre-step hooks may change gradients, and their changes of weights count as
-            done before the round. It ignores the inner optimizer's ``foreach``.
+            1 without elasticity). A fused pass reads gradients as GradScaler has scaled them, and leaves them
+            so. Pre-step hooks may change gradients, and their changes of weights count as done before the
+            round. It ignores the inner optimizer's ``foreach``.
     """
 
     def __init__(
@@ -161,16 +162,12 @@ class ElasticAveraging(torch.optim.Optimizer):
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         reference._check_step(self.replica, self._finishes)
-        skips = self._scaler_skips()
         if self._trial is not None:
-            if skips:
-                self.inner.zero_grad()
             return self._trial_step(self._trial, closure)
         args = () if closure is None else (closure,)
-        if self._fused is not None and not skips and self._fused.is_possible:
+        if self._fused is not None and self._fused.is_possible:
             return self._fused_step(self._fused, *args)
-        self._begin()
-        result = None if skips else self.inner.step(*args)
+        result = self._plain_step(lambda: self.inner.step(*args))
         self._end_step()
         return result
 
@@ -198,8 +195,8 @@ class ElasticAveraging(torch.optim.Optimizer):
         self._opt_called = True  # for torch's warning of schedules that step first
         if self._trial is not None:
             self._trial.share_settings()
-        else:
-            self._begin()
+        elif self._position == 0 and self._replica.remembers:
+            self._replica.begin()
         self._idle_steps += 1
         self._end_step()
 
@@ -243,33 +240,53 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._done = None
             reference._contribute_later(self.replica, update, done)
 
-    def _scaler_skips(self) -> bool:
-        """Whether a GradScaler skips this step; if not, unscale the gradients as it requires."""
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        if found_inf is not None and bool(found_inf):
-            return True
-        if scale is not None:
-            _unscale(self.inner, scale)
-        return False
-
-    def _begin(self) -> None:
-        """Keep the weights from the beginning of a period, if the rule needs them."""
-        if self._position == 0 and self._replica.remembers:
-            self._replica.begin()
+    @property
+    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """GradScaler's settings during its step: the scale (None: unscaled already), and whether to skip."""
+        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
 
     def _trial_step(self, trial: TrialSteps, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        scale, found_inf = self._scaling
+        if found_inf is not None and bool(found_inf):
+            self.inner.zero_grad()
+        elif scale is not None:
+            _unscale(self.inner, scale)
         self._local_steps += 1
         self._has_published = True
         self.reference._contribute(self.replica, trial)
         return loss
 
+    def _plain_step(self, step: Callable[[], Any]) -> Any:
+        """Call ``step``, the inner optimizer's, as GradScaler's settings require."""
+        if self._position == 0 and self._replica.remembers:
+            self._replica.begin()
+        scale, found_inf = self._scaling
+        if found_inf is None:
+            return step()
+        inner: Any = self.inner
+        # with this flag it unscales and skips without waiting for a device
+        if getattr(inner, "_step_supports_amp_scaling", False):
+            inner.grad_scale, inner.found_inf = scale, found_inf
+            try:
+                return step()
+            finally:
+                del inner.grad_scale, inner.found_inf
+        if bool(found_inf):
+            return None
+        if scale is not None:
+            _unscale(inner, scale)
+        return step()
+
     def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
         """Run the inner optimizer's step, with its hooks, and the averaging together."""
         from avgpipe.elastic.fused import Unfusable
+
+        scale, found_inf = self._scaling
+        skips = fused.skips(found_inf)
 
         def step(inner: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -277,16 +294,17 @@ class ElasticAveraging(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             try:
-                update = fused.prepare()
+                update = fused.prepare(scale, found_inf, skips)
             except Unfusable:
                 # because of gradients, after hooks have run: call the class's step without them
-                self._begin()
-                type(inner).step.__wrapped__(inner)
+                self._plain_step(lambda: type(inner).step.__wrapped__(inner))
                 update = None
             self._end_step(update)
             return loss
 
         inner: Any = self.inner
+        if skips and not getattr(inner, "_step_supports_amp_scaling", False):
+            return step(inner)  # as if the inner optimizer's step was not called
         if "step" in vars(inner):
             inner._opt_called = True  # for the learning-rate scheduler that has wrapped it
         return torch.optim.Optimizer.profile_hook_step(step)(inner, *args)
