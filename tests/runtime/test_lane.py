@@ -14,12 +14,12 @@ from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.model.batch import LossWeights, split
 from avgpipe.model.model import trainable_parameters
 from avgpipe.ranks.world import World
-from avgpipe.runtime.compute import Compute, Port, Work
+from avgpipe.runtime.compute import Compute, Work
 from avgpipe.runtime.lane import Lane, PipelineRow, Queue
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.route import Route
+from avgpipe.runtime.route import Port, Route
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import Update

@@ -154,10 +154,6 @@ class TrainedStage:
         """Whether the weights are final for the next batch: no pull of an unfinished round is due."""
         return self.elastic is None or self.elastic.settled
 
-    def has_made(self, version: int) -> bool:
-        """Whether the weights include this many updates, as far as versions are counted."""
-        return self.versions is None or version <= self.versions.newest
-
     def take_grads(self) -> list[torch.Tensor | None]:
         """Remove the parameters' gradients and return them."""
         grads = [p.grad for p in self._arena.parameters]
@@ -195,11 +191,6 @@ class TrainedStage:
     def updates(self) -> int:
         """How many updates the weights include, as far as versions are counted."""
         return self.versions.newest if self.versions is not None else 0
-
-    def show(self, version: Version) -> None:
-        """Make the layers compute with this version of the weights, if there are several."""
-        if self.versions is not None:
-            self.versions.show(version)
 
     @property
     def reference_update(self) -> list[torch.Tensor] | None:

@@ -16,10 +16,10 @@ import torch
 
 from avgpipe.device import current_stream, has_streams, used_on
 from avgpipe.links.link import Message
-from avgpipe.runtime.compute import BatchState, Port, Step
+from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import StepGradients, TrainingOptions
-from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version
 

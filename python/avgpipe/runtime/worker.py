@@ -27,13 +27,13 @@ from avgpipe.ranks.world import Notice, World
 from avgpipe.rules import RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
-from avgpipe.runtime.compute import Compute, Port
+from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.route import Route, channels_into
+from avgpipe.runtime.route import Port, Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
@@ -182,7 +182,7 @@ class Worker:
 
     def look(self, batch: int, given: Sequence[tuple[Any, Any]]) -> None:
         """Check that all ranks have the same batch, and that the stages compute what the model does."""
-        self.alike.batch(batch, *zip(*given))
+        self.compare(batch, *zip(*given))
         self._check_outside()
         for inputs, _ in given:
             refuse_graphs(inputs)
@@ -190,6 +190,14 @@ class Worker:
             self.audit.look(batch, given[0][0])
             if self.audit.is_over:
                 self.audit = None
+
+    def compare(self, batch: int, inputs: Any, targets: Any) -> None:
+        """Compare a batch that begins with that of other ranks, if it is due."""
+        here = self.alike.here
+        if batch < here.due:
+            here.begun = batch + 1  # read by the watchdog, as another rank's loader may have ended before
+        else:
+            self.alike.batch(batch, inputs, targets)
 
     def _check_outside(self) -> None:
         if self.outside is not None and (name := self.outside.changed()) is not None:
