@@ -27,10 +27,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import free_cached, generators_of
+from avgpipe.device import free_cached
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
-from avgpipe.model.context import Position, position, set_position
+from avgpipe.model.context import Position, generators, moved, position, set_position
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured
 
@@ -122,19 +122,14 @@ def check_capturable(stage: Stage) -> None:
 
 
 def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
-    """Whether a forward advances the device's generator or the host's; its changes of buffers are undone."""
-    device = layers.stage.device
-    buffers = [(b, b.clone()) for b in layers.buffers()]
-
-    def states() -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators_of(device)]
-
-    before = states()
+    """Whether a forward uses a generator; its changes of buffers are undone."""
+    device, buffers = layers.stage.device, [(b, b.clone()) for b in layers.buffers()]
+    before = generators(device)
     with torch.no_grad():
         layers(*tensors)
         for buffer, kept in buffers:
             buffer.copy_(kept)
-    return any(not torch.equal(a, b) for a, b in zip(before, states()))
+    return bool(moved(before, generators(device)))
 
 
 class _Layers(nn.Module):

@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import generators_of
 from avgpipe.errors import StageError
 from avgpipe.links.link import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
-from avgpipe.model.context import callers_generators, moved, set_generators
+from avgpipe.model.context import generators, moved, set_generators
 from avgpipe.model.outside import leaves_of
 from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.options import Callers
@@ -54,11 +53,10 @@ class _Again:
         if isinstance(loss_fn, nn.Module):  # the caller's module keeps its state unchanged
             with suppress(Exception):
                 self._loss_fn = copy.deepcopy(loss_fn)
-        self._drawn = [(g, g.get_state()) for g in generators_of(device)]
-        self._callers = callers_generators()
+        self._device, self._begun = device, generators(device)
 
     def __call__(self, output: Any, target: Any) -> Loss:
-        self.put_back()
+        set_generators(self._begun)
         outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
         with torch.enable_grad():
             loss = loss_of(self._loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
@@ -67,13 +65,10 @@ class _Again:
     @property
     def has_drawn(self) -> bool:
         """Whether the last call has drawn random numbers."""
-        is_still = all(torch.equal(g.get_state(), state) for g, state in self._drawn)
-        return not is_still or bool(moved(self._callers, callers_generators()))
+        return bool(moved(self._begun, generators(self._device)))
 
     def put_back(self) -> None:
-        set_generators(self._callers)
-        for generator, state in self._drawn:
-            generator.set_state(state)
+        set_generators(self._begun)
 
 
 class LossCheck:

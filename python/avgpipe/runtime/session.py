@@ -18,7 +18,7 @@ from avgpipe.model.layers import outside_of
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
-from avgpipe.runtime.audit import audit_of
+from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.options import Extension, StepGradients
 from avgpipe.runtime.placement import Placement
@@ -97,7 +97,7 @@ class Session:
     def _audit(self) -> None:
         """Have the stages compared with the model; not again where a first batch was compared before this opening."""
         if not self.world.rank and not self._is_audited:
-            self.worker.audit = audit_of(self.spec)
+            self.worker.audit = StageAudit(self.spec)
         outside = outside_of(self.spec.given, self.spec.layers)
         self.worker.outside = outside if outside.reads else None
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from avgpipe.device import generators_of
-from avgpipe.model.context import callers_generators, set_generators
+from avgpipe.model.context import generators, set_generators
 from avgpipe.runtime.options import OptimizerFn, with_names
 
 _log = logging.getLogger("avgpipe")
@@ -186,12 +186,8 @@ def _stand_in(number: int, parameter: torch.Tensor) -> nn.Parameter:
 
 @contextmanager
 def _generators_kept(tensors: Any) -> Iterator[None]:
-    devices = {t.device for t in tensors if not t.is_meta} | {torch.device("cpu")}
-    drawn = [(g, g.get_state()) for device in devices for g in generators_of(device)]
-    callers = callers_generators()
+    before = generators(*{t.device for t in tensors if not t.is_meta})
     try:
         yield
     finally:
-        set_generators(callers)
-        for generator, state in drawn:
-            generator.set_state(state)
+        set_generators(before)
