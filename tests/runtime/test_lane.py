@@ -58,9 +58,8 @@ class Bench:
     def _lane(self, route: Route, options: TrainingOptions, links: dict[int, Any]) -> Lane:
         torch.manual_seed(route.stage)
         stage = Stage([nn.Linear(2, 2)], route.stage, route.stage, 0, CPU)
-        versioned = self.plan.weights != "flush"
         arena = Arena(trainable_parameters(stage))
-        trained = TrainedStage(stage, 0, options.optimizer, None, None, arena, versioned=versioned)
+        trained = TrainedStage(stage, 0, options.optimizer, None, None, arena, self.plan)
         port = Port(route, self.mailbox, links)
         notice = NonfiniteNotice(World(10), route.placement, True)
         update = Update(trained, route, {}, options, port, None, notice)

@@ -461,9 +461,8 @@ class Compute:
             elif roots:
                 run_backward(roots, grads)
         except RuntimeError as error:
-            if (explained := _explained(error, step)) is None:
-                raise
-            raise explained from error
+            _explain(error, step)
+            raise
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:
@@ -487,9 +486,8 @@ class Compute:
         try:
             state.deferred.pop(step.micro_batch).run()
         except RuntimeError as error:
-            if (explained := _explained(error, step)) is None:
-                raise
-            raise explained from error
+            _explain(error, step)
+            raise
 
     def _check_learns(self, state: BatchState) -> None:
         """Refuse a batch whose losses give no gradient; for a share, one in an earlier batch is enough."""
@@ -517,14 +515,14 @@ class Compute:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
-def _explained(error: RuntimeError, step: Step) -> StageError | None:
-    if "a second time" not in str(error):
-        return None
-    return StageError(
-        f"the backward of {step} reaches a graph whose backward has run: the loss, or a layer, uses a tensor of an "
-        "earlier forward, such as one kept by a hook or in an attribute. Each micro-batch has a forward and a backward "
-        "of its own: detach() what is kept, or let the model return it"
-    )
+def _explain(error: RuntimeError, step: Step) -> None:
+    """Raise an error in plain words for one that torch does not explain."""
+    if "a second time" in str(error):
+        raise StageError(
+            f"the backward of {step} reaches a graph whose backward has run: the loss, or a layer, uses a tensor of an "
+            "earlier forward, such as one kept by a hook or in an attribute. Each micro-batch has a forward and a "
+            "backward of its own: detach() what is kept, or let the model return it"
+        ) from error
 
 
 def _edges(value: Any) -> list[GradientEdge]:

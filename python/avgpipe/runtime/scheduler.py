@@ -138,7 +138,7 @@ class Scheduler:
             for fault in probe.at("averaging", **place):
                 fault.damage(lane)
 
-    def run_until_done(self, event: Any, recorded: bool = True) -> None:
+    def run_until_done(self, event: Any) -> None:
         """Run steps until the device has completed the work before ``event``.
 
         The host polls instead of blocking in one call: it receives messages meanwhile, and if the device
@@ -158,7 +158,7 @@ class Scheduler:
             return True
 
         self._left_at = None  # the caller has run no code since the run before
-        self.run_until(event.query, pause, recorded=recorded)
+        self.run_until(event.query, pause)
 
     def stalled(self) -> bool:
         """Whether every pipeline waits for something, or has no work."""
