@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import avgpipe.runtime.loss
 import pytest
 import torch
 from torch import nn
 
+import avgpipe.runtime.loss
 from avgpipe import Pipeline, Plan, Precision
 from avgpipe.runtime.loss import LossScale
 from tests.options import grouped

@@ -21,9 +21,8 @@ from avgpipe.model.context import Position
 from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.ranks.environment import named
 from avgpipe.runtime.branches import Branches
-from avgpipe.runtime.loss import is_mean_by_kind, loss_of
+from avgpipe.runtime.loss import Metrics, from_message, is_mean_by_kind, loss_of, to_message
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import Metrics, from_message, to_message
 from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage

@@ -18,7 +18,7 @@ import torch
 from avgpipe.elastic.flat import Arena
 from avgpipe.links.link import Key, Message
 from avgpipe.runtime.compute import BatchState, Compute, Work
-from avgpipe.runtime.outcome import end_message
+from avgpipe.runtime.loss import end_message
 from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import SCALING, Update

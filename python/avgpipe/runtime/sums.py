@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from avgpipe.links.link import Message, on_wire
 from avgpipe.runtime.compute import BatchState
-from avgpipe.runtime.outcome import Metrics
+from avgpipe.runtime.loss import Metrics
 from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 
