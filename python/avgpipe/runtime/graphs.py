@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import free_cached
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
+from avgpipe.links.link import tensors_of
 from avgpipe.model.context import Position, generators, moved, position, set_position
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured
@@ -141,19 +142,16 @@ class _Layers(nn.Module):
         super().__init__()
         self.layers = stage.layers
         self.__dict__["stage"] = stage  # not as a submodule: its parameters are registered once already
-        self._leaves, self._structure = pytree.tree_flatten(value)
-        self._leaves = [None if isinstance(x, torch.Tensor) else (x,) for x in self._leaves]
+        self._given = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
+        self._made: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        stream = iter(tensors)
-        leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
-        value = pytree.tree_unflatten(leaves, self._structure)
+        value = _filled(self._given, tensors)
         value = self.stage.inputs.run(self._run, value, position(), self.stage.training, True)
         if self.stage.statistics is not None:
             self.stage.statistics.end_forward()
-        results, self._result = pytree.tree_flatten(value)
-        self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
-        return tuple(x for x in results if isinstance(x, torch.Tensor))
+        self._made = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
+        return tuple(tensors_of(value))
 
     def _run(self, value: Any, place: Position) -> Any:
         if self.stage.statistics is not None:
@@ -164,9 +162,16 @@ class _Layers(nn.Module):
 
     def result(self, tensors: Any) -> Any:
         """Return the value whose tensors the last forward returned."""
-        stream = iter(tensors)
-        leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._plain]
-        return pytree.tree_unflatten(leaves, self._result)
+        return _filled(self._made, tensors)
+
+
+_HERE = object()  # in place of a tensor
+
+
+def _filled(form: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return a value with these tensors in place of its marks."""
+    rest = iter(tensors)
+    return pytree.tree_map(lambda leaf: next(rest) if leaf is _HERE else leaf, form)
 
 
 class _Captured:

@@ -67,7 +67,7 @@ class Lane:
         self._place = route.replica, route.pipeline
         self._shared = shared
         if shared is not None:
-            shared.join(self)
+            shared.lanes.append(self)
             update.share_factor = partial(shared.factor, self)
             update.squared_norm = partial(shared.squared_norm, self)
         # Called just before each step of training.

@@ -193,9 +193,8 @@ class BatchEnd(NamedTuple):
 
         norms = [share.grad_norm for share in counted or shares if share.grad_norm is not None]
         names = next((share.metrics for share in counted if share.metrics), {})
-        having = [
-            share for share in counted if share.metrics or not is_sum
-        ]  # an empty share of a sum has none
+        # An empty share of a sum has none.
+        having = [share for share in counted if share.metrics or not is_sum]
         return cls(
             mean(share.loss for share in counted),
             weight,

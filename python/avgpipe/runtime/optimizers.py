@@ -20,7 +20,7 @@ from avgpipe.device import generators_of
 from avgpipe.model.context import generators, set_generators
 from avgpipe.ranks.environment import named as by_name
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn, with_names
-from avgpipe.runtime.requirements import check_lr_scheduler, checked_optimizer
+from avgpipe.runtime.requirements import checked_optimizer, checked_schedule
 
 _log = logging.getLogger("avgpipe")
 Maker = Callable[[Sequence[torch.Tensor]], torch.optim.Optimizer]
@@ -102,11 +102,6 @@ def schedule_of(function: SchedulerFn, optimizer: torch.optim.Optimizer, inner: 
     if members != [inner]:
         return by_name("avgpipe.runtime.several:Schedules")(function, members)
     return checked_schedule(function(optimizer))
-
-
-def checked_schedule(schedule: Any) -> Any:
-    check_lr_scheduler(schedule)
-    return schedule
 
 
 # ---- an optimizer of all parameters, and one of each stage's ---------------------------------------------------------
