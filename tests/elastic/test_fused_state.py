@@ -8,7 +8,6 @@ import io
 import pytest
 import torch
 
-from avgpipe.elastic.fused import FusedStep
 from tests.elastic.fused_cases import MAKE, Run, assert_close
 from tests.elastic.models import loss_of, model
 
@@ -110,26 +109,3 @@ def test_grad_scaler(name, arena, staleness):
     for mine, theirs in zip(ends[0][1], ends[1][1]):
         for i in mine:
             assert mine[i].get("step") == theirs[i].get("step")
-
-
-@pytest.mark.parametrize("arena", [False, True])
-@pytest.mark.parametrize("name", ["nesterov", "adam-fused"])
-def test_the_host_need_not_know_what_the_scaler_skips(name, arena, monkeypatch):
-    """As on an accelerator: the operators and the counters look at found_inf themselves."""
-    make, ends = MAKE[name], []
-    for fused in (True, False):
-        if fused:
-            monkeypatch.setattr(
-                FusedStep, "skips", lambda self, found_inf: False if found_inf is None else None
-            )
-        run = Run(make, fused, arena=arena, staleness=1)
-        for t in range(5):
-            for i, opt in enumerate(run.opts):
-                run.backward(i, without=(0,) if t == 3 else ())
-                opt.grad_scale, opt.found_inf = torch.tensor(2.0), torch.tensor(float(t in (0, 3)))
-                opt.step()
-                del opt.grad_scale, opt.found_inf
-            run.t += 1
-        ends.append(run.values())
-        monkeypatch.undo()
-    assert_close(*ends)

@@ -29,6 +29,12 @@ class ElasticAveraging(torch.optim.Optimizer):
     With replicas in one process and staleness 0 or 1, step them in turn, in any order: a step that needs a
     missing update raises RuntimeError (``ready`` predicts it). With a group, a step waits for the others.
 
+    The replica's tensors move into flat buffers, one per dtype and device, as their views, so that every pass is one
+    over flat memory, and a step can be fused. They remain the same objects, with the same values; other references
+    to their old memory, such as a captured graph, no longer follow them. For tensors that cannot be moved (complex
+    tensors, other dtypes, devices or strides than the reference's, shared memory), averaging works on a copy of
+    the weights, filled before and written back after.
+
     Args:
         inner_optimizer: The optimizer of the replica's parameters.
         reference: The reference that the replicas are averaged with.
@@ -38,20 +44,11 @@ class ElasticAveraging(torch.optim.Optimizer):
             only some of the trainable parameters, and when the reference is over flat buffers of which the optimizer's
             parameters are views.
         fused: Whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
-            rounds differently from two passes but changes nothing else; state_dict is the same. None: if
+            rounds differently from two passes but changes nothing else; state_dict is the same. True: if
             possible, decided at every step (not with period > 1, amsgrad, differentiable, settings on an
             accelerator, weights that are not in flat buffers, post-step hooks of the inner optimizer, or N =
-            1 without elasticity). True: the same, but ValueError here with the reason if no step could be.
-            False: never. A fused pass reads gradients as GradScaler has scaled them, and leaves them so;
-                pre-step
-            hooks may change gradients, and their changes of weights count as done before the round. It
-            ignores the inner optimizer's ``foreach``.
-        flat: Whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They
-            remain the same objects, with the same values; other references to their old memory, such as a
-            captured graph, no longer follow them. So every pass is one over flat memory, and a step can be
-            fused. With False, and for tensors that cannot be moved (sparse or complex tensors, other dtypes,
-            devices or strides than the reference's, shared memory), averaging works on a copy of the weights,
-            filled before and written back after.
+            1 without elasticity). Pre-step hooks may change gradients, and their changes of weights count as
+            done before the round. It ignores the inner optimizer's ``foreach``.
     """
 
     def __init__(
@@ -61,8 +58,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         replica: int | None = None,
         *,
         parameters: Iterable[torch.Tensor] | None = None,
-        fused: bool | None = None,
-        flat: bool = True,
+        fused: bool = True,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
             inner_optimizer, ElasticAveraging
@@ -76,20 +72,16 @@ class ElasticAveraging(torch.optim.Optimizer):
             replica = reference._rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference.parameters, reference.averaged, parameters)
-        self._replica = reference._attach(replica, tensors, inner_optimizer, flat)
+        self._replica = reference._replica_of(replica, tensors, inner_optimizer)
         self._trial: TrialSteps | None = None
-        if reference.elasticity.coefficients.tries:
-            fused, self._trial = False, self._made_trial()
         self._fused: FusedStep | None = None
-        if fused is not False:
+        if reference.elasticity.coefficients.tries:
+            self._trial = TrialSteps(inner_optimizer, self._replica, reference, replica)
+        elif fused:
             from avgpipe.elastic.fused import FusedStep
 
             self._fused = FusedStep(inner_optimizer, self._replica, reference.z)
-        if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
-            del reference._replicas[replica]
-            raise ValueError(
-                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
-            )
+        reference._replicas[replica] = self._replica
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._idle_steps = 0  # of these
@@ -101,13 +93,6 @@ class ElasticAveraging(torch.optim.Optimizer):
         for key in set(inner_optimizer.defaults) - known:  # of the base class, not for inner's new groups
             del inner_optimizer.defaults[key]
         self._warned_capturable_if_run_uncaptured = True
-
-    def _made_trial(self) -> TrialSteps:
-        try:
-            return TrialSteps(self.inner, self._replica, self.reference, self.replica)
-        except ValueError:
-            del self.reference._replicas[self.replica]
-            raise
 
     # With this, GradScaler always calls step(), which unscales and skips itself.
     _step_supports_amp_scaling = True
@@ -176,12 +161,16 @@ class ElasticAveraging(torch.optim.Optimizer):
                 "the model holds the reference's weights: leave reference.applied_to before stepping"
             )
         reference._check_step(self.replica, self._finishes)
+        skips = self._scaler_skips()
         if self._trial is not None:
+            if skips:
+                self.inner.zero_grad()
             return self._trial_step(self._trial, closure)
         args = () if closure is None else (closure,)
-        if self._fused is not None and self._fused.obstacle() is None:
+        if self._fused is not None and not skips and self._fused.is_possible:
             return self._fused_step(self._fused, *args)
-        result = self._plain_step(lambda: self.inner.step(*args))
+        self._begin()
+        result = None if skips else self.inner.step(*args)
         self._end_step()
         return result
 
@@ -209,8 +198,8 @@ class ElasticAveraging(torch.optim.Optimizer):
         self._opt_called = True  # for torch's warning of schedules that step first
         if self._trial is not None:
             self._trial.share_settings()
-        elif self._position == 0 and self._replica.remembers:
-            self._replica.begin()
+        else:
+            self._begin()
         self._idle_steps += 1
         self._end_step()
 
@@ -254,53 +243,33 @@ class ElasticAveraging(torch.optim.Optimizer):
             self._done = None
             reference._contribute_later(self.replica, update, done)
 
-    @property
-    def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """GradScaler's settings during its step: the scale (None: unscaled already), and whether to skip."""
-        return getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+    def _scaler_skips(self) -> bool:
+        """Whether a GradScaler skips this step; if not, unscale the gradients as it requires."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is not None and bool(found_inf):
+            return True
+        if scale is not None:
+            _unscale(self.inner, scale)
+        return False
+
+    def _begin(self) -> None:
+        """Keep the weights from the beginning of a period, if the rule needs them."""
+        if self._position == 0 and self._replica.remembers:
+            self._replica.begin()
 
     def _trial_step(self, trial: TrialSteps, closure: Callable[[], Any] | None) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        scale, found_inf = self._scaling
-        if found_inf is not None and bool(found_inf):
-            self.inner.zero_grad()
-        elif scale is not None:
-            _unscale(self.inner, scale)
         self._local_steps += 1
         self._has_published = True
         self.reference._contribute(self.replica, trial)
         return loss
 
-    def _plain_step(self, step: Callable[[], Any]) -> Any:
-        """Call ``step``, the inner optimizer's, as GradScaler's settings require."""
-        if self._position == 0 and self._replica.remembers:
-            self._replica.begin()
-        scale, found_inf = self._scaling
-        if found_inf is None:
-            return step()
-        inner: Any = self.inner
-        # with this flag it unscales and skips without waiting for a device
-        if getattr(inner, "_step_supports_amp_scaling", False):
-            inner.grad_scale, inner.found_inf = scale, found_inf
-            try:
-                return step()
-            finally:
-                del inner.grad_scale, inner.found_inf
-        if bool(found_inf):
-            return None
-        if scale is not None:
-            _unscale(inner, scale)
-        return step()
-
     def _fused_step(self, fused: FusedStep, *args: Any) -> Any:
         """Run the inner optimizer's step, with its hooks, and the averaging together."""
         from avgpipe.elastic.fused import Unfusable
-
-        scale, found_inf = self._scaling
-        skips = fused.skips(found_inf)
 
         def step(inner: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -308,17 +277,16 @@ class ElasticAveraging(torch.optim.Optimizer):
                 with torch.enable_grad():
                     loss = closure()
             try:
-                update = fused.prepare(scale, found_inf, skips)
+                update = fused.prepare()
             except Unfusable:
                 # because of gradients, after hooks have run: call the class's step without them
-                self._plain_step(lambda: type(inner).step.__wrapped__(inner))
+                self._begin()
+                type(inner).step.__wrapped__(inner)
                 update = None
             self._end_step(update)
             return loss
 
         inner: Any = self.inner
-        if skips and not getattr(inner, "_step_supports_amp_scaling", False):
-            return step(inner)  # as if the inner optimizer's step was not called
         if "step" in vars(inner):
             inner._opt_called = True  # for the learning-rate scheduler that has wrapped it
         return torch.optim.Optimizer.profile_hook_step(step)(inner, *args)
