@@ -332,5 +332,5 @@ def test_the_host_reads_nothing_but_losses() -> None:
             list(p.train(batches[:4]))
             account.waited.clear()
             list(p.train(batches[4:]))
-    assert [where.partition(":")[0] for where in account.waited] == ["runtime/outcome.py"], account.waited
+    assert [where.partition(":")[0] for where in account.waited] == ["runtime/loss.py"], account.waited
     assert sum(account.waited.values()) == 16  # a number for each pipeline's share of a batch
