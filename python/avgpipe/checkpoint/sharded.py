@@ -18,11 +18,10 @@ import torch
 
 from avgpipe.checkpoint.content import parameter_names
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.load import OF_STAGE, set_group
+from avgpipe.checkpoint.load import OF_STAGE, load_by_name, restore_schedule
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
-from avgpipe.runtime.several import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
@@ -64,15 +63,17 @@ def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -
     try:
         weights, optimizers, training = (state[part] for part in _PARTS)
         settings = json.loads(training)
+        groups = {name: of for members, of in _decoded(settings["groups"]) for name in members}
         for name, tensor in model.unused.items():
             tensor.copy_(weights[name])
         for k, trained in _stages(worker):
             for name, tensor in _weights(model, k, trained).items():
                 tensor.copy_(weights[name])
-            _restore_optimizer(trained, model.trainable[k], optimizers, _decoded(settings["groups"]))
+            if trained.optimizer is not None:
+                order = parameter_names(trained, trained.optimizer, model.trainable[k])
+                load_by_name(trained.optimizer, order, groups, optimizers, _copied)
             schedule, scale = (_decoded(settings[what]) for what in _OF_ALL)
-            if trained.lr_scheduler is not None and trained.optimizer is not None and schedule is not None:
-                trained.lr_scheduler.load_state_dict(rescheduled(schedule, trained.optimizer))
+            restore_schedule(trained, schedule, exactly=False)
             if trained.loss_scale is not None and scale is not None:
                 trained.loss_scale.load_state_dict(scale)
             trained.replaced()
@@ -150,27 +151,8 @@ def _zeroed(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _restore_optimizer(
-    trained: TrainedStage,
-    names: list[str],
-    optimizers: Mapping[str, Any],
-    groups: list[tuple[list[str], dict[str, Any]]],
-) -> None:
-    optimizer = trained.optimizer
-    if optimizer is None:
-        return
-    current = optimizer.state_dict()
-    order = parameter_names(trained, optimizer, names)
-    settings = {name: of for members, of in groups for name in members}
-    for mine in current["param_groups"]:  # a group gets the settings that its parameters had
-        set_group(mine, next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
-    # Copies: a tied parameter's state goes to several stages.
-    current["state"] = {
-        n: {key: copied(value) for key, value in optimizers[name].items()}
-        for n, name in enumerate(order)
-        if name in optimizers
-    }
-    optimizer.load_state_dict(current)
+def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: copied(value) for key, value in state.items()}
 
 
 def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
@@ -189,8 +171,7 @@ def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     }
 
 
-# ---- Python's values for JSON, which has neither tuples nor keys that are numbers
-# ---------------------------------
+# ---- Python's values for JSON, which has neither tuples nor keys that are numbers ------------------------------------
 
 
 def _encoded(value: Any) -> Any:
