@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -101,7 +100,6 @@ class Fault:
     action: str | None = None
     restart: int | None = None
     after: int = 0
-    after_s: float = 0.0
     times: int | None = 1
     for_s: float | None = None
     where: str | None = None
@@ -118,7 +116,6 @@ class Fault:
                 check_count(name, value, 0)
         if self.times is not None:
             check_count("times", self.times)
-        _check_seconds("after_s", self.after_s)
         self._check_options()
         self._check_place()
 
@@ -131,8 +128,10 @@ class Fault:
                 )
         if self.kind == "slow" and self.for_s is None:
             raise ValueError("kind 'slow' needs for_s=, the seconds of each delay")
-        if self.for_s is not None:
-            _check_seconds("for_s", self.for_s)
+        value = self.for_s
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"for_s={value!r}: must be a number of seconds, not below 0")
         if self.kind == "flipped bit":
             _check_name("where", self.where, WHERE)
 
@@ -193,12 +192,12 @@ class Armed:
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.fired = fault, 0
-        self._seen, self._since = 0, time.monotonic()
+        self._seen = 0
 
     def is_due(self, phase: str, place: Mapping[str, Any]) -> bool:
         """Count a place that the process reaches; return whether the fault happens there."""
         fault = self.fault
-        if not fault.fits(phase, place) or time.monotonic() < self._since + fault.after_s:
+        if not fault.fits(phase, place):
             return False
         self._seen += 1
         is_due = self._seen > fault.after and (fault.times is None or self.fired < fault.times)
@@ -245,8 +244,3 @@ def _is(found: Any, wanted: Any) -> bool:
 def _check_name(what: str, name: Any, valid: Iterable[str]) -> None:
     if name not in tuple(valid):
         raise ValueError(f"{what}={name!r}: {nearest(str(name), tuple(valid))}")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a number of seconds, not below 0")

@@ -68,7 +68,7 @@ def at(phase: str, **place: Any) -> list[Any]:
 
 
 if VARIABLE in os.environ:
-    importlib.import_module("avgpipe.faults").arm(os.environ[VARIABLE])
+    armed.extend(named("avgpipe.faults.fault:armed_by")(os.environ[VARIABLE]))
 
 
 # ---- processors, threads and main memory -----------------------------------------------------------------------------
