@@ -82,15 +82,15 @@ def changed_by_updates(model: Model, worker: Worker, number: int, whole: bool = 
 
 
 def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
-    arena, optimizer = trained.arena, trained.optimizer
+    arena = trained.arena
 
     def by_name(flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(names, arena.layout.tensors(flats)))
 
-    state = {
+    state: dict[str, Any] = {
         "weights": by_name(arena.weights),
         "older": {},  # versions that the next batches run on, by their distance in updates
-        "optimizer": None,
+        "optimizer": optimizer_state(trained, names),
         "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
     }
     if trained.has_modes:
@@ -98,10 +98,8 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
             state["evaluated"] = by_name([flat.clone() for flat in arena.weights])
     if trained.versions is not None:
         state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
-    if optimizer is not None:
-        order = parameter_names(trained, optimizer, names)
-        of_all = optimizer.state_dict()
-        state["optimizer"] = {"state": {**of_all, "state": taken_apart(of_all["state"])}, "names": order}
+    if (found := state["optimizer"]) is not None:
+        found["state"] = {**found["state"], "state": taken_apart(found["state"]["state"])}
     return state
 
 
@@ -112,6 +110,14 @@ def carries(trained: TrainedStage) -> dict[str, Carry]:
         for number, layer in enumerate(trained.stage.layers, trained.stage.first)
         for n, carry in enumerate(m for m in layer.modules() if isinstance(m, Carry))
     }
+
+
+def optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, Any] | None:
+    """Return the optimizer's ``state_dict``, and the first names of its parameters, in the order of numbers in it."""
+    optimizer = trained.optimizer
+    if optimizer is None:
+        return None
+    return {"state": optimizer.state_dict(), "names": parameter_names(trained, optimizer, names)}
 
 
 def parameter_names(trained: TrainedStage, optimizer: torch.optim.Optimizer, names: list[str]) -> list[str]:

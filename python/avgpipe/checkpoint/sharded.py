@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.content import parameter_names
+from avgpipe.checkpoint.content import optimizer_state, parameter_names
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, load_by_name, restore_schedule
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
@@ -104,19 +104,19 @@ def _weights(model: Model, k: int, trained: TrainedStage) -> dict[str, torch.Ten
 
 
 def _optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    optimizer = trained.optimizer
-    if optimizer is None:
+    found = optimizer_state(trained, names)
+    if found is None or trained.optimizer is None:
         return {}
-    state = dict(optimizer.state) or _first_state(optimizer)
+    states = found["state"]["state"] or _first_state(trained.optimizer)
     return {
-        name: {key: torch.as_tensor(value) for key, value in state[p].items() if value is not None}
-        for name, p in zip(names, trained.arena.parameters)
-        if p in state
+        name: {key: torch.as_tensor(value) for key, value in states[n].items() if value is not None}
+        for n, name in enumerate(found["names"])
+        if n in states
     }
 
 
-def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return the optimizer's state after its first step, as zeros: places to load into.
+def _first_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the optimizer's state after its first step, by number, as zeros: places to load into.
 
     It makes the state by a step with zero gradients, and restores the optimizer.
     """
@@ -135,8 +135,8 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
     found = {
-        p: {key: _zeroed(torch.as_tensor(v)) for key, v in of.items() if v is not None}
-        for p, of in optimizer.state.items()
+        n: {key: _zeroed(torch.as_tensor(v)) for key, v in of.items() if v is not None}
+        for n, of in optimizer.state_dict()["state"].items()
     }
     optimizer.state.clear()
     return found
@@ -157,12 +157,11 @@ def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     """Return what training needs beside tensors, for JSON; of groups the names and settings."""
-    groups, optimizer = [], trained.optimizer
-    if optimizer is not None:
-        order = parameter_names(trained, optimizer, names)
-        for group in optimizer.state_dict()["param_groups"]:
+    groups = []
+    if (found := optimizer_state(trained, names)) is not None:
+        for group in found["state"]["param_groups"]:
             settings = {key: value for key, value in group.items() if key not in OF_STAGE}
-            groups.append(_encoded(([order[n] for n in group["params"]], settings)))
+            groups.append(_encoded(([found["names"][n] for n in group["params"]], settings)))
     scheduler, scale = trained.lr_scheduler, trained.loss_scale
     return {
         "groups": groups,
