@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of
-from avgpipe.ranks import environment as probe
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane
@@ -182,6 +181,9 @@ class Fault:
         )
 
 
+# ``ranks.environment`` arms faults while it is imported, so nothing here imports it before.
+
+
 class Armed:
     """A fault that waits for its place in this process; as a context manager until the end of the block.
 
@@ -207,6 +209,7 @@ class Armed:
     def reach(self, phase: str, place: Mapping[str, Any]) -> Fault | None:
         """Let the fault happen if it is due; return it if the place itself must act on it."""
         from avgpipe.faults.kinds import happen
+        from avgpipe.ranks import environment as probe
 
         restarts = os.environ.get(probe.RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         here = {"rank": int(os.environ.get("RANK", "0")), "restart": int(restarts), **place}
@@ -214,6 +217,8 @@ class Armed:
 
     def disarm(self) -> None:
         """Disarm the fault. Its effects remain: a connection that was cut is not restored."""
+        from avgpipe.ranks import environment as probe
+
         if self in probe.armed:
             probe.armed.remove(self)
 
@@ -231,7 +236,7 @@ def to_json(wanted: Iterable[Fault]) -> str:
 
 def armed_by(text: str) -> list[Armed]:
     """Return the armed faults of a text of ``to_json``; ValueError for any other text."""
-    return [Armed(dataclass_of(probe.VARIABLE, Fault, values)) for values in json.loads(text)]
+    return [Armed(dataclass_of("AVGPIPE_FAULTS", Fault, values)) for values in json.loads(text)]
 
 
 def _is(found: Any, wanted: Any) -> bool:
