@@ -5,6 +5,7 @@ Another run's save would delete the files that this one has not named yet.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import threading
@@ -122,21 +123,36 @@ def is_saved_into(folder: Path) -> bool:
 
 def _lock_of(folder: Path) -> _FolderLock:
     with _guard:
-        # Closed to other users, who might lock it to block this one; they may be able to read the folder itself.
-        # Open for writing, as NFS locks no other files.
-        descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = _open(folder, os.O_RDONLY)
         status = os.fstat(descriptor)
         key = status.st_dev, status.st_ino
         lock = _locked.get(key)
         if lock is not None:
             os.close(descriptor)
             return lock
+        _acquire(descriptor, folder)
+        return _locked.setdefault(key, _FolderLock(descriptor))
+
+
+def _open(folder: Path, mode: int) -> int:
+    # Closed to other users, who might lock it to block this one; they may be able to read the folder itself.
+    return os.open(folder / _LOCK, mode | os.O_CREAT, 0o600)
+
+
+def _acquire(descriptor: int, folder: Path) -> None:
+    """Lock the file; if another process has locked it, close ``descriptor`` and raise CheckpointError."""
+    try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError as error:
+            if error.errno != errno.EBADF:
+                raise
+            writing = _open(folder, os.O_RDWR)  # NFS locks only files that are open for writing
+            os.dup2(writing, descriptor, inheritable=False)
+            os.close(writing)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno == errno.EWOULDBLOCK:
             os.close(descriptor)
             message = f"another run saves into {folder}: end it, or save into another folder"
             raise CheckpointError(message) from None
-        except OSError:  # a file system without locks
-            pass
-        return _locked.setdefault(key, _FolderLock(descriptor))
