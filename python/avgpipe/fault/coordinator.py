@@ -48,9 +48,9 @@ class Coordinator:
             of its processes has ended (reason "", as its exit code says more), hangs, or sends an invalid
             message. It must end the other processes, and call :meth:`gone` when all of them have ended.
         say: prints a line for the user.
-        recorder: records what processes report about the run: ``hear(kind, *values)`` takes a report, which
-            others may send too, and ``answer(reply, writes, kind, *values)`` answers a request, now or after a
-            later report; ``writes``: whether its process may write files. ValueError for invalid values.
+        recorder: records what processes report about the run, which several may report alike, and answers their
+            requests by ``answer(reply, writes, kind, *values)``, now or after a later report; ``writes``:
+            whether that process may write files. It raises ValueError for invalid values.
         let_join: called with the connection of another command that wants to start a pipeline, and its
             description of itself; keeps the connection, and returns the reply to that command.
 

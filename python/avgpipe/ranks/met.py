@@ -309,7 +309,7 @@ class Watchdog:
         waits: of the main thread for other ranks: ``fail(error, source=None)`` ends those for one, or all.
         doing: returns what the main thread is doing.
         processes: process ids of the ranks on this host, by rank.
-        pace: of this rank: its text ``told`` is published too, and ``compare(texts)`` is called on the first.
+        pace: of this rank, as a text: published too, and compared with that of the others on the first rank.
         looks: functions to call repeatedly.
     """
 
