@@ -123,7 +123,7 @@ def test_a_save_tells_that_the_one_before_has_failed_and_is_made(tmp_path: Path)
         with slow_disk(is_full=True) as disk:
             checkpoints.save(wait=False)
             disk.goes_on.set()
-            p._saving._writer.finish(10)
+            p._saving.finish(10)
         list(p.train(batches(2)))
         with pytest.raises(CheckpointError, match="No space left"):
             checkpoints.save(wait=False)

@@ -106,7 +106,7 @@ def worker(case: str, rounds: int, stretch_s: float, folder: str) -> dict[str, A
 
 def _copied(pipeline: Pipeline) -> int:
     """How much main memory the copy takes that is written meanwhile."""
-    return sum(memory.numel() for memory in pipeline._saving._writer._snapshot._memory)
+    return sum(memory.numel() for memory in pipeline._saving._snapshot._memory)
 
 
 class Stretch:

@@ -63,7 +63,6 @@ def fail_at(
     action: str | None = None,
     restart: int | None = None,
     after: int = 0,
-    after_s: float = 0.0,
     times: int | None = 1,
     **options: Any,
 ) -> Armed:
@@ -85,7 +84,6 @@ def fail_at(
         action: likewise.
         restart: how often torchrun or the launcher has restarted the process; 0: only its first start.
         after: number of fitting places to pass before the first fault.
-        after_s: seconds to pass before any place counts.
         times: how often it happens in this process; None: every time.
         options: of the kind:
 
@@ -102,7 +100,7 @@ def fail_at(
     """
     place: dict[str, Any] = {"rank": rank, "pipeline": pipeline, "stage": stage, "batch": batch}
     place |= {"micro_batch": micro_batch, "phase": phase, "action": action, "restart": restart}
-    counts = {"after": after, "after_s": after_s, "times": times}
+    counts = {"after": after, "times": times}
     fault = Armed(dataclass_of("a fault", Fault, {"kind": kind, **place, **counts, **options}))
     armed.append(fault)
     return fault

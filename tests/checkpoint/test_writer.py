@@ -227,7 +227,7 @@ def test_an_evaluation_right_after_leaves_what_is_saved_as_it_was(tmp_path: Path
         for result in p.train(given):
             if result.batch == 4:
                 p.save(tmp_path / "c", wait=False)
-                assert p._saving._writer.is_under_way
+                assert p._saving.is_under_way
                 p.evaluate(given)
     with make(plan) as p:
         p.load(tmp_path / "c")

@@ -128,7 +128,7 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
     replacing, still, other = Replacing([], 2, 0, {}, print), _Rank(True), _Rank(False)
     replacing._ranks = {0: still, 1: other}  # type: ignore[dict-item]
     replacing._folder = tmp_path
-    monkeypatch.setattr(replacing, "_others_wait", lambda: False)
+    monkeypatch.setattr(replacing, "_is_there", lambda *_, **__: False)
     monkeypatch.setattr(replacing, "_put", lambda *_: None)
     for _ in range(int(launch._STOPPED_S / 0.02) + 2):
         replacing._look()
@@ -309,7 +309,7 @@ def test_nobody_waits_on_where_another_rank_has_given_up(monkeypatch: pytest.Mon
 # The spare is stopped where it waits, as rank 0 sees, which is killed then; rank 1 waits for the next generation.
 _STOPPED_SPARE = """
 import os, pathlib, signal, sys, threading, time
-from avgpipe.ranks import generation
+from avgpipe.fault import generation
 from avgpipe.ranks.rendezvous import private_store
 here = pathlib.Path(sys.argv[1], "spare")
 if os.environ["RANK"] == "-1":

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import sys
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from avgpipe.checkpoint.manifest import expect, is_count
 from avgpipe.elastic.flat import is_made_of_others
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.context import Carry
@@ -21,32 +20,29 @@ from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.weights import published_average, stage_state
 from avgpipe.runtime.worker import Worker
 
-_STATE: Any = dict | None
-_STATES = {"optimizer": _STATE, "lr_scheduler": _STATE, "loss_scale": _STATE}
-_LATER = {"evaluated": dict, "skipped": is_count}  # optional in a replica
-_REPLICA = {"weights": dict, "rest": dict, "carry": dict, "older": dict, **_STATES}
 
-
-def content_of(model: Model, worker: Worker, number: int) -> dict[str, Any]:
+def content_of(model: Model, worker: Worker, number: int, whole: bool = False) -> dict[str, Any]:
     """Return plain containers and tensors only, so that they load with ``weights_only=True``. Names are first names.
 
-    The workers of a replicated stage hold the same, except for the state carried from batch to batch: the
-    first one's file has all, the others' only the carried state.
+    The workers of a replicated stage hold the same, except for the state carried from batch to batch: unless
+    ``whole``, the first one's content has all, the others' only the carried state.
     """
-    content = changed_by_updates(model, worker, number)
+    content = changed_by_updates(model, worker, number, whole)
     for i in worker.placement.pipelines_of(number):
-        content["replicas"][i] |= changed_by_forwards(model, worker, number, i)
+        content["replicas"][i] |= changed_by_forwards(model, worker, number, i, whole)
     if worker.others is not None:  # another run resumes with one pipeline's optimizer
         content["replicas"] = dict(enumerate(content["replicas"].values()))
     return content
 
 
-def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int) -> dict[str, Any]:
+def changed_by_forwards(
+    model: Model, worker: Worker, number: int, pipeline: int, whole: bool = False
+) -> dict[str, Any]:
     """Return the part of the content that a pipeline's forwards change."""
     k, copy, _ = worker.placement.replicas[number]
     trained = worker.trained[number, pipeline]
     carry = {place: dict(carry.values) for place, carry in carries(trained).items()}
-    if copy > 0:
+    if copy > 0 and not whole:
         return {"carry": readable(carry)}
     rest = stage_state(worker, number, pipeline)
     if worker.others is not None:
@@ -59,14 +55,14 @@ def changed_by_forwards(model: Model, worker: Worker, number: int, pipeline: int
     return readable(found)  # type: ignore[no-any-return]
 
 
-def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, Any]:
+def changed_by_updates(model: Model, worker: Worker, number: int, whole: bool = False) -> dict[str, Any]:
     """Return the part of the content that updates change: reference, pipelines' weights and optimizers.
 
     Under some rules the optimizers' states are the reference's.
     """
     k, copy, _ = worker.placement.replicas[number]
     replicas = {i: worker.trained[number, i] for i in worker.placement.pipelines_of(number)}
-    if copy > 0:
+    if copy > 0 and not whole:
         return {"replicas": {i: {} for i in replicas}}
     content: dict[str, Any] = {
         "reference": None,
@@ -86,15 +82,15 @@ def changed_by_updates(model: Model, worker: Worker, number: int) -> dict[str, A
 
 
 def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
-    arena, optimizer = trained.arena, trained.optimizer
+    arena = trained.arena
 
     def by_name(flats: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         return dict(zip(names, arena.layout.tensors(flats)))
 
-    state = {
+    state: dict[str, Any] = {
         "weights": by_name(arena.weights),
         "older": {},  # versions that the next batches run on, by their distance in updates
-        "optimizer": None,
+        "optimizer": optimizer_state(trained, names),
         "lr_scheduler": None if trained.lr_scheduler is None else trained.lr_scheduler.state_dict(),
     }
     if trained.has_modes:
@@ -102,10 +98,8 @@ def _state_of(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
             state["evaluated"] = by_name([flat.clone() for flat in arena.weights])
     if trained.versions is not None:
         state["older"] = {behind: by_name(flats) for behind, flats in trained.versions.older().items()}
-    if optimizer is not None:
-        order = parameter_names(trained, optimizer, names)
-        of_all = optimizer.state_dict()
-        state["optimizer"] = {"state": {**of_all, "state": taken_apart(of_all["state"])}, "names": order}
+    if (found := state["optimizer"]) is not None:
+        found["state"] = {**found["state"], "state": taken_apart(found["state"]["state"])}
     return state
 
 
@@ -116,6 +110,14 @@ def carries(trained: TrainedStage) -> dict[str, Carry]:
         for number, layer in enumerate(trained.stage.layers, trained.stage.first)
         for n, carry in enumerate(m for m in layer.modules() if isinstance(m, Carry))
     }
+
+
+def optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, Any] | None:
+    """Return the optimizer's ``state_dict``, and the first names of its parameters, in the order of numbers in it."""
+    optimizer = trained.optimizer
+    if optimizer is None:
+        return None
+    return {"state": optimizer.state_dict(), "names": parameter_names(trained, optimizer, names)}
 
 
 def parameter_names(trained: TrainedStage, optimizer: torch.optim.Optimizer, names: list[str]) -> list[str]:
@@ -156,47 +158,6 @@ def readable(state: Any, name: str = "state") -> Any:
             "use plain numbers, containers and tensors"
         ) from error
     return state
-
-
-# ---- what a file may hold, as it is read -----------------------------------------------------------------------------
-
-
-def check_content(content: Any, signature: Mapping[str, list[Any]], pipelines: Collection[int]) -> None:
-    """Raise ValueError for content that no save has written.
-
-    Args:
-        signature: Shape and dtype by tensor name.
-        pipelines: Those whose replicas the file has.
-    """
-    expect("content", content, dict)
-    if "reference" not in content:
-        expect("content", content, {"replicas": {i: {"carry": dict} for i in pipelines}})
-        return
-    expect("content.replicas", content.get("replicas"), dict.fromkeys(pipelines, dict))
-    replicas = {
-        i: _REPLICA | {what: kind for what, kind in _LATER.items() if what in content["replicas"][i]}
-        for i in pipelines
-    }
-    ema = {"ema": {"weights": dict, "updates": is_count}} if "ema" in content else {}
-    expect("content", content, {"reference": _STATE, "replicas": replicas, **ema})
-    named = []
-    if (reference := content["reference"]) is not None:
-        expect("reference", reference, {"weights": dict, "state": dict})
-        named.append(reference["weights"])
-    for replica in content["replicas"].values():
-        expect("older", replica["older"], dict.fromkeys(replica["older"], dict))
-        if (optimizer := replica["optimizer"]) is not None:
-            expect("optimizer", optimizer, {"state": dict, "names": list})
-        named += [replica["weights"], replica["rest"], *replica["older"].values()]
-        named += [replica["evaluated"]] if "evaluated" in replica else []
-    for name, value in (item for values in named for item in values.items()):
-        found = [list(value.shape), str(value.dtype)[6:]] if isinstance(value, torch.Tensor) else None
-        if found is None or signature.get(name) != found:
-            raise ValueError(f"{name!r} is {found}, and {signature.get(name)} in the manifest")
-    for name, value in content["ema"]["weights"].items() if ema else ():
-        shape = list(value.shape) if isinstance(value, torch.Tensor) else None
-        if shape is None or signature.get(name, [None])[0] != shape:
-            raise ValueError(f"the average of {name!r} is {shape}, and {signature.get(name)} in the manifest")
 
 
 # ---- subclasses of tensors -------------------------------------------------------------------------------------------

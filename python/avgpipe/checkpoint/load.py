@@ -11,14 +11,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.content import carries, check_content, parameter_names, put_together
+from avgpipe.checkpoint.content import carries, parameter_names, put_together
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.elastic.flat import Layout
@@ -177,12 +177,13 @@ def _take_evaluated(contents: list[dict[str, Any]]) -> None:
 
 def _read(manifest: Manifest, directory: Path, number: int, *, lazily: bool) -> dict[str, Any]:
     """Read the file of a stage replica. ``lazily``: its tensors are views of the file, read when they are copied."""
-    with manifest.open(directory, number) as file:
+    with manifest.opened(directory, number) as file:
         # By its descriptor, which outlives the name: the checkpoint may be replaced meanwhile.
         path = f"/dev/fd/{file.fileno()}"
         try:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=lazily)
-            check_content(content, manifest.signature, manifest.pipelines_in(number))
+            if content["replicas"].keys() != set(manifest.pipelines_in(number)):
+                raise ValueError(f"it has the pipelines {sorted(content['replicas'])}")
         except Exception as error:
             raise CheckpointError(
                 f"corrupt checkpoint: {directory / manifest.files[number][0]} does not load ({reason(error)}); use "
@@ -197,7 +198,7 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
     A failure leaves ``worker`` partly restored.
     """
     try:
-        _restore_all(found.saved, model, worker)
+        restore_stages(found.saved, model, worker)
     except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
@@ -214,7 +215,7 @@ def restore(contents: Mapping[int, dict[str, Any]], model: Model, worker: Worker
     replicated stage, also the first replica's.
     """
     own = {n: [_unshared(contents[m]) for m in numbers] for n, numbers in _needed(worker).items()}
-    _restore_all({n: SavedStages(found, exactly=True) for n, found in own.items()}, model, worker)
+    restore_stages({n: SavedStages(found, exactly=True) for n, found in own.items()}, model, worker)
     for (n, i), lane in worker.lanes.items():  # the run continues; after a load it begins at 0
         lane.update.skipped = contents[n]["replicas"][i].get("skipped", 0)
 
@@ -233,7 +234,8 @@ def _unshared(content: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _restore_all(saved: Mapping[int, SavedStages], model: Model, worker: Worker) -> None:
+def restore_stages(saved: Mapping[int, SavedStages], model: Model, worker: Worker) -> None:
+    """Restore stage replicas of this process from saved ones, by number."""
     for number, stages in saved.items():
         _restore_reference(stages, model, worker, number)
         for i in worker.placement.pipelines_of(number):
@@ -281,8 +283,7 @@ def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number:
 
 def _put_in_place(saved: SavedStages, layout: Layout) -> None:
     """Move the saved flat buffers into ``layout``: the saving run's model may have had other strides."""
-    replicas = [replica for i in saved.pipelines for replica in saved.replicas(i)]
-    theirs = Layout(replicas[0]["weights"].values())
+    theirs = Layout(saved.reference().values())
 
     def moved(flats: list[torch.Tensor]) -> list[torch.Tensor]:
         buffers = layout.zeros()
@@ -293,7 +294,7 @@ def _put_in_place(saved: SavedStages, layout: Layout) -> None:
     state = saved.averaging
     state["parameters"] = moved(state["parameters"])
     state["pending"] = {i: moved(update) for i, update in state["pending"].items()}
-    for replica in replicas:
+    for replica in (replica for i in saved.pipelines for replica in saved.replicas(i)):
         elastic = replica["optimizer"]["state"]["elastic"]
         if elastic["start"] is not None:
             elastic["start"] = moved(elastic["start"])
@@ -313,7 +314,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     # First: an optimizer other than the saved one may refuse its state. A shared one is the same pipeline's.
     shared = trained.elastic is not None and trained.elastic.shares_state and not saved.exactly
     _restore_optimizer(trained, names, saved, next(iter(saved.finite), 0) if shared else source)
-    _restore_schedule(trained, saved, source)
+    restore_schedule(trained, saved.first(source, "lr_scheduler"), saved.exactly)
     if trained.loss_scale is not None and (scale := saved.first(source, "loss_scale")) is not None:
         trained.loss_scale.load_state_dict(scale)
     own = goes_on and len(placement.pipelines) > 1
@@ -346,13 +347,11 @@ def _copy(values: dict[str, torch.Tensor], names: list[str], targets: list[torch
         target.copy_(values[name])
 
 
-def _restore_schedule(trained: TrainedStage, saved: SavedStages, source: int) -> None:
+def restore_schedule(trained: TrainedStage, state: Any, exactly: bool) -> None:
     """Restore the learning-rate schedule, after the optimizer."""
-    state = saved.first(source, "lr_scheduler")
-    if trained.lr_scheduler is None or trained.optimizer is None or state is None:
-        return
-    inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
-    trained.lr_scheduler.load_state_dict(state if saved.exactly else rescheduled(state, inner))
+    if trained.lr_scheduler is not None and trained.optimizer is not None and state is not None:
+        inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
+        trained.lr_scheduler.load_state_dict(state if exactly else rescheduled(state, inner))
 
 
 def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStages, source: int) -> None:
@@ -364,29 +363,41 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
         trained.optimizer.load_state_dict({**whole, "state": put_together(whole["state"], inner)})
         return
     stages = [replica["optimizer"] for replica in saved.replicas(source) if replica["optimizer"] is not None]
-    current = inner.state_dict()
-    order = parameter_names(trained, trained.optimizer, names)
-    by_name = {
+    groups = {
         stage["names"][n]: group
         for stage in stages
         for group in stage["state"]["param_groups"]
         for n in group["params"]
     }
-    for mine in current["param_groups"]:  # a group gets the settings that its parameters had
-        theirs: dict[str, Any] = next((by_name[order[n]] for n in mine["params"] if order[n] in by_name), {})
-        set_group(mine, {key: value for key, value in theirs.items() if key not in OF_STAGE})
     states = {stage["names"][n]: value for stage in stages for n, value in stage["state"]["state"].items()}
-    # Copies: a tied parameter's state goes to several stages, and a saved pipeline's to several new ones.
-    current["state"] = {
-        n: put_together(copy.deepcopy(states[name]), inner) for n, name in enumerate(order) if name in states
-    }
-    inner.load_state_dict(current)
+    order = parameter_names(trained, inner, names)
+    load_by_name(inner, order, groups, states, lambda state: put_together(copy.deepcopy(state), inner))
     if trained.elastic is not None:
         trained.elastic.restored()
 
 
-def set_group(mine: dict[str, Any], settings: Mapping[str, Any]) -> None:
-    """Set a group's options. A learning rate that is a tensor, as torchao's optimizers require, stays one."""
-    for key, value in settings.items():
-        now = mine.get(key)
-        mine[key] = torch.as_tensor(value).to(now) if isinstance(now, torch.Tensor) else value
+def load_by_name(
+    optimizer: torch.optim.Optimizer,
+    order: Sequence[str],
+    groups: Mapping[str, Mapping[str, Any]],
+    states: Mapping[str, Any],
+    copied: Callable[[Any], Any],
+) -> None:
+    """Load an optimizer's state from another division into stages.
+
+    Args:
+        order: names of the optimizer's parameters, in the order of numbers in its ``state_dict``.
+        groups: by name of a parameter, the settings of the group that had it; a group gets those of its first one.
+        states: by name of a parameter, its state.
+        copied: copies a state: that of a tied parameter goes to several stages, a pipeline's to several ones.
+    """
+    current = optimizer.state_dict()
+    for mine in current["param_groups"]:
+        theirs: Mapping[str, Any] = next((groups[order[n]] for n in mine["params"] if order[n] in groups), {})
+        for key, value in theirs.items():
+            if key not in OF_STAGE:
+                now = mine.get(key)
+                # A learning rate that is a tensor, as torchao's optimizers require, stays one.
+                mine[key] = torch.as_tensor(value).to(now) if isinstance(now, torch.Tensor) else value
+    current["state"] = {n: copied(states[name]) for n, name in enumerate(order) if name in states}
+    optimizer.load_state_dict(current)

@@ -1,41 +1,29 @@
 """The manifest of a checkpoint: the content of each file. A checkpoint is the files that its manifest names.
 
-Files are written under new names first; replacing the manifest, one atomic step, makes them the checkpoint. A
-manifest is validated field by field: it may be damaged, or from an untrusted source.
+Files are written under new names first; replacing the manifest, one atomic step, makes them the checkpoint.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
-import mmap
 import os
 import re
-import reprlib
 import shutil
-import stat
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from io import FileIO
-from itertools import pairwise
 from pathlib import Path
-from types import UnionType
 from typing import IO, Any, TypeVar
 
 import numpy as np
-import torch
 
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, reason
 from avgpipe.files import write_atomically
-from avgpipe.plan import Plan
 from avgpipe.runtime.placement import StageReplica
 
 NAME = "manifest.json"
 _FORMAT = 3
-_LATER_OPTIONS = {"placement", "batch", "correction"}  # of a plan, optional in checkpoints of this format
-_TRIES = 20  # to open the files of a checkpoint that is replaced repeatedly meanwhile
 
 
 class Gone(CheckpointError):
@@ -74,25 +62,25 @@ class Manifest:
 
     @classmethod
     def parse(cls, text: str, directory: Path) -> Manifest:
-        """Invert :meth:`to_json`; CheckpointError names the wrong field."""
+        """Invert :meth:`to_json`; CheckpointError for any other text."""
         path = directory / NAME
         try:
             values = json.loads(text)
-            version = values.get("format") if isinstance(values, dict) else None
-            if type(version) is int and version != _FORMAT:
+            if type(values["format"]) is int and values["format"] != _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {version}; this version reads {_FORMAT}: use the version that wrote it"
+                    f"{path} has format {values['format']}; this version reads {_FORMAT}: use the version that wrote it"
                 )
-            names = {field.name for field in fields(cls)}
-            expect("manifest", values, {"format": is_count, **dict.fromkeys(names, object), "crc32": object})
-            found = cls(**{name: values[name] for name in names})
-            _check_fields(found)
+            found = cls(**{field.name: values[field.name] for field in fields(cls)})
             if found.to_json() != text:
                 raise ValueError("'crc32', its checksum, does not fit the rest")
+            for (name, _, _), replica in zip(found.files, found.replicas, strict=True):
+                pattern = file_name(replica, 0).replace("0" * 12 + ".", r"[0-9a-f]{12}\.")
+                if not re.fullmatch(pattern, name):  # so that none is outside of the folder
+                    raise ValueError(f"'files' cannot have {name!r} for stage {replica.stage}")
         except CheckpointError:
             raise
-        except (ValueError, RecursionError) as error:
-            raise _corrupt(f"{path} is damaged: {error}") from error
+        except Exception as error:
+            raise _corrupt(f"{path} is damaged: {reason(error)}") from error
         return found
 
     @property
@@ -116,21 +104,20 @@ class Manifest:
                     f"{_in_words(ours)} here; build the model that was saved, or choose another checkpoint"
                 )
 
-    def open(self, directory: Path, number: int) -> IO[bytes]:
+    @contextmanager
+    def opened(self, directory: Path, number: int) -> Iterator[IO[bytes]]:
         """Open a file; refuse one that is missing, short or altered. It stays readable if it is replaced."""
         name, size, checksum = self.files[number]
-        path = directory / str(name)
+        path = directory / name
         missing = f"{path} is missing; on several hosts the folder must be on a shared file system"
-        with ExitStack() as failing:
-            file = failing.enter_context(_open_file(path, Gone(f"corrupt checkpoint: {missing}")))
+        with _open_file(path, Gone(f"corrupt checkpoint: {missing}")) as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
                 raise _corrupt(f"{path} has {found} bytes instead of {size}")
             if checksum_of(file) != checksum:
                 raise _corrupt(f"the content of {path} has changed")
             file.seek(0)
-            failing.pop_all()
-        return file
+            yield file
 
 
 def read_text(directory: Path) -> str:
@@ -147,19 +134,19 @@ def verify_checkpoint(directory: str | Path, signature: Mapping[str, list[Any]] 
     """Check that a checkpoint is complete, and of the model with ``signature``; or raise CheckpointError."""
     directory = Path(directory)
     text = read_text(directory)
-    for _ in range(_TRIES):
+    while True:
         manifest = Manifest.parse(text, directory)
         if signature is not None:
             manifest.check_model(signature, directory)
         try:
             for number in range(len(manifest.files)):
-                manifest.open(directory, number).close()
+                with manifest.opened(directory, number):
+                    pass
             return manifest
         except Gone:
             before, text = text, read_text(directory)
             if text == before:
                 raise
-    raise CheckpointError(f"{directory} is replaced faster than it can be read")
 
 
 def file_name(of: StageReplica, token: int) -> str:
@@ -167,85 +154,16 @@ def file_name(of: StageReplica, token: int) -> str:
 
 
 def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:
-    """Open a file, and refuse others: a pipe would block the reader for ever, a device has no end."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        return path.open("rb")
     except (FileNotFoundError, NotADirectoryError):
         raise missing from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise _corrupt(f"{path} is no ordinary file")
-    return os.fdopen(descriptor, "rb")
 
 
 def _corrupt(what: str) -> CheckpointError:
     return CheckpointError(f"corrupt checkpoint: {what}; use another one")
-
-
-# ---- values from files, which may be anything --------------------------------------------------------------------
-
-
-def expect(name: str, value: Any, pattern: Any) -> None:
-    """Raise ValueError with the name of a value that no save has written.
-
-    ``pattern``: an object's patterns by key, a list's in order, a type, or a function that tests a value.
-    """
-    kind = type(pattern) if isinstance(pattern, dict | list) else pattern
-    if not (isinstance(value, kind) if isinstance(kind, type | UnionType) else kind(value)):
-        raise ValueError(f"{name!r} cannot be {reprlib.repr(value)}")
-    if isinstance(pattern, list):
-        value, pattern = dict(enumerate(value)), dict(enumerate(pattern))
-    if isinstance(pattern, dict):
-        for key in sorted(pattern.keys() ^ value.keys(), key=str):
-            raise ValueError(f"{name!r} has {'no' if key in pattern else 'an unknown'} {key!r}")
-        for key, part in pattern.items():
-            expect(f"{name}.{key}", value[key], part)
-
-
-def _check_fields(found: Manifest) -> None:
-    """Raise ValueError for the first field that no save has written."""
-    plan, bounds = found.plan, found.bounds
-    expect("plan", plan, dict)
-    options = {field.name for field in fields(Plan)} - (_LATER_OPTIONS - plan.keys())
-    counts = dict.fromkeys(("stages", "pipelines", "micro_batches"), _is_positive)
-    expect("plan", plan, {**dict.fromkeys(options, object), **counts, "spread": bool})
-    expect("batches", found.batches, is_count)
-    expect("bounds", bounds, _are_counts)
-    stages, replication = plan["stages"], plan["replication"]
-    if len(bounds) != stages + 1 or bounds[0] != 0 or any(a >= b for a, b in pairwise(bounds)):
-        raise ValueError(f"'bounds' are {reprlib.repr(bounds)}, not the rising numbers of {stages} stages")
-    if replication is not None:
-        expect("plan.replication", replication, [_is_positive] * stages)
-    expect("signature", found.signature, dict)
-    expect("signature", found.signature, {name: [_are_counts, _is_dtype] for name in found.signature})
-    count = sum(replication or [stages]) * (plan["pipelines"] if plan["spread"] else 1)
-    expect("files", found.files, list)
-    if len(found.files) != count:
-        raise ValueError(f"'files' are {len(found.files)}, not {count} as the plan's stages and replicas")
-    expect("files", found.files, [[str, is_count, is_count]] * count)
-    for (name, *_), replica in zip(found.files, found.replicas):
-        pattern = file_name(replica, 0).replace("0" * 12 + ".", r"[0-9a-f]{12}\.")
-        if not re.fullmatch(pattern, name):  # so that none is outside of the folder
-            raise ValueError(f"'files' cannot have {name!r} for stage {replica.stage}")
-
-
-def is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-def _is_positive(value: Any) -> bool:
-    return is_count(value) and value > 0
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(map(is_count, values))
-
-
-def _is_dtype(value: Any) -> bool:
-    name = str(value).removeprefix("torch.")
-    return isinstance(value, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
 def _in_words(entry: list[Any] | None) -> str:
@@ -306,75 +224,15 @@ _BLOCK = 1 << 20  # bytes
 _PART = 4096  # bytes that are summed for the checksum
 
 
-def _checksum(block: memoryview, before: int) -> int:
-    """Return the checksum of a file up to a block: the CRC-32 of the sums of each 4 KiB, as 64-bit numbers.
-
-    Any flipped bit changes it. A CRC-32 of the bytes would take as long as to write them.
-
-    Args:
-        block: whole parts of 4 KiB, except at the end of the file, which counts as if zeros followed.
-        before: the result for the block before; 0 at the beginning.
-    """
-    whole = len(block) // _PART * _PART
-    end = bytes(block[whole:])
-    for parts in (block[:whole], end.ljust(_PART, b"\0") if end else end):
-        sums = np.frombuffer(parts, "<u8").reshape(-1, _PART // 8).sum(axis=1, dtype="<u8")
-        before = zlib.crc32(sums.data, before)
-    return before
-
-
 def checksum_of(file: IO[bytes]) -> int:
-    """Read an open file to its end; return its checksum."""
-    found, block = 0, memoryview(bytearray(_BLOCK))
-    while count := file.readinto(block):  # type: ignore[attr-defined]
-        found = _checksum(block[:count], found)
-    return found
+    """Read an open file to its end, and return its checksum: the CRC-32 of the sums of each 4 KiB, as 64-bit numbers.
 
-
-class BlockFile:
-    """Writes to ``file``, which is empty.
-
-    Attributes:
-        size: bytes written.
-        checksum: of the file, once it is finished.
+    Any flipped bit changes it. A CRC-32 of the bytes would take as long as to write them. The end counts as if
+    zeros followed.
     """
-
-    def __init__(self, file: FileIO) -> None:
-        self._descriptor = file.fileno()
-        self._block = memoryview(mmap.mmap(-1, _BLOCK))  # aligned to pages, as direct writes must be
-        self._filled = 0
-        self.size = self.checksum = 0
-        with suppress(OSError):  # a file system that cannot bypass the cache
-            self._set_direct(os.O_DIRECT)
-
-    def write(self, data: Any) -> int:
-        left = memoryview(data).cast("B")
-        size = len(left)
-        while left:
-            taken = left[: _BLOCK - self._filled]
-            self._block[self._filled : self._filled + len(taken)] = taken
-            self._filled, left = self._filled + len(taken), left[len(taken) :]
-            if self._filled == _BLOCK:
-                self._put()
-        self.size += size
-        return size
-
-    def flush(self) -> None:
-        """Do nothing: a block that is not full waits for more."""
-
-    def finish(self) -> None:
-        """Write the rest, and sync all to the disk."""
-        with suppress(OSError):
-            self._set_direct(0)  # the rest is no whole block
-        self._put()
-        os.fsync(self._descriptor)
-
-    def _put(self) -> None:
-        left = self._block[: self._filled]
-        self.checksum, self._filled = _checksum(left, self.checksum), 0
-        while left:
-            left = left[os.write(self._descriptor, left) :]
-
-    def _set_direct(self, flag: int) -> None:
-        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT | flag)
+    found, block = 0, np.zeros(_BLOCK, "u1")
+    while count := file.readinto(block):  # type: ignore[attr-defined]
+        block[count:] = 0
+        parts = block[: -(-count // _PART) * _PART].view("<u8").reshape(-1, _PART // 8)
+        found = zlib.crc32(parts.sum(axis=1, dtype="<u8"), found)
+    return found

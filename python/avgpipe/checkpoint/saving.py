@@ -1,30 +1,50 @@
-"""Saves and loads the checkpoints of a session."""
+"""Saves and loads the checkpoints of a session: at once, or from a snapshot by a thread while training continues."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Unanswered
+from contextlib import suppress
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint import read_checkpoint, restore_checkpoint
-from avgpipe.checkpoint.folder import NotFinite
+from avgpipe.checkpoint.content import content_of
+from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
+from avgpipe.checkpoint.manifest import Manifest
+from avgpipe.checkpoint.save import nothing_saved, refuse_nonfinite, save_checkpoint
 from avgpipe.checkpoint.sharded import load_sharded_state, sharded_state
-from avgpipe.checkpoint.snapshot import may_run
-from avgpipe.checkpoint.writer import Writer
-from avgpipe.errors import CheckpointError
+from avgpipe.checkpoint.snapshot import Snapshot, may_run
+from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.plan import Plan
 from avgpipe.ranks import environment as probe
+from avgpipe.ranks.rendezvous import in_thread
+from avgpipe.ranks.world import World
 from avgpipe.runtime.session import Session
+
+_NICE = 10  # gives the thread a tenth of a processor that others also use
 
 
 class Saving:
-    """Handles the checkpoints of a session; made when the first one is saved or loaded. See ``Pipeline``."""
+    """Handles the checkpoints of a session, one at a time; made when the first one is saved or loaded.
+
+    Every rank calls its methods, in one order. See ``Pipeline``.
+    """
 
     def __init__(self, session: Session) -> None:
-        self._session = session
-        self._writer = Writer(session.spec.model, session.worker)
+        self._session, self._worker = session, session.worker
+        self._locks = FolderLocks()
+        self._snapshot = Snapshot()
+        self._threads: World | None = (
+            None  # the ranks' threads; made when no batch is in flight, as they connect
+        )
+        self._writing: Future[None] | None = None
+        self._nothing_saved = ""  # the beginning of an error
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
@@ -45,46 +65,117 @@ class Saving:
                     raise (NotFinite if found["is_not_finite"] else CheckpointError)(found["why"])
         elif wait:
             with session.idle(CheckpointError):
-                self._writer.save(folders[0], plan, session.feed.next_batch, folders[1:])
+                self._save(folders, plan)
         else:
             self._begin_to_save(folders)
 
+    def _save(self, folders: Sequence[Path], plan: Plan) -> None:
+        self._finish_last()
+        model, worker = self._session.spec.model, self._worker
+        write = self._prepared(folders, plan)
+        write(lambda: {n: content_of(model, worker, n) for n in worker.held}, worker.world)
+
     def _begin_to_save(self, folders: Sequence[Path]) -> None:
-        session, writer = self._session, self._writer
-        batches = session.feed.next_batch
-        if not (writer.has_begun and writer.is_done and may_run(session.spec.running, batches)):
+        """Let a thread write a snapshot: see :meth:`Snapshot.begin`. :meth:`wait` reports the result."""
+        session, snapshot = self._session, self._snapshot
+        batches, is_done = session.feed.next_batch, self._threads is not None and self._is_done
+        if not (is_done and may_run(session.spec.running, batches)):
             session.feed.drain()
         with session.settling(CheckpointError):
-            writer.begin(folders[0], session.spec.plan, batches, folders[1:])
+            self._finish_last()
+            self._threads = threads = self._threads or self._worker.world.beside()
+            write = self._prepared(folders, session.spec.plan)
+
+            def write_on() -> None:
+                thread = threading.get_native_id()
+                with suppress(OSError):  # a system without thread priorities
+                    os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + _NICE)
+                write(snapshot.whole, threads)
+
+            def start() -> None:
+                self._writing = in_thread(write_on)
+
+            snapshot.begin(session.spec.model, self._worker, batches, start)
             session.settle()
+
+    def _prepared(
+        self, folders: Sequence[Path], plan: Plan
+    ) -> Callable[[Callable[[], dict[int, dict[str, Any]]], World], None]:
+        """Return a function that writes what another function returns, with the other ranks."""
+        spec, batches = self._session.spec, self._session.feed.next_batch
+        place = {**self._worker.place, "batch": batches}
+        probe.at("save", action="begin", **place)
+        manifest = Manifest(asdict(plan), batches, spec.model.bounds, spec.model.signature(), [])
+        directory, *also = folders
+        what = self._nothing_saved = nothing_saved(directory)
+
+        def write(find: Callable[[], dict[int, dict[str, Any]]], world: World) -> None:
+            contents: dict[int, dict[str, Any]] = {}
+
+            def look() -> None:
+                contents.update(find())
+                refuse_nonfinite(contents, self._worker.placement)
+
+            agreed(world, what, look)
+            save_checkpoint(directory, contents, manifest, world, self._locks, place, also)
+
+        return write
 
     def _try_to_save(self, folders: Sequence[Path], plan: Plan) -> dict[str, Any] | None:
         try:
-            self._writer.save(folders[0], plan, self._session.feed.next_batch, folders[1:])
+            self._save(folders, plan)
         except CheckpointError as error:
             return {"why": str(error), "is_not_finite": isinstance(error, NotFinite)}
         finally:
-            self._writer.release()  # the next time another pipeline may save
+            self._locks.release()  # the next time another pipeline may save
         return None
-
-    def wait(self) -> None:
-        """Wait until the checkpoint that was begun is written."""
-        if not self._writer.is_done:
-            self._session.feed.drain()
-        with self._session.settling(CheckpointError):
-            self._writer.wait()
-
-    def settle(self) -> None:
-        """Copy the rest of a snapshot that has begun; no batch is in flight."""
-        self._writer.settle()
 
     @property
     def is_under_way(self) -> bool:
         """Whether the last snapshot is not copied yet."""
-        return self._writer.is_under_way
+        return self._snapshot.is_under_way
+
+    @property
+    def _is_done(self) -> bool:
+        """Whether :meth:`wait` returns at once. If not, no batch may be in flight then, as others need it."""
+        return not self.is_under_way and (self._writing is None or self._writing.done())
+
+    def settle(self) -> None:
+        """Copy the rest of a snapshot that has begun; no batch is in flight."""
+        self._snapshot.finish()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint that was begun is written; raise CheckpointError, once, if that failed."""
+        if not self._is_done:
+            self._session.feed.drain()
+        with self._session.settling(CheckpointError):
+            self._finish_last()
+
+    def finish(self, limit_s: float) -> None:
+        """Wait until the thread has written, or failed; :meth:`wait` reports a failure."""
+        if self._writing is not None:
+            try:
+                self._writing.exception(limit_s)
+            except Unanswered:
+                raise PipelineTimeout(
+                    f"rank {self._worker.world.rank} has waited {limit_s:g} s for its checkpoint to be written"
+                ) from None
+
+    def _finish_last(self) -> None:
+        self.finish(self._worker.world.timeout_s)
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def close(self, patience_s: float) -> None:
-        self._writer.close(patience_s)
+        """Wait, no longer than ``patience_s``, and release the folders for others."""
+        try:
+            self.finish(patience_s)
+            self._finish_last()
+            if self.is_under_way:
+                raise CheckpointError(f"{self._nothing_saved}: it was not copied before the end")
+        finally:
+            self._locks.release()
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
@@ -101,7 +192,7 @@ class Saving:
             return
         with session.idle(CheckpointError):
             probe.at("load", action="begin", **worker.place)
-            self._writer.finish(session.world.timeout_s)
+            self.finish(session.world.timeout_s)
             found = read_checkpoint(folder, spec.model, worker, spec.plan)
         with worker.running():
             probe.at("load", action="restore", **worker.place)

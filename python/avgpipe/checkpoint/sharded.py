@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from avgpipe.checkpoint.content import parameter_names
+from avgpipe.checkpoint.content import optimizer_state, parameter_names
 from avgpipe.checkpoint.folder import agreed
-from avgpipe.checkpoint.load import OF_STAGE, set_group
+from avgpipe.checkpoint.load import OF_STAGE, load_by_name, restore_schedule
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
-from avgpipe.runtime.several import rescheduled
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
@@ -64,15 +63,17 @@ def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -
     try:
         weights, optimizers, training = (state[part] for part in _PARTS)
         settings = json.loads(training)
+        groups = {name: of for members, of in _decoded(settings["groups"]) for name in members}
         for name, tensor in model.unused.items():
             tensor.copy_(weights[name])
         for k, trained in _stages(worker):
             for name, tensor in _weights(model, k, trained).items():
                 tensor.copy_(weights[name])
-            _restore_optimizer(trained, model.trainable[k], optimizers, _decoded(settings["groups"]))
+            if trained.optimizer is not None:
+                order = parameter_names(trained, trained.optimizer, model.trainable[k])
+                load_by_name(trained.optimizer, order, groups, optimizers, _copied)
             schedule, scale = (_decoded(settings[what]) for what in _OF_ALL)
-            if trained.lr_scheduler is not None and trained.optimizer is not None and schedule is not None:
-                trained.lr_scheduler.load_state_dict(rescheduled(schedule, trained.optimizer))
+            restore_schedule(trained, schedule, exactly=False)
             if trained.loss_scale is not None and scale is not None:
                 trained.loss_scale.load_state_dict(scale)
             trained.replaced()
@@ -103,19 +104,19 @@ def _weights(model: Model, k: int, trained: TrainedStage) -> dict[str, torch.Ten
 
 
 def _optimizer_state(trained: TrainedStage, names: list[str]) -> dict[str, dict[str, torch.Tensor]]:
-    optimizer = trained.optimizer
-    if optimizer is None:
+    found = optimizer_state(trained, names)
+    if found is None or trained.optimizer is None:
         return {}
-    state = dict(optimizer.state) or _first_state(optimizer)
+    states = found["state"]["state"] or _first_state(trained.optimizer)
     return {
-        name: {key: torch.as_tensor(value) for key, value in state[p].items() if value is not None}
-        for name, p in zip(names, trained.arena.parameters)
-        if p in state
+        name: {key: torch.as_tensor(value) for key, value in states[n].items() if value is not None}
+        for n, name in enumerate(found["names"])
+        if n in states
     }
 
 
-def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
-    """Return the optimizer's state after its first step, as zeros: places to load into.
+def _first_state(optimizer: torch.optim.Optimizer) -> dict[int, dict[str, Any]]:
+    """Return the optimizer's state after its first step, by number, as zeros: places to load into.
 
     It makes the state by a step with zero gradients, and restores the optimizer.
     """
@@ -134,8 +135,8 @@ def _first_state(optimizer: torch.optim.Optimizer) -> dict[Any, dict[str, Any]]:
     for group, rate in zip(optimizer.param_groups, rates):
         group["lr"] = rate
     found = {
-        p: {key: _zeroed(torch.as_tensor(v)) for key, v in of.items() if v is not None}
-        for p, of in optimizer.state.items()
+        n: {key: _zeroed(torch.as_tensor(v)) for key, v in of.items() if v is not None}
+        for n, of in optimizer.state_dict()["state"].items()
     }
     optimizer.state.clear()
     return found
@@ -150,37 +151,17 @@ def _zeroed(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _restore_optimizer(
-    trained: TrainedStage,
-    names: list[str],
-    optimizers: Mapping[str, Any],
-    groups: list[tuple[list[str], dict[str, Any]]],
-) -> None:
-    optimizer = trained.optimizer
-    if optimizer is None:
-        return
-    current = optimizer.state_dict()
-    order = parameter_names(trained, optimizer, names)
-    settings = {name: of for members, of in groups for name in members}
-    for mine in current["param_groups"]:  # a group gets the settings that its parameters had
-        set_group(mine, next((settings[order[n]] for n in mine["params"] if order[n] in settings), {}))
-    # Copies: a tied parameter's state goes to several stages.
-    current["state"] = {
-        n: {key: copied(value) for key, value in optimizers[name].items()}
-        for n, name in enumerate(order)
-        if name in optimizers
-    }
-    optimizer.load_state_dict(current)
+def _copied(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {key: copied(value) for key, value in state.items()}
 
 
 def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     """Return what training needs beside tensors, for JSON; of groups the names and settings."""
-    groups, optimizer = [], trained.optimizer
-    if optimizer is not None:
-        order = parameter_names(trained, optimizer, names)
-        for group in optimizer.state_dict()["param_groups"]:
+    groups = []
+    if (found := optimizer_state(trained, names)) is not None:
+        for group in found["state"]["param_groups"]:
             settings = {key: value for key, value in group.items() if key not in OF_STAGE}
-            groups.append(_encoded(([order[n] for n in group["params"]], settings)))
+            groups.append(_encoded(([found["names"][n] for n in group["params"]], settings)))
     scheduler, scale = trained.lr_scheduler, trained.loss_scale
     return {
         "groups": groups,
@@ -189,8 +170,7 @@ def _settings(trained: TrainedStage, names: list[str]) -> dict[str, Any]:
     }
 
 
-# ---- Python's values for JSON, which has neither tuples nor keys that are numbers
-# ---------------------------------
+# ---- Python's values for JSON, which has neither tuples nor keys that are numbers ------------------------------------
 
 
 def _encoded(value: Any) -> Any:

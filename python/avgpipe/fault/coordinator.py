@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, wait
-from typing import Any, Protocol
+from typing import Any
 
 from avgpipe.fault.roster import JOIN, OVER, VERSION, JoiningGroup, Process, Roster, Term, encoded, received
 from avgpipe.fault.trunk import let_in
@@ -35,16 +35,6 @@ from avgpipe_ext.ring import Bell, Memory
 
 _GREET_S = 3  # timeout for a peer to prove that it knows the token; all other peers wait meanwhile
 _KNOWN = 1000  # results of ``once`` that are kept
-
-
-class Recorder(Protocol):
-    """Records what processes report about the run, in the launcher."""
-
-    def hear(self, kind: str, *values: Any) -> None:
-        """Record a report of one process; others may send the same one. ValueError for an invalid report."""
-
-    def answer(self, reply: Callable[[Any], None], writes: bool, kind: str, *values: Any) -> None:
-        """Answer a request, now or after a later report; ``writes``: its process may write files."""
 
 
 class Coordinator:
@@ -58,7 +48,9 @@ class Coordinator:
             of its processes has ended (reason "", as its exit code says more), hangs, or sends an invalid
             message. It must end the other processes, and call :meth:`gone` when all of them have ended.
         say: prints a line for the user.
-        recorder: records what processes report.
+        recorder: records what processes report about the run, which several may report alike, and answers their
+            requests by ``answer(reply, writes, kind, *values)``, now or after a later report; ``writes``:
+            whether that process may write files. It raises ValueError for invalid values.
         let_join: called with the connection of another command that wants to start a pipeline, and its
             description of itself; keeps the connection, and returns the reply to that command.
 
@@ -75,7 +67,7 @@ class Coordinator:
         wanted: int,
         lost: Callable[[int, int | None, str], None],
         say: Callable[[str], None],
-        recorder: Recorder | None = None,
+        recorder: Any = None,
         let_join: Callable[[Connection, dict[str, Any]], dict[str, Any]] | None = None,
     ) -> None:
         self._listening, self._token = socket.socket(socket.AF_UNIX), token
@@ -257,7 +249,8 @@ class Coordinator:
         elif kind == "stop":
             self._is_to_stop = True
         elif kind == "memory":
-            self._give_memory(group, process, *values)
+            request, name, size = values
+            self._reply(process, request, offer(group.memory, name, size))
         elif kind == "late":
             process.late = int(values[0]), float(values[1])
         elif kind == "once":
@@ -341,16 +334,6 @@ class Coordinator:
         group.processes[rank].wants = "enter"
         group.ready_at = time.monotonic()
         self._reply(group.processes[rank], request, {})
-
-    def _give_memory(self, group: JoiningGroup, process: Process, request: int, name: str, size: int) -> None:
-        try:
-            memory = group.memory.get(name)
-            if memory is None or memory.bytes < size:
-                memory = group.memory[name] = Memory.create(size)
-        except (MemoryError, OSError) as error:
-            self._reply(process, request, {"why": str(error) or "there is not enough"})
-        else:
-            self._reply(process, request, {"place": place_of(memory)})
 
     def _hand_over(self, donor: JoiningGroup, number: int, name: str, value: Any) -> None:
         """Pass on the state that a pipeline begins with, once: a donor's successor sends it again."""
@@ -523,6 +506,17 @@ class Coordinator:
 def place_of(memory: Memory) -> list[Any]:
     """Return where another process opens memory: path and bytes."""
     return [memory.path, memory.bytes]
+
+
+def offer(memory: dict[str, Memory], name: str, size: int) -> dict[str, Any]:
+    """Return the reply to a request for memory, which is made unless there is some of that name and size."""
+    try:
+        found = memory.get(name)
+        if found is None or found.bytes < size:
+            found = memory[name] = Memory.create(size)
+    except (MemoryError, OSError) as error:
+        return {"why": str(error) or "there is not enough"}
+    return {"place": place_of(found)}
 
 
 class _Once:

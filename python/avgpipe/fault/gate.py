@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 from avgpipe.fault.coordinator import place_of
 from avgpipe.fault.membership import GROUP
-from avgpipe.fault.mirror import bells_at, published_by
+from avgpipe.fault.mirror import bells_at
 from avgpipe.fault.passage import Passage, published_memory
 from avgpipe.fault.roster import JOIN, Roster
 from avgpipe.fault.trunk import Trunk
@@ -82,7 +82,8 @@ class Gate(Passage):
         elif kind == "reply" and (key, values[0]) in self.asked:
             name, _ = self.asked.pop((key, values[0]))
             if "place" in values[1]:
-                self._know_memory(key, name, Memory.open(*values[1]["place"]))
+                self.memory[name] = Memory.open(*values[1]["place"])
+                self.note_memory(name, self._places[key])
                 return [values[0], {"place": None}]
         elif kind == "roster":
             return self._roster_out(*values)
@@ -97,13 +98,6 @@ class Gate(Passage):
                 self._handed.add(name)
                 self.send_contents(name, place)
         return [name, place[-1]]
-
-    def _know_memory(self, key: int, name: str, memory: Memory) -> None:
-        assert self.group is not None
-        self.memory[name] = memory
-        places = self._places[key]
-        published = self.mirror.of(self.group, places)
-        published.memory |= {place: memory for place in range(places) if published_by(place) == name}
 
     def _roster_out(self, terms: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
         sent, bells = {}, []

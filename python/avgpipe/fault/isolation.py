@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable
+from dataclasses import astuple
 from typing import Any
 
 import torch
 
+from avgpipe.checkpoint.content import content_of
+from avgpipe.checkpoint.load import SavedStages, restore_stages
+from avgpipe.errors import CheckpointError
 from avgpipe.fault.exchange import TurnExchange
-from avgpipe.fault.handover import check_state, give_state, take_state
 from avgpipe.fault.membership import Membership
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
@@ -95,6 +99,36 @@ class OtherPipelines:
         self.exchange.close()
 
 
+def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
+    """Return the state of a stage replica between two steps, at the position ``counts`` of the run.
+
+    The reference's, and of the donor's own the states of optimizer, learning-rate schedule and loss scale;
+    neither its weights nor what its layers carry from batch to batch.
+    """
+    try:
+        content = content_of(worker.model, worker, number, whole=True)
+        content["replicas"][0] |= {"weights": {}, "older": {}, "carry": {}}
+        given: dict[str, Any] = {"counts": astuple(counts), "content": content}
+    except CheckpointError as error:  # the joining pipeline ends, not this one
+        given = {"why": str(error)}
+    buffer = io.BytesIO()
+    torch.save(given, buffer)
+    return buffer.getvalue()
+
+
+def take_state(given: bytes, worker: Worker, number: int) -> Counts:
+    """Begin with a given state; return the run's position."""
+    (pipeline,) = worker.placement.pipelines
+    state = torch.load(io.BytesIO(given), map_location="cpu", weights_only=True)
+    if "why" in state:
+        raise CheckpointError(state["why"])
+    content = state["content"]
+    content["replicas"] = {pipeline: content["replicas"][0]}
+    restore_stages({number: SavedStages([content], exactly=True)}, worker.model, worker)
+    worker.trained[number, pipeline].replaced()
+    return Counts(*state["counts"])
+
+
 class Isolation(Policy):
     """The policy of isolated pipelines: the others take over what a lost one has not finished."""
 
@@ -172,8 +206,8 @@ class Isolation(Policy):
             digests = self._digests(session, exchange.membership.has_begun)
             turn, counts = exchange.enter(digests), None
             if not exchange.membership.is_late:
-                for number in worker.held:
-                    check_state(worker, number)
+                for number in worker.held:  # refuse state that no joining pipeline could read
+                    content_of(worker.model, worker, number, whole=True)
             else:
                 probe.at("join", **worker.place)
                 for number in worker.held:

@@ -94,6 +94,12 @@ class Passage(ABC):
     def memory_for(self, name: str, length: int) -> Memory:
         """Return memory for ``length`` bytes that one process hands over to another."""
 
+    def note_memory(self, name: str, places: int) -> None:
+        """Note memory of the group, which has ``places`` stage replicas, where one of them publishes in it."""
+        assert self.group is not None
+        published = self.mirror.of(self.group, places)
+        published.memory |= {p: self.memory[name] for p in range(places) if published_by(p) == name}
+
     # ---- threads -----------------------------------------------------------------------------------------------------
 
     def _ship(self) -> None:

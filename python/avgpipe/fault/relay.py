@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from avgpipe.fault.coordinator import place_of
+from avgpipe.fault.coordinator import offer, place_of
 from avgpipe.fault.membership import GROUP, TOKEN
 from avgpipe.fault.mirror import bells_at, published_by
 from avgpipe.fault.passage import OPEN, Passage
@@ -116,7 +116,10 @@ class Relay(Passage):
             return [{**values[0], "published": place_of(published.counts)}]
         if kind == "reply" and (key, values[0]) in self.asked:
             name, size = self.asked.pop((key, values[0]))
-            return [values[0], self._own_memory(name, size) if "place" in values[1] else values[1]]
+            reply = offer(self.memory, name, size) if "place" in values[1] else values[1]
+            if "place" in reply:
+                self.note_memory(name, self._places)
+            return [values[0], reply]
         if kind == "roster":
             return self._roster_in(*values)
         if kind == "handed over":
@@ -127,18 +130,6 @@ class Relay(Passage):
 
     def _has_begun(self) -> bool:
         return self.group is not None and self.mirror.of(self.group, self._places).turns_published() > 0
-
-    def _own_memory(self, name: str, size: int) -> dict[str, Any]:
-        assert self.group is not None
-        try:
-            memory = self.memory.get(name)
-            if memory is None or memory.bytes < size:
-                memory = self.memory[name] = Memory.create(size)
-        except (MemoryError, OSError) as error:
-            return {"why": str(error) or "there is not enough"}
-        published = self.mirror.of(self.group, self._places)
-        published.memory |= {place: memory for place in range(self._places) if published_by(place) == name}
-        return {"place": place_of(memory)}
 
     def _roster_in(self, terms: list[Any], facts: dict[str, Any], stop: int | None) -> list[Any]:
         known = {}

@@ -150,7 +150,8 @@ class Replacing:
         """Find the ranks that have ended; kill stopped ones that keep the others waiting."""
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
         is_over = self._stopped_timer.expired(bool(stopped)) and len(stopped) == len(self._ranks)
-        if stopped and (is_over or self._others_wait()):
+        # A rank that is stopped while it reads or writes the report that one waits blocks the store for all.
+        if stopped and (is_over or self._is_there(waited_for(self._generation), silent=True)):
             self._kill(stopped)
             # They may take long to end; until then no rank may get the answer that none is lost.
             self._put(prospect(self._generation + 1), json.dumps(stopped))
@@ -200,18 +201,6 @@ class Replacing:
                     raise
                 self._kill([rank for rank, one in self._ranks.items() if one.stopped()])
                 time.sleep(_POLL_S)
-
-    def _others_wait(self) -> bool:
-        """Whether ranks have reported that another one does not answer.
-
-        A rank that is stopped while it reads or writes such a report blocks the store for all: True then.
-        """
-        from avgpipe.ranks.rendezvous import Silence
-
-        try:
-            return self._board.get(waited_for(self._generation)) is not None
-        except Silence:
-            return True
 
     def _is_blame_known(self) -> bool:
         """Whether a rank is stopped, or was killed and the others have not continued since."""
@@ -278,12 +267,16 @@ class Replacing:
                 self._say(f"no spare process can be started any more: {reason(error)}")
 
     def _is_restored(self) -> bool:
+        return self._is_there(restored(self._generation), silent=False)
+
+    def _is_there(self, name: str, silent: bool) -> bool:
+        """Whether a text is in the store; ``silent`` where the store does not answer."""
         from avgpipe.ranks.rendezvous import Silence
 
         try:
-            return self._board.get(restored(self._generation)) is not None
-        except Silence:  # the next call asks again
-            return False
+            return self._board.get(name) is not None
+        except Silence:
+            return silent
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)

@@ -20,7 +20,6 @@ VERSION = 1
 OVER = "the run is over"  # why a pipeline that joins too late is ended
 JOIN = "join"  # first message of another command that starts a pipeline
 ENDED = "ended"  # its last message
-_MOST_BYTES = 2**20  # of a message
 _NEVER = 2**62
 
 
@@ -110,9 +109,9 @@ def encoded(message: Sequence[Any]) -> bytes:
     return json.dumps(message).encode()
 
 
-def received(connection: Connection) -> list[Any]:
+def received(connection: Connection, most_bytes: int = 2**20) -> list[Any]:
     """Read a message; OSError or EOFError for a closed connection, ValueError for an invalid message."""
-    message = json.loads(connection.recv_bytes(_MOST_BYTES))
+    message = json.loads(connection.recv_bytes(most_bytes))
     if not isinstance(message, list) or not message:
         raise ValueError(f"not a message: {message!r}")
     return message

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.coordinator import Coordinator, Recorder
+from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.gate import Gates, listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, JoinedFar, leave_address
@@ -119,7 +118,7 @@ class Supervisor:
     Args:
         folder: readable for this user alone; :func:`avgpipe.fault.joining.join` finds the run there.
         say: prints a line for the user.
-        recorder: records what processes report about the run.
+        recorder: see :class:`avgpipe.fault.coordinator.Coordinator`.
 
     Raises:
         ValueError: it cannot listen at the given address.
@@ -131,7 +130,7 @@ class Supervisor:
         isolation: IsolatedCounts,
         folder: Path,
         say: Callable[[str], None],
-        recorder: Recorder | None = None,
+        recorder: Any = None,
     ) -> None:
         self._job, self._isolation, self._say = job, isolation, say
         self._groups: dict[int, _Group] = {}
@@ -187,8 +186,8 @@ class Supervisor:
             preempted: Preempted | None = None
 
             def close(number: int) -> None:
-                if preempted is not None and preempted.is_noticed and number != signal.SIGKILL:
-                    number = signal.SIGINT  # they take SIGTERM for a part of the preemption
+                if preempted is not None:
+                    number = preempted.signal_for(number)
                 started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
                 for one in started:
                     one.processes.close(number)

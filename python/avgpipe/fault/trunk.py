@@ -6,7 +6,6 @@ is encrypted.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import struct
@@ -16,6 +15,8 @@ from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any
+
+from avgpipe.fault.roster import encoded, received
 
 _MOST_BYTES = 2**24  # of a message, without its parts
 # Each end proves with a prefix of its own that it knows the token, or an answer could be replayed to another.
@@ -69,16 +70,13 @@ class Trunk:
     def send(self, *message: Any, parts: Sequence[memoryview] = ()) -> None:
         """Send a message and its parts, none of which is empty. OSError where the connection is closed."""
         with self._sending:
-            self._connection.send_bytes(json.dumps(message).encode())
+            self._connection.send_bytes(encoded(message))
             for part in parts:
                 self._connection.send_bytes(part)
 
     def receive(self) -> list[Any]:
         """Return the next message. OSError or EOFError: the connection is closed; ValueError: invalid."""
-        message = json.loads(self._connection.recv_bytes(_MOST_BYTES))
-        if not isinstance(message, list) or not message:
-            raise ValueError(f"not a message: {message!r}")
-        return message
+        return received(self._connection, _MOST_BYTES)
 
     def receive_into(self, target: memoryview) -> None:
         """Receive a part of the message before, whose size the receiver knows."""

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -25,7 +24,7 @@ from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Turn, TurnExchange
 from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
-from avgpipe.model.context import CallerGenerators, GivenBack, Position
+from avgpipe.model.context import Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Prefetch, cut, result_of
@@ -322,27 +321,15 @@ class TurnFeed(Feed):
         for row in self._worker.rows:
             row.start(work)
 
-    def end(self) -> None:
-        """Let the pipeline drain, as no other batch follows for now."""
-        with self._worker.running():
-            for row in self._worker.rows:
-                row.drain()
-
     # ---- ending ------------------------------------------------------------------------------------------------------
 
-    def drain(self, prefetch: bool = False) -> None:
-        """Finish all steps, and train on what was lost in them. ``prefetch``: see :meth:`finish_oldest`."""
-        self.end()
-        while not self.is_empty:
-            if not self._in_flight:
-                self._begin_turn()
-            self.finish_oldest(prefetch)
-        with self._worker.running():
-            self._worker.settle(self._membership.begun)
-        self._worker.scheduler.pause()
-
     def finish_oldest(self, prefetch: bool = False) -> None:
-        """Run until the oldest step has ended. ``prefetch``: fetch the loader's next batch meanwhile."""
+        """Run until the oldest step has ended. ``prefetch``: fetch the loader's next batch meanwhile.
+
+        If none has begun, train on what was lost.
+        """
+        if not self._in_flight:
+            self._begin_turn()
         turn, worker = self._in_flight[0], self._worker
         lanes = list(worker.lanes.values())
         left = [*lanes]
@@ -353,14 +340,7 @@ class TurnFeed(Feed):
                 left.pop()
             return not left and turn in self._exchange.turns
 
-        with worker.running() as modes, CallerGenerators(worker.device) as generators:
-
-            def fetch() -> bool:
-                start = time.perf_counter()
-                fetched = self._loader.fetch(partial(GivenBack, generators, modes))
-                worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
-                return fetched
-
+        with self._running() as fetch:
             worker.scheduler.run_until(ended, fetch if prefetch else lambda: False, awaited)
             if prefetch:
                 fetch()

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.files import dataclass_of
-from avgpipe.ranks import environment as probe
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane
@@ -101,7 +99,6 @@ class Fault:
     action: str | None = None
     restart: int | None = None
     after: int = 0
-    after_s: float = 0.0
     times: int | None = 1
     for_s: float | None = None
     where: str | None = None
@@ -118,7 +115,6 @@ class Fault:
                 check_count(name, value, 0)
         if self.times is not None:
             check_count("times", self.times)
-        _check_seconds("after_s", self.after_s)
         self._check_options()
         self._check_place()
 
@@ -131,8 +127,10 @@ class Fault:
                 )
         if self.kind == "slow" and self.for_s is None:
             raise ValueError("kind 'slow' needs for_s=, the seconds of each delay")
-        if self.for_s is not None:
-            _check_seconds("for_s", self.for_s)
+        value = self.for_s
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise ValueError(f"for_s={value!r}: must be a number of seconds, not below 0")
         if self.kind == "flipped bit":
             _check_name("where", self.where, WHERE)
 
@@ -183,6 +181,9 @@ class Fault:
         )
 
 
+# ``ranks.environment`` arms faults while it is imported, so nothing here imports it before.
+
+
 class Armed:
     """A fault that waits for its place in this process; as a context manager until the end of the block.
 
@@ -193,12 +194,12 @@ class Armed:
 
     def __init__(self, fault: Fault) -> None:
         self.fault, self.fired = fault, 0
-        self._seen, self._since = 0, time.monotonic()
+        self._seen = 0
 
     def is_due(self, phase: str, place: Mapping[str, Any]) -> bool:
         """Count a place that the process reaches; return whether the fault happens there."""
         fault = self.fault
-        if not fault.fits(phase, place) or time.monotonic() < self._since + fault.after_s:
+        if not fault.fits(phase, place):
             return False
         self._seen += 1
         is_due = self._seen > fault.after and (fault.times is None or self.fired < fault.times)
@@ -208,6 +209,7 @@ class Armed:
     def reach(self, phase: str, place: Mapping[str, Any]) -> Fault | None:
         """Let the fault happen if it is due; return it if the place itself must act on it."""
         from avgpipe.faults.kinds import happen
+        from avgpipe.ranks import environment as probe
 
         restarts = os.environ.get(probe.RESTART, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         here = {"rank": int(os.environ.get("RANK", "0")), "restart": int(restarts), **place}
@@ -215,6 +217,8 @@ class Armed:
 
     def disarm(self) -> None:
         """Disarm the fault. Its effects remain: a connection that was cut is not restored."""
+        from avgpipe.ranks import environment as probe
+
         if self in probe.armed:
             probe.armed.remove(self)
 
@@ -232,7 +236,7 @@ def to_json(wanted: Iterable[Fault]) -> str:
 
 def armed_by(text: str) -> list[Armed]:
     """Return the armed faults of a text of ``to_json``; ValueError for any other text."""
-    return [Armed(dataclass_of(probe.VARIABLE, Fault, values)) for values in json.loads(text)]
+    return [Armed(dataclass_of("AVGPIPE_FAULTS", Fault, values)) for values in json.loads(text)]
 
 
 def _is(found: Any, wanted: Any) -> bool:
@@ -245,8 +249,3 @@ def _is(found: Any, wanted: Any) -> bool:
 def _check_name(what: str, name: Any, valid: Iterable[str]) -> None:
     if name not in tuple(valid):
         raise ValueError(f"{what}={name!r}: {nearest(str(name), tuple(valid))}")
-
-
-def _check_seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-        raise ValueError(f"{name}={value!r}: must be a number of seconds, not below 0")

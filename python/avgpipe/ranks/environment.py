@@ -13,9 +13,8 @@ import logging
 import os
 import platform
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -54,14 +53,7 @@ VARIABLE = "AVGPIPE_FAULTS"  # name of the variable with the faults of processes
 RESTART = "AVGPIPE_RESTART"  # name of the variable that counts how often a process was restarted
 
 
-class Probe(Protocol):
-    """An armed fault."""
-
-    def reach(self, phase: str, place: Mapping[str, Any]) -> Any:
-        """Let a due fault happen at a place; return it if the place itself must act on it, else None."""
-
-
-armed: list[Probe] = []
+armed: list[Any] = []  # faults, each an ``avgpipe.faults.fault.Armed``
 
 
 def at(phase: str, **place: Any) -> list[Any]:
@@ -76,7 +68,7 @@ def at(phase: str, **place: Any) -> list[Any]:
 
 
 if VARIABLE in os.environ:
-    importlib.import_module("avgpipe.faults").arm(os.environ[VARIABLE])
+    armed.extend(named("avgpipe.faults.fault:armed_by")(os.environ[VARIABLE]))
 
 
 # ---- processors, threads and main memory -----------------------------------------------------------------------------

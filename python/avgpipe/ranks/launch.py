@@ -96,12 +96,9 @@ def run_on_ranks(
     added = {**same_modules(), **(environment or {})}
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
-    with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
-        folder = Path(name)
-        # In a file, because every user can read a command line.
-        (folder / ARGUMENTS).write_text(json.dumps(dict(arguments)))
-        commands = [[*prefix, *tied("stderr", target)] for prefix in prefixes or [()] * world_size]
-        _run(commands, folder, added, captures, timeout_s, say, preemption_s)
+    job = Job("stderr", [target], world_size, added, arguments)
+    with ExitStack() as stack:
+        folder = _run(stack, job, prefixes, captures, timeout_s, say, preemption_s)
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -110,8 +107,8 @@ def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout")
 
     Its standard output goes to this process's ``out``, "stdout" or "stderr".
     """
-    with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder, loopback_store() as address:
-        _run([tied(out, *command)] * world_size, Path(folder), address)
+    with ExitStack() as stack:
+        _run(stack, Job(out, command, world_size, {}))
 
 
 def same_modules() -> dict[str, str]:
@@ -171,15 +168,26 @@ class Job:
     added: Mapping[str, str]
     arguments: Mapping[str, Any] | None = None
 
-    def start(self, stack: ExitStack, place: Mapping[str, str]) -> Started:
-        """Start the processes of a pipeline; their resources are kept until the end of ``stack``."""
+    def start(
+        self,
+        stack: ExitStack,
+        place: Mapping[str, str],
+        prefixes: Sequence[Sequence[str]] = (),
+        captures: bool = False,
+    ) -> Started:
+        """Start the processes of a pipeline; their resources are kept until the end of ``stack``.
+
+        ``prefixes`` and ``captures``: see :func:`run_on_ranks`.
+        """
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
         if self.arguments is None:
             address = stack.enter_context(loopback_store())
         else:
             address = {}
+            # In a file, because every user can read a command line.
             (folder / ARGUMENTS).write_text(json.dumps(dict(self.arguments)))
-        return start([tied(self.out, *self.command)] * self.size, folder, {**self.added, **address, **place})
+        commands = [[*words, *tied(self.out, *self.command)] for words in prefixes or [()] * self.size]
+        return start(commands, folder, {**self.added, **address, **place}, captures)
 
 
 def as_here(job: Job) -> Job:
@@ -190,10 +198,14 @@ def as_here(job: Job) -> Job:
 
 
 class Started:
-    """Processes started together by torch's launcher; each leads a session of its own."""
+    """Processes started together by torch's launcher; each leads a session of its own.
+
+    Attributes:
+        folder: in which they meet.
+    """
 
     def __init__(self, processes: Any, count: int, captures: bool, folder: Path) -> None:
-        self._processes, self._count, self._captures, self._folder = processes, count, captures, folder
+        self._processes, self._count, self._captures, self.folder = processes, count, captures, folder
         self._first: int | None = None  # the rank that failed first, when the others were killed
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
@@ -235,7 +247,7 @@ class Started:
 
     def _code(self, rank: int, code: int) -> int:
         """Return the exit code of a failed rank; PEER_LOST also for a script that has missed a peer."""
-        return PEER_LOST if code > 0 and has_missed(self._folder, rank) else code
+        return PEER_LOST if code > 0 and has_missed(self.folder, rank) else code
 
     def stopped(self) -> list[int]:
         """Return the ranks that a signal has stopped."""
@@ -328,57 +340,50 @@ def start(
 
 
 def _run(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    added: Mapping[str, str],
+    stack: ExitStack,
+    job: Job,
+    prefixes: Sequence[Sequence[str]] = (),
     captures: bool = False,
     timeout_s: float | None = None,
     say: Callable[[str], None] = lambda line: None,
     preemption_s: float | None = None,
-) -> None:
-    """Run a command on each rank and wait for the end of all."""
-    from torch.distributed.elastic import multiprocessing as elastic
-
+) -> Path:
+    """Run a job on each rank and wait for the end of all; return the folder of its processes."""
     said = ""
     started: Started | None = None
-    with keeping_handlers():
-        deadline, stopped_timer = time.monotonic() + (timeout_s or float("inf")), StoppedTimer()
-        preempted: Preempted | None = None
-        try:
-            started = start(commands, folder, added, captures)
+    preempted: Preempted | None = None
+
+    def close(number: int) -> None:
+        if started is not None:
+            started.close(number if preempted is None else preempted.signal_for(number))
+
+    try:
+        with keeping_handlers(), ending(close):
+            deadline, stopped_timer = time.monotonic() + (timeout_s or float("inf")), StoppedTimer()
+            started = job.start(stack, {}, prefixes, captures)
             pass_on_questions(lambda: [started])
             if preemption_s is not None:
                 preempted = Preempted(lambda: [started], preemption_s)
             while (end := started.poll()) is None:
                 time.sleep(_POLL_S)
-                said = _pass_on(folder / PROGRESS, said, say)
+                said = _pass_on(started.folder / PROGRESS, said, say)
                 if preempted is not None:
                     preempted.look()
                 if stopped_timer.expired(bool(started.stopped())) and (still := started.all_stopped()):
-                    codes = [-signal.SIGKILL if rank in still else 0 for rank in range(len(commands))]
+                    codes = [-signal.SIGKILL if rank in still else 0 for rank in range(job.size)]
                     raise RanksFailed(codes, still[0], reason=STOPPED)
                 if time.monotonic() > deadline:
                     late = f"the workers were not done after {timeout_s:.0f} s and were ended"
                     raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")
-        except BaseException as error:
-            # KeyboardInterrupt: the signal arrived before torch's launcher had installed its handlers.
-            interrupted = isinstance(error, (elastic.SignalException, KeyboardInterrupt))
-            number = getattr(error, "sigval", signal.SIGINT) if interrupted else signal.SIGKILL
-            if started is not None:
-                # Ranks that know of their preemption take SIGTERM for a part of it.
-                is_preempted = preempted is not None and preempted.is_noticed and interrupted
-                _end(started.close, signal.SIGINT if is_preempted else number)
-            if interrupted:
-                raise Interrupted(number) from error
-            raise
-        finally:
-            if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
-                print("\x1b[?25h", end="", file=sys.stderr, flush=True)
+    finally:
+        if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
+            print("\x1b[?25h", end="", file=sys.stderr, flush=True)
     if isinstance(end, RanksFailed):
-        _pass_on(folder / PROGRESS, said, say)  # the last line before the failure
+        _pass_on(started.folder / PROGRESS, said, say)  # the last line before the failure
         if preempted is not None and preempted.is_noticed and _was_late(end):
             raise Interrupted(signal.SIGTERM) from end
         raise end
+    return started.folder
 
 
 class Preempted:
@@ -410,6 +415,10 @@ class Preempted:
     @property
     def is_noticed(self) -> bool:
         return self._deadline is not None
+
+    def signal_for(self, number: int) -> int:
+        """Return the signal by which to end the ranks: those that were notified take SIGTERM for a part of it."""
+        return signal.SIGINT if self.is_noticed and number != signal.SIGKILL else number
 
     def look(self) -> None:
         """Notify the ranks; if they have not ended in time, let SIGTERM have its usual effect."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -299,22 +299,6 @@ def transport_reason(error: BaseException) -> str:
 # ---- watching ----------------------------------------------------------------------------------------------------
 
 
-class Waits(Protocol):
-    """The waits of the main thread for other ranks."""
-
-    def fail(self, failure: BaseException, source: int | None = None) -> None:
-        """End every wait with ``failure``, or those for the rank ``source``."""
-
-
-class PaceOfRank(Protocol):
-    """The pace of this rank, as a text for the first rank, which compares those of all ranks."""
-
-    told: str
-
-    def compare(self, told: Sequence[str | None]) -> None:
-        """Warn of ranks that are slow."""
-
-
 class Watchdog:
     """A thread that publishes what this rank is doing, and reports the failure of others to this rank.
 
@@ -322,19 +306,20 @@ class Watchdog:
     watched by its descriptor, which becomes readable when it ends, for whatever cause.
 
     Args:
+        waits: of the main thread for other ranks: ``fail(error, source=None)`` ends those for one, or all.
         doing: returns what the main thread is doing.
         processes: process ids of the ranks on this host, by rank.
-        pace: published too, and compared on the first rank.
+        pace: of this rank, as a text: published too, and compared with that of the others on the first rank.
         looks: functions to call repeatedly.
     """
 
     def __init__(
         self,
         world: Met,
-        waits: Waits,
+        waits: Any,
         doing: Callable[[], str],
         processes: Mapping[int, int],
-        pace: PaceOfRank | None = None,
+        pace: Any = None,
         looks: Sequence[Callable[[], None]] = (),
     ) -> None:
         self._world, self._waits, self._doing = world, waits, doing

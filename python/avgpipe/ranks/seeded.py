@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import random
+import runpy
 import sys
-import types
 from types import TracebackType
 from typing import Any
 
@@ -26,15 +26,10 @@ def seed_generators(seed: int) -> None:
 
 def main() -> None:
     seed, script, *args = sys.argv[1:]
-    with open(script, "rb") as file:
-        code = compile(file.read(), script, "exec")
     seed_generators(int(seed))
-    module = types.ModuleType("__main__")
-    vars(module).update(__file__=script, __builtins__=__builtins__, __cached__=None)
-    sys.modules["__main__"] = module
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(os.path.abspath(script))
     _show_from(script)
-    exec(code, vars(module))
+    runpy.run_path(script, run_name="__main__")
 
 
 def _show_from(script: str) -> None:

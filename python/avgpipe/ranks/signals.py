@@ -108,7 +108,9 @@ def _watch(
             deadline = math.inf if _answers is None else time.monotonic() + _answers.within_s
         elif number not in _ENDS:  # another signal, such as SIGCHLD of DataLoader processes
             continue
-        elif is_preempted and preempted_by not in _ENDS and number == signal.SIGTERM and _has_parent(parent):
+        elif (
+            is_preempted and preempted_by not in _ENDS and number == signal.SIGTERM and os.getppid() == parent
+        ):
             continue  # it was sent to all processes, and the launcher has sent its meaning
         elif number == signal.SIGTERM and grace_s and deadline == math.inf:
             deadline = time.monotonic() + grace_s
@@ -119,10 +121,6 @@ def _watch(
         say(signal.Signals(end))
     finally:  # even where standard error has no reader
         os._exit(128 + end)
-
-
-def _has_parent(parent: int) -> bool:
-    return os.getppid() == parent
 
 
 def _preempt(by: int) -> bool:

@@ -7,7 +7,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -94,6 +94,8 @@ class Feed(Protocol):
     next_batch: int
     begun: int
     results: deque[tuple[BatchResult, float]]
+    _worker: Worker
+    _loader: Prefetch
 
     @property
     def next_turn(self) -> int:
@@ -117,6 +119,32 @@ class Feed(Protocol):
 
     def drain(self, prefetch: bool = False) -> None:
         """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
+        self.end()
+        while not self.is_empty:
+            self.finish_oldest(prefetch)
+        with self._worker.running():
+            self._worker.settle(self.next_turn)
+        self._worker.scheduler.pause()
+
+    def end(self) -> None:
+        """Let the pipelines run empty, as no other batch follows for now."""
+        with self._worker.running():
+            for row in self._worker.rows:
+                row.drain()
+
+    @contextmanager
+    def _running(self) -> Iterator[Callable[[], bool]]:
+        """Yield a function that fetches the loader's next batch."""
+        scheduler, device = self._worker.scheduler, self._worker.device
+        with self._worker.running() as modes, CallerGenerators(device) as generators:
+
+            def fetch() -> bool:
+                start = time.perf_counter()
+                fetched = self._loader.fetch(partial(GivenBack, generators, modes))
+                scheduler.note_host("loader", self.next_turn - 1, start, time.perf_counter())
+                return fetched
+
+            yield fetch
 
     def count_batches(self) -> int:
         """Return ``next_batch``, for the caller."""
@@ -271,21 +299,6 @@ class BatchFeed(Feed):
             )
             first += count
 
-    def end(self) -> None:
-        """Let the pipelines run empty, as no other batch follows for now."""
-        with self._worker.running():
-            for row in self._worker.rows:
-                row.drain()
-
-    def drain(self, prefetch: bool = False) -> None:
-        """Finish all batches. ``prefetch``: see :meth:`finish_oldest`."""
-        self.end()
-        while self._in_flight:
-            self.finish_oldest(prefetch)
-        with self._worker.running():
-            self._worker.settle(self.next_batch)
-        self._worker.scheduler.pause()
-
     def fetch(self) -> bool:
         """Begin the loader's next batch; if there is none, end and return False."""
         start = time.perf_counter()
@@ -315,14 +328,7 @@ class BatchFeed(Feed):
                 left.pop()
             return not left and all(key in mailbox for key in messages.values())
 
-        with worker.running() as modes, CallerGenerators(worker.device) as generators:
-
-            def fetch() -> bool:
-                start = time.perf_counter()
-                fetched = self._loader.fetch(partial(GivenBack, generators, modes))
-                scheduler.note_host("loader", self.next_batch - 1, start, time.perf_counter())
-                return fetched
-
+        with self._running() as fetch:
             scheduler.run_until(ended, fetch if prefetch else lambda: False, list(messages.values()))
             if worker.streams is not None:
                 # All steps are only issued. Issue what the other batches can run, and prepare the next one,
