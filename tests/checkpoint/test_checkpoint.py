@@ -16,7 +16,7 @@ from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, Snapshot, verify_checkpoint
 from avgpipe.checkpoint.snapshot import put_together
 from avgpipe.model.context import Carry
-from tests.checkpoint.test_checksum import checksum_in
+from tests.checkpoint.test_blocks import checksum_in
 from tests.runner import run
 from tests.runtime.cases import adamw, language_model, momentum, token_batches
 

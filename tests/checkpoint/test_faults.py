@@ -26,7 +26,7 @@ from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.checkpoint.manifest import Manifest
-from tests.checkpoint.test_checksum import checksum_in
+from tests.checkpoint.test_blocks import checksum_in
 from tests.options import grouped
 from tests.patience import limit
 from tests.runner import Ranks, run, touch

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
-from avgpipe.checkpoint.manifest import NAME, Manifest, checksum_of, file_name
+from avgpipe.checkpoint.manifest import NAME, BlockFile, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.kinds import writing, written
 from avgpipe.ranks import environment as probe
@@ -95,12 +95,10 @@ def nothing_saved(directory: Path) -> str:
 def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tuple[int, int]:
     """Write the file of a stage replica; return its size and checksum."""
     try:
-        with path.open("w+b") as file, _without_crcs():
-            torch.save(content, writing(file, **place))
-            file.flush()
-            os.fsync(file.fileno())
-            file.seek(0)
-            size, checksum = os.fstat(file.fileno()).st_size, checksum_of(file)
+        with path.open("wb", buffering=0) as file, _without_crcs():
+            blocks = BlockFile(file)
+            torch.save(content, writing(blocks, **place))
+            blocks.finish()
     except (OSError, RuntimeError) as error:
         # torch.save raises its own error in place of that of a file that cannot be written.
         cause = error if isinstance(error, OSError) else error.__context__
@@ -109,7 +107,7 @@ def _write(path: Path, content: dict[str, Any], place: Mapping[str, Any]) -> tup
         cause.filename = cause.filename or str(path)
         raise cause from None
     written(path, **place)
-    return size, checksum
+    return blocks.size, blocks.checksum
 
 
 @contextmanager
