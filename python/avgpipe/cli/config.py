@@ -286,8 +286,6 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
-        rebalance: After an epoch, move layers between stages if that should make batches at least 5 % faster,
-            by the measured times of the stages.
         verify_every: Batches between two checks for silent corruption, which compare values that must be equal.
             Default: none.
         verify_wire: Add checksums to messages between workers: a flipped bit ends the run with an error that
@@ -304,7 +302,6 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
 
     out: Folder = ""
     resume: bool = False
-    rebalance: bool = False
     verify_every: Count | None = None
     verify_wire: bool = False
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()

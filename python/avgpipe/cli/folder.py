@@ -35,17 +35,12 @@ class RunFolder:
         if not self._writes:
             return
         self.path.mkdir(parents=True, exist_ok=True)
-        self.note_plan(config, plan)
+        self.write(RUN_FILE, config.to_json())
+        plan.save(self.path / "plan.json")
         # Line by line, so that what a killed run has written stays. An attempt that saved nothing may have
         # left rows.
         mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
         self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
-
-    def note_plan(self, config: TrainConfig, plan: Plan) -> None:
-        """Write the configuration and the plan that the run uses from now on."""
-        self.write(RUN_FILE, config.to_json())
-        if self._writes:
-            plan.save(self.path / "plan.json")
 
     def row(self, kind: str, **values: Any) -> None:
         """Add a row to metrics.jsonl; while the disk accepts none, rows are kept until ``close``."""

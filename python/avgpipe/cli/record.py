@@ -50,18 +50,10 @@ class WrittenRecord:
         done: Totals of the run before this process.
         total: Batches of the whole run.
         writes: Whether this process writes; else every method does nothing.
-        on_result: Gets each row.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        done: Totals,
-        total: int,
-        writes: bool,
-        on_result: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
-        self._config, self._begun, self._writes, self._on_result = config, done.batches, writes, on_result
+    def __init__(self, config: TrainConfig, done: Totals, total: int, writes: bool) -> None:
+        self._config, self._begun, self._writes = config, done.batches, writes
         self.folder = RunFolder(Path(config.out), writes)
         self.progress = ProgressBar(total, done.batches, shown=writes)
         self._loggers = Loggers({}, self.note)  # until the folder exists
@@ -104,8 +96,6 @@ class WrittenRecord:
         self.folder.row(kind, **row)
         if self._writes:
             self._loggers.log(step, row, kind)
-            if self._on_result is not None:
-                self._on_result({"kind": kind, **row})
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
         self.progress.close()

@@ -79,11 +79,6 @@ def resolve(asked: TrainConfig) -> TrainConfig:
             f"{plan.stages} stages are more than the {facts.layers} layers of {model}: "
             f"choose --stages 1 to {facts.layers}"
         )
-    if config.rebalance and (plan.stages == 1 or plan.replication or plan.spread or plan.isolate):
-        raise ValueError(
-            f"--rebalance moves layers between stages that have a worker each, and the plan has stages={plan.stages}, "
-            f"replication={plan.replication}, spread={plan.spread} and isolate={plan.isolate}: leave it out"
-        )
     if plan.micro_batches > facts.batch_size:
         raise ValueError(
             f"a batch of {facts.batch_size} samples cannot be split into {plan.micro_batches} micro-batches: "

@@ -39,7 +39,6 @@ class RowMaker:
     ) -> None:
         self._workload, self._total, self._warnings = workload, total, list(warnings)
         self._epoch_samples: int | None = None  # known once a loader without a length has ended
-        self._skipped = 0  # updates, of earlier pipelines of this process
         self._stretches: list[tuple[int, int]] = []  # steps, first and last, without a pause between them
         self.go_on(done, steps)
 
@@ -77,10 +76,6 @@ class RowMaker:
         """Note how many samples an epoch has, which the end of a loader without a length has shown."""
         self._epoch_samples = samples
 
-    def note_skipped(self, updates: int) -> None:
-        """Count the updates that a pipeline has left out, before another one takes its place."""
-        self._skipped += updates
-
     def go_on(self, done: Totals, steps: int) -> None:
         """Measure the speed from here on, after ``steps`` steps."""
         self._validated_at = replace(done), steps
@@ -99,7 +94,7 @@ class RowMaker:
 
     def of_ranks(self, pipeline: Pipeline) -> tuple[int, list[int]]:
         """Return how many updates were skipped since this process began, and the ranks' peaks of memory."""
-        own = self._skipped + pipeline.skipped_updates, peak_memory_bytes(pipeline.device)
+        own = pipeline.skipped_updates, peak_memory_bytes(pipeline.device)
         skipped, peaks = zip(*pipeline.world.gather(own))
         # Every rank with a stage of a pipeline counts the skipped updates of that pipeline.
         plan, ranks = pipeline.plan, pipeline.world.size
