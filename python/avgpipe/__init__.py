@@ -63,7 +63,7 @@ __all__ = ["__version__", *sorted((*_HOME, *_ADDED))]
 
 def __getattr__(name: str) -> Any:
     if name in _ADDED:
-        value = importlib.import_module("avgpipe.plugins").function(name)
+        value = importlib.import_module("avgpipe.plugins").load("avgpipe.names", name)
     elif name in _HOME:
         value = getattr(importlib.import_module(f"avgpipe.{_HOME[name]}"), name)
     else:
