@@ -27,7 +27,11 @@ def test_names():
         ("awd-lstm", {"epochs": -1}, "epochs=-1: must be an int of at least 1"),
         ("awd-lstm", {"max_batches": 0}, "max_batches=0: must be an int of at least 1"),
         ("awd-lstm", {"seed": -1}, "seed=-1: must be an int of at least 0"),
-        ("awd-lstm", {"optimizer": "lion"}, "unknown optimizer 'lion': valid names: sgd, adam, adamw, muon"),
+        (
+            "awd-lstm",
+            {"optimizer": "lion"},
+            "unknown optimizer 'lion': did you mean 'muon'?",
+        ),
         ("awd-lstm", {"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
         ("awd-lstm", {"lr": float("nan")}, "lr must be a finite number above 0, got nan"),
         ("awd-lstm", {"lr_scaling": "log"}, "unknown lr_scaling 'log': valid names: none, sqrt, linear"),
