@@ -9,7 +9,7 @@ from pathlib import Path
 
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder
+from avgpipe.cli.folder import rows_until
 from avgpipe.cli.output import CommandFailed, arguments, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
 from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
@@ -198,8 +198,7 @@ class TrainingRun(TrainingLoop):
 def _recalled(done: Totals, pipeline: Pipeline, out: Path) -> Totals:
     """Return the totals up to the checkpoint that was loaded, from the run's folder on the first rank."""
     if pipeline.world.rank == 0:
-        folder = RunFolder(out, writes=pipeline.launcher is None)
-        done.recall(folder.cut(pipeline.batches), pipeline.batches)
+        done.recall(rows_until(out, pipeline.batches), pipeline.batches)
     return Totals(**pipeline.world.gather(asdict(done))[0])
 
 
@@ -218,10 +217,11 @@ def _position(done: Totals, workload: Workload, pipeline: Pipeline) -> tuple[int
 
 
 def _record(config: TrainConfig, pipeline: Pipeline, done: Totals, total: int) -> Record:
-    is_first = pipeline.world.rank == 0
-    if pipeline.launcher is not None and is_first:
+    if pipeline.world.rank:
+        return Record()
+    if pipeline.launcher is not None:
         return RemoteRecord(pipeline.launcher, done, total)
-    return WrittenRecord(config, done, total, is_first and pipeline.launcher is None)
+    return WrittenRecord(config, done, total)
 
 
 class Saver:

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from avgpipe.files import finite
 from avgpipe.pipeline import Pipeline
@@ -45,20 +45,21 @@ class TrainingSegment:
         return self.epoch, self.start + batch - self.first
 
 
-class Results(Protocol):
-    """Receives the results of a training loop."""
+class Results:
+    """Receives the results of a training loop, which this class ignores."""
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         """Record a finished batch: its row, its samples, and the seconds of training since the batch before."""
 
     def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
         """Return the batches, or the first ``most`` of them."""
+        return islice(batches, most)
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """Record a finished validation."""
 
 
-class KeptResults:
+class KeptResults(Results):
     """Keeps the rows of a run, as in its metrics.jsonl, and passes each on to a function."""
 
     def __init__(self, on_result: Callable[[Mapping[str, Any]], None] | None = None) -> None:
@@ -67,9 +68,6 @@ class KeptResults:
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         self._add("train", row)
-
-    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
-        return islice(batches, most)
 
     def validation(self, row: Mapping[str, Any]) -> None:
         self._add("valid", row)
