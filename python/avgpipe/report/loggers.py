@@ -168,7 +168,7 @@ class Loggers:
         self._each(lambda logger: logger.close())
         self._loggers.clear()
 
-    def _each(self, act: Callable[[Logger], None]) -> None:
+    def _each(self, act: Callable[[Logger], object]) -> None:
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)

@@ -46,7 +46,7 @@ class RowMaker:
         """Return the row of a batch."""
         row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
         row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
-        extra = {"lr": _lr(pipeline), "grad_norm": getattr(result, "grad_norm", None)}
+        extra = {"lr": result.lr, "grad_norm": result.grad_norm}
         if self._workload.valid_batches is None:  # else validation rows have it
             extra["total_batches"] = self._total
         return row | {name: value for name, value in extra.items() if value is not None}
@@ -141,10 +141,3 @@ class RowMaker:
             },
             "warnings": self._warnings,
         }
-
-
-def _lr(pipeline: Pipeline) -> float | None:
-    """Return the next update's learning rate in the first optimizer's first group; None if it is no number."""
-    optimizer = next(iter(pipeline.optimizers), None)
-    lr = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-    return lr if isinstance(lr, float | int) else None
