@@ -110,7 +110,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("advance", "partition", "replication", "placement"):
-            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+            object.__setattr__(self, name, as_tuples(getattr(self, name)))
         for name in ("stages", "pipelines", "micro_batches"):
             check_count(name, getattr(self, name))
         check_name("system", self.system, tuple(SYSTEMS))
@@ -345,6 +345,6 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _as_tuple(value: Any) -> Any:
+def as_tuples(value: Any) -> Any:
     """Return lists, and lists in them, as tuples."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -22,7 +22,6 @@ from avgpipe.cli.config import (
     TrainConfig,
     WorkloadOptions,
 )
-from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
@@ -86,7 +85,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         )
     return replace(
         config,
-        **as_tuples(asdict(plan)),
+        **asdict(plan),
         plan=None,
         **facts.settled,
         target=target,

@@ -152,7 +152,7 @@ class TrainingRun(TrainingLoop):
     def note_validation(self, loss: float, metrics: Mapping[str, float]) -> bool:
         is_best = super().note_validation(loss, metrics)
         if is_best:
-            self._saver.note_best()
+            self._saver.is_best = True
         return is_best
 
     def _catch_up(self) -> TrainingSegment | None:
@@ -198,7 +198,9 @@ class TrainingRun(TrainingLoop):
 def _recalled(done: Totals, pipeline: Pipeline, out: Path) -> Totals:
     """Return the totals up to the checkpoint that was loaded, from the run's folder on the first rank."""
     if pipeline.world.rank == 0:
-        done.recall(rows_until(out, pipeline.batches), pipeline.batches)
+        for row in rows_until(out, pipeline.batches):
+            done.take(row)
+        done.batches = pipeline.batches
     return Totals(**pipeline.world.gather(asdict(done))[0])
 
 
@@ -239,9 +241,6 @@ class Saver:
         self._pipeline, self._checkpoints, self._record, self._waits = pipeline, checkpoints, record, waits
         self.is_best = False
         self.failure: CheckpointError | None = None
-
-    def note_best(self) -> None:
-        self.is_best = True
 
     def save(self, wait: bool = False) -> None:
         best, self.is_best = self.is_best, False
