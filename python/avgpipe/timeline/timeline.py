@@ -164,10 +164,11 @@ class Timeline:
     def __str__(self) -> str:
         """Format a line for the run and one per row."""
         pipelines, batches = (len({event[field] for event in self.events}) for field in (1, 2))
+        rows = "workers" if self.labels else "stages"
         lines = [
-            f"timeline: {self.stages} stages, {pipelines} pipelines, {batches} batches, "
+            f"timeline: {self.stages} {rows}, {pipelines} pipelines, {batches} batches, "
             f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %",
-            "stage     busy    busy s    recv s      F ms      B ms  peak MiB",
+            f"{rows[:-1]:<6}    busy    busy s    recv s      F ms      B ms  peak MiB",
         ]
         for k, (own, share, busy_s) in enumerate(zip(by_row(self), self.worker_busy_fraction, self.busy_s)):
             times = {
