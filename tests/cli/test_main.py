@@ -32,7 +32,7 @@ OPTIONS = {
             "--latency",
             "--workers",
         ),
-        *("--device", "--autocast", "--threads", "--budget", "--out", "--plot", "--json"),
+        *("--device", "--autocast", "--threads", "--budget", "--out", "--json"),
     ],
     "tune": [
         *(

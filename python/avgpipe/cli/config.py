@@ -357,13 +357,11 @@ class ProfileConfig(ProfilingOptions):
         micro_batch_sizes: Sizes of the micro-batches to time, in samples.
         workers: Processes that profile at the same time, as the workers of this machine would compute.
         out: Where to write the profile.
-        plot: Draw a picture.
     """
 
     micro_batch_sizes: Counts = (1, 2, 4, 8)
     workers: Count = 1
     out: File = "profile.json"
-    plot: Picture | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
