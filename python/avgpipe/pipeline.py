@@ -292,11 +292,7 @@ class Pipeline(Inspection, Keeping):
 
     @recovering
     def evaluate(
-        self,
-        loader: Iterable[Any],
-        metric_fn: MetricFn | None = None,
-        *,
-        weights: str | int = "reference",
+        self, loader: Iterable[Any], metric_fn: MetricFn | None = None, *, weights: str | int = "reference"
     ) -> EvaluationResult:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 

@@ -61,8 +61,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _common(
     version: Annotated[
-        bool,
-        typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version),
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_print_version)
     ] = False,
 ) -> None:
     pass
