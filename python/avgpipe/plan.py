@@ -118,11 +118,8 @@ class Plan:
         check_name("batch", self.batch, BATCHES)
         object.__setattr__(self, "micro_batches", max(self.micro_batches, self.shares))
         if self.rule is None:
-            several = self.pipelines > 1
-            suited = (
-                suited_rule(self.alpha, self.staleness, self.period, self.batch) if several else "avgpipe"
-            )
-            object.__setattr__(self, "rule", suited)
+            rule = suited_rule(self.pipelines, self.alpha, self.staleness, self.period, self.batch)
+            object.__setattr__(self, "rule", rule)
         assert self.rule is not None
         if self.warmup_rounds is None and self.rule in tuple(RULES):
             rounds = suited_warmup(self.pipelines, self.rule, self.staleness)

@@ -93,13 +93,13 @@ STALENESS = (0, 1, "asynchronous")
 WARMUP_ROUNDS: int = 100
 
 
-def suited_rule(alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
-    """Return the default rule of several pipelines: the one that learns most from a batch, if it is possible.
+def suited_rule(pipelines: int, alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
+    """Return the default rule: of several pipelines the one that learns most from a batch, if it is possible.
 
     Pipelines that share a batch can share the optimizer. Options for elasticity, or for rounds of several
     batches, need replicas with their own optimizers.
     """
-    shares = batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
+    shares = pipelines > 1 and batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
     return "mean-gradient" if shares else "avgpipe"
 
 

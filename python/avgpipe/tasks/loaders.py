@@ -6,6 +6,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
@@ -55,11 +56,11 @@ class LoaderBatches:
     @property
     def are_counted(self) -> bool:
         """Return whether the loader knows how many batches it has."""
-        return _length(self._loader) is not None
+        return length_hint(self._loader, -1) >= 0  # also a DataLoader may have none
 
     def __len__(self) -> int:
-        known = _length(self._loader) if self.are_counted else self._most
-        if known is None:
+        known = length_hint(self._loader, -1 if self._most is None else self._most)
+        if known < 0:
             raise TypeError("the loader has no length: give the number of batches to train (max_batches)")
         return max(0, known - self._start)
 
@@ -73,13 +74,6 @@ class LoaderBatches:
             if batch is end:
                 return
             yield batch
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # also for a DataLoader whose dataset has none
-        return None
 
 
 class Draws:
