@@ -78,7 +78,6 @@ def parse_picture(name: str, text: str) -> str:
 Folder = Annotated[str, Value("DIR")]
 File = Annotated[str, Value("FILE")]
 Picture = Annotated[str, Value("FILE", parse_picture)]
-Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_names(text))]
 Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", parse_counts)]
@@ -421,7 +420,7 @@ class PartitionConfig(ProfilingOptions):
     """
 
     workload: Annotated[str, Value("WORKLOAD|PROFILE", positional=True)]
-    method: Methods | None = None
+    method: Names | None = None
     workers: Count | None = None
     cluster: File | None = None
     stages: Count | None = None
