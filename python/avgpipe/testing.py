@@ -51,22 +51,7 @@ from avgpipe.ranks.environment import VARIABLE, armed
 __all__ = ["Armed", "InjectedFault", "environment", "fail_at"]
 
 
-def fail_at(
-    *,
-    kind: str,
-    rank: int | None = None,
-    pipeline: int | None = None,
-    stage: int | None = None,
-    batch: int | None = None,
-    micro_batch: int | None = None,
-    phase: str | None = None,
-    action: str | None = None,
-    restart: int | None = None,
-    after: int = 0,
-    after_s: float = 0.0,
-    times: int | None = 1,
-    **options: Any,
-) -> Armed:
+def fail_at(*, kind: str, **options: Any) -> Armed:
     """Make a fault happen in this process where all given values fit; every rank may make the same call.
 
     An armed fault waits until the process reaches such a place, in any Pipeline. The result is a context
@@ -76,19 +61,17 @@ def fail_at(
 
     Args:
         kind: see ``avgpipe.testing``.
-        rank: by its number, as in messages; at "start" as in the environment. None is any, here and below.
-        pipeline: index of a pipeline.
-        stage: index of a stage.
-        batch: number of a batch over the life of the Pipeline.
-        micro_batch: number of a micro-batch in its batch.
-        phase: likewise.
-        action: likewise.
-        restart: how often torchrun or the launcher has restarted the process; 0: only its first start.
-        after: number of fitting places to pass before the first fault.
-        after_s: seconds to pass before any place counts.
-        times: how often it happens in this process; None: every time.
-        options: of the kind:
+        options: where and when; what is left out fits any place.
 
+            - rank: by its number, as in messages; at "start" as in the environment.
+            - pipeline, stage: their indices.
+            - batch: number of a batch over the life of the Pipeline.
+            - micro_batch: number of a micro-batch in its batch.
+            - phase, action: their names.
+            - restart: how often torchrun or the launcher has restarted the process; 0: only its first start.
+            - after: number of fitting places to pass before the first fault, by default 0.
+            - after_s: seconds to pass before any place counts, by default 0.
+            - times: how often it happens in this process, by default once; None: every time.
             - for_s: seconds of "stop" and "slow".
             - where: "wire", "weights" or "checkpoint", for "flipped bit".
             - bit: which bit of the message, weights or file flips, modulo their number. The default, 62, makes a
@@ -100,10 +83,7 @@ def fail_at(
     Raises:
         ValueError: for an unknown name, and for a fault that can never happen.
     """
-    place: dict[str, Any] = {"rank": rank, "pipeline": pipeline, "stage": stage, "batch": batch}
-    place |= {"micro_batch": micro_batch, "phase": phase, "action": action, "restart": restart}
-    counts = {"after": after, "after_s": after_s, "times": times}
-    fault = Armed(dataclass_of("a fault", Fault, {"kind": kind, **place, **counts, **options}))
+    fault = Armed(dataclass_of("a fault", Fault, {"kind": kind, **options}))
     armed.append(fault)
     return fault
 
