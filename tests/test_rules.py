@@ -21,7 +21,7 @@ def test_defaults_of_alpha():
     [
         ({"rule": "avgpip"}, ValueError, "unknown rule 'avgpip': did you mean 'avgpipe'"),
         ({"rule": None}, ValueError, "unknown rule None"),
-        ({"staleness": "async"}, ValueError, "unknown staleness 'async': did you mean 'asynchronous'"),
+        ({"staleness": "async"}, ValueError, "staleness must be 0, 1 or 'asynchronous', not 'async'"),
         ({"staleness": 2}, ValueError, "staleness must be 0, 1 or 'asynchronous', not 2"),
         ({"staleness": True}, ValueError, "not True"),
         ({"replicas": 0}, ValueError, "replicas=0: must be an int of at least 1"),

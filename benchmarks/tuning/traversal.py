@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.tuning.traversal --workload awd-lstm
 
 ``avgpipe tune`` with two workers; then every setting of a stage on each worker is measured as the tuner measures
-(``--traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
+(``traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
 most. Of so many noisy measurements the least is lower than it should be. So in the end the tuned plan, the runner-up,
 the five best settings, max-num and max-size train in turn, a slice of a second each, over and over. Rows with the same
 schedule train once. "In turns": of each slice the ratio to the median of its turn, and of these ratios the median; the
@@ -13,11 +13,11 @@ machine's pace, which changes between turns, is not in it.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -55,14 +55,15 @@ def main() -> None:
 
 
 def tuned(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What ``avgpipe tune --traversal`` finds."""
-    words = ["tune", arguments.workload, "--preset", arguments.preset, "--workers", str(WORKERS)]
-    with tempfile.TemporaryDirectory() as folder:
-        words += ["--micro-batches", arguments.micro_batches]
-        words += ["--baselines", "--traversal", "--json", "--out", f"{folder}/plan.json"]
-        command = [sys.executable, "-m", "avgpipe", *words]
-        ran = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(ran.stdout)
+    """What ``avgpipe tune`` finds, and how long every setting takes."""
+    from avgpipe.cli.config import TuneConfig, parse_counts
+    from avgpipe.cli.tune import run
+
+    sizes = {"workers": WORKERS, "micro_batches": parse_counts("--micro-batches", arguments.micro_batches)}
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as printed:
+        what = {"workload": arguments.workload, "preset": arguments.preset, "out": f"{folder}/plan.json"}
+        run(TuneConfig(**what, **sizes, json=True), baselines=True, traversal=True)
+    found: dict[str, Any] = json.loads(printed.getvalue())
     return found
 
 

@@ -11,51 +11,27 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
-    "Action": "schedule",
-    "Schedule": "schedule",
-    "build_schedule": "schedule",
-    "schedule_names": "schedule",
-    "Costs": "planning",
-    "simulate": "planning",
-    "predict": "planning",
-    "Profile": "planning",
-    "profile": "measure.profiler",
-    "Partition": "planning",
-    "partition": "planning",
-    "tune": "measure.tune",
-    "Task": "tasks.task",
-    "Course": "report.course",
-    "check": "measure.check",
-    "Checked": "measure.check",
-    "Timeline": "timeline",
-    "Plan": "plan",
-    "Pipeline": "pipeline",
-    "Checkpoints": "saving",
-    "Reference": "elastic.reference",
-    "ElasticAveraging": "elastic.optimizer",
-    "Carry": "model.context",
-    "Extension": "runtime.options",
-    "StepGradients": "runtime.options",
-    "Audit": "options",
-    "BitChecks": "options",
-    "Compile": "options",
-    "Copies": "options",
-    "CudaGraphs": "options",
-    "MemoryLimit": "options",
-    "MovingAverage": "options",
-    "Precision": "options",
-    "Ranks": "options",
-    "Source": "options",
-    "WeightsFrom": "options",
-    "PipelineError": "errors",
-    "ScheduleError": "errors",
-    "StageError": "errors",
-    "PeerLost": "errors",
-    "PipelineTimeout": "errors",
-    "CheckpointError": "errors",
+_NAMES = {
+    "schedule": "Action Schedule build_schedule schedule_names",
+    "planning": "Costs Partition Profile partition predict simulate",
+    "measure.profiler": "profile",
+    "measure.tune": "tune",
+    "measure.check": "Checked check",
+    "tasks.task": "Task",
+    "report.course": "Course",
+    "timeline": "Timeline",
+    "plan": "Plan",
+    "pipeline": "Pipeline",
+    "saving": "Checkpoints",
+    "elastic.reference": "Reference",
+    "elastic.optimizer": "ElasticAveraging",
+    "model.context": "Carry",
+    "runtime.options": "Extension StepGradients",
+    "options": "Audit BitChecks Compile Copies CudaGraphs MemoryLimit MovingAverage Precision Ranks Source "
+    "WeightsFrom",
+    "errors": "CheckpointError PeerLost PipelineError PipelineTimeout ScheduleError StageError",
 }
-
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ADDED = ("Comparison", "compare")  # by avgpipe_lab, see avgpipe.plugins
 
 __all__ = ["__version__", *sorted((*_HOME, *_ADDED))]
@@ -63,7 +39,7 @@ __all__ = ["__version__", *sorted((*_HOME, *_ADDED))]
 
 def __getattr__(name: str) -> Any:
     if name in _ADDED:
-        value = importlib.import_module("avgpipe.plugins").function(name)
+        value = importlib.import_module("avgpipe.plugins").load("avgpipe.names", name)
     elif name in _HOME:
         value = getattr(importlib.import_module(f"avgpipe.{_HOME[name]}"), name)
     else:

@@ -51,6 +51,12 @@ def check_count(name: str, value: object, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: must be an int of at least {least}")
 
 
+def check_name(what: str, value: object, valid: tuple[str, ...]) -> None:
+    """Raise ValueError, with the nearest valid name, unless ``value`` is one of them."""
+    if value not in valid:
+        raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), valid)}")
+
+
 def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     """Return the end of an error message about an unknown name: the nearest valid one, and all of them."""
     import difflib

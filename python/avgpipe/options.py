@@ -6,7 +6,7 @@ They are loaded when a script names them, with the code that they need.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -334,115 +334,60 @@ class Conflict(NamedTuple):
     """An option that cannot be had with another one.
 
     Attributes:
-        option: as the user writes it.
-        other: the other one; may name fields of the options and the plan, as ``{plan.weights!r}``.
-        applies: whether both were given.
+        option: as the user writes it, a key of ``_GIVEN``.
+        other: the other one, likewise.
         way_out: what to do.
     """
 
     option: str
     other: str
-    applies: Callable[[TrainingOptions, Plan], Any]
     way_out: str
 
 
 _PREPARED, _COPIES, _GRAPHS = "Ranks(prepare_stage)", "Copies", "CudaGraphs()"
+_RECOMPUTE, _WEIGHTS = "recompute={plan.recompute!r}", "weights={plan.weights!r}"
+_REPLICATION, _PIPELINES = "replication={plan.replication}", "pipelines={plan.pipelines}"
+_AUTO, _CHECKS = 'advance="auto"', "BitChecks(every={options.verify_every})"
+_AVERAGE, _GROUP = "MovingAverage({options.ema_decay})", "Ranks(mesh or group)"
+
+# Whether an option was given.
+_GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
+    _PREPARED: lambda o, p: o.prepare,
+    _COPIES: lambda o, p: o.copies,
+    _GRAPHS: lambda o, p: o.cuda_graphs,
+    _RECOMPUTE: lambda o, p: p.recompute != "never",
+    _WEIGHTS: lambda o, p: p.weights != "flush",
+    _REPLICATION: lambda o, p: p.replication,
+    _PIPELINES: lambda o, p: p.pipelines > 1,
+    _AUTO: lambda o, p: o.measures,
+    _CHECKS: lambda o, p: o.verify_every is not None,
+    _AVERAGE: lambda o, p: o.ema_decay is not None,
+    _GROUP: lambda o, p: o.members is not None,
+    "isolate=True": lambda o, p: p.isolate,
+    "spread=True": lambda o, p: p.spread,
+    "Compile()": lambda o, p: o.compile is not None,
+}
 CONFLICTS: Sequence[Conflict] = (
+    Conflict(_GRAPHS, _RECOMPUTE, "use one of the two"),
+    Conflict(_GRAPHS, _WEIGHTS, "a graph reads one version: use a schedule that flushes, or leave it out"),
     Conflict(
-        _GRAPHS,
-        "recompute={plan.recompute!r}",
-        lambda o, p: o.cuda_graphs and p.recompute != "never",
-        "use one of the two",
+        _GRAPHS, _CHECKS, "it runs a micro-batch again beside the graph's gradients: use one of the two"
     ),
-    Conflict(
-        _GRAPHS,
-        "weights={plan.weights!r}, which keeps several versions",  # a graph reads where its capture found the weights
-        lambda o, p: o.cuda_graphs and p.weights != "flush",
-        "use a schedule that flushes, or leave it out",
-    ),
-    Conflict(
-        _GRAPHS,
-        "BitChecks(every={options.verify_every}), which runs a micro-batch again beside graphs with its gradients",
-        lambda o, p: o.cuda_graphs and o.verify_every is not None,
-        "use one of the two",
-    ),
-    Conflict(
-        _COPIES,
-        "isolate=True",
-        lambda o, p: o.copies and p.isolate,
-        "pipelines in processes of their own replace each other",
-    ),
-    Conflict(
-        _COPIES,
-        "spread=True",
-        lambda o, p: o.copies and p.spread,
-        "use isolate=True, with which the other pipelines go on at once",
-    ),
-    Conflict(
-        _COPIES, "replication={plan.replication}", lambda o, p: o.copies and p.replication, "leave it out"
-    ),
-    Conflict(
-        _COPIES,
-        "weights={plan.weights!r}",
-        lambda o, p: o.copies and p.weights != "flush",
-        "use a schedule that flushes",
-    ),
-    Conflict(_COPIES, 'advance="auto"', lambda o, p: o.copies and o.measures, "give numbers"),
-    Conflict(
-        _COPIES,
-        "BitChecks(every={options.verify_every})",
-        lambda o, p: o.copies and o.verify_every is not None,
-        "leave one of the two out",
-    ),
-    Conflict(
-        _COPIES,
-        "Ranks(mesh or group)",
-        lambda o, p: o.copies and o.members is not None,
-        "the pipeline must have all ranks",
-    ),
-    Conflict(
-        _PREPARED,
-        "pipelines={plan.pipelines}",
-        lambda o, p: o.prepare and p.pipelines > 1,
-        "use one, as other ranks hold parts of the weights",
-    ),
-    Conflict(
-        _PREPARED,
-        "weights={plan.weights!r}",
-        lambda o, p: o.prepare and p.weights != "flush",
-        "use a schedule that flushes",
-    ),
-    Conflict(
-        _PREPARED,
-        "replication={plan.replication}",
-        lambda o, p: o.prepare and p.replication,
-        "leave it out, and replicate stages over the mesh",
-    ),
-    Conflict(
-        _PREPARED,
-        'advance="auto", which ranks may choose differently',
-        lambda o, p: o.prepare and o.measures,
-        "use the number that one has chosen",
-    ),
-    Conflict(_PREPARED, _GRAPHS, lambda o, p: o.prepare and o.cuda_graphs, "leave it out"),
-    Conflict(
-        _PREPARED,
-        "BitChecks(every={options.verify_every})",
-        lambda o, p: o.prepare and o.verify_every is not None,
-        "leave it out",
-    ),
-    Conflict(
-        _PREPARED,
-        "MovingAverage({options.ema_decay})",
-        lambda o, p: o.prepare and o.ema_decay is not None,
-        "leave it out",
-    ),
-    Conflict(
-        _PREPARED,
-        "Compile()",
-        lambda o, p: o.prepare and o.compile is not None,
-        "leave it out, and have prepare_stage call layer.compile()",
-    ),
+    Conflict(_COPIES, "isolate=True", "pipelines in processes of their own replace each other"),
+    Conflict(_COPIES, "spread=True", "use isolate=True, with which the other pipelines go on at once"),
+    Conflict(_COPIES, _REPLICATION, "leave it out"),
+    Conflict(_COPIES, _WEIGHTS, "use a schedule that flushes"),
+    Conflict(_COPIES, _AUTO, "give numbers"),
+    Conflict(_COPIES, _CHECKS, "leave one of the two out"),
+    Conflict(_COPIES, _GROUP, "the pipeline must have all ranks"),
+    Conflict(_PREPARED, _PIPELINES, "use one, as other ranks hold parts of the weights"),
+    Conflict(_PREPARED, _WEIGHTS, "use a schedule that flushes"),
+    Conflict(_PREPARED, _REPLICATION, "leave it out, and replicate stages over the mesh"),
+    Conflict(_PREPARED, _AUTO, "ranks may choose differently: use the number that one has chosen"),
+    Conflict(_PREPARED, _GRAPHS, "leave it out"),
+    Conflict(_PREPARED, _CHECKS, "leave it out"),
+    Conflict(_PREPARED, _AVERAGE, "leave it out"),
+    Conflict(_PREPARED, "Compile()", "leave it out, and have prepare_stage call layer.compile()"),
 )
 
 
@@ -463,7 +408,7 @@ def configured(options: TrainingOptions, plan: Plan) -> TrainingOptions:
             raise ValueError(f"extensions has two of {type(extension).__name__}: give each once")
         options = extension.configure(options)
     for row in CONFLICTS:
-        if row.applies(options, plan):
+        if _GIVEN[row.option](options, plan) and _GIVEN[row.other](options, plan):
             other = row.other.format(options=options, plan=plan)
             raise ValueError(f"{row.option} cannot have {other}: {row.way_out}")
     return options

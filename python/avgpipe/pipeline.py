@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -51,20 +51,6 @@ if TYPE_CHECKING:  # slow to import, or unused by most pipelines
 
 _log = logging.getLogger("avgpipe")
 _PATIENCE_S, _FAILED_PATIENCE_S = 60.0, 0.5  # for the other workers to receive the last messages
-
-
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _in_own_modes(call: _Call) -> _Call:
-    """Run a method outside of the caller's ``no_grad`` or ``inference_mode``, in which weights could not train."""
-
-    @wraps(call)
-    def apart(*args: Any, **options: Any) -> Any:
-        with CallerModes():
-            return call(*args, **options)
-
-    return cast(_Call, apart)
 
 
 class Pipeline(Inspection, Keeping):
@@ -128,7 +114,8 @@ class Pipeline(Inspection, Keeping):
         ValueError: if the plan does not fit the model or the ranks. Failures of a run are ``PipelineError``.
     """
 
-    @_in_own_modes
+    @torch.inference_mode(False)  # modes of the caller in which weights could not train
+    @torch.enable_grad()
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
@@ -305,11 +292,7 @@ class Pipeline(Inspection, Keeping):
 
     @recovering
     def evaluate(
-        self,
-        loader: Iterable[Any],
-        metric_fn: MetricFn | None = None,
-        *,
-        weights: str | int = "reference",
+        self, loader: Iterable[Any], metric_fn: MetricFn | None = None, *, weights: str | int = "reference"
     ) -> EvaluationResult:
         """Return the mean loss, and mean of ``metric_fn(output, target)`` per sample; batches may have any size.
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe import systems
-from avgpipe.errors import check_count, nearest
+from avgpipe.errors import check_count, check_name
 from avgpipe.rules import CORRECTIONS, RULES, Elasticity, suited_rule, suited_warmup
 from avgpipe.schedule import (
     RECOMPUTE,
@@ -110,19 +110,16 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in ("advance", "partition", "replication", "placement"):
-            object.__setattr__(self, name, _as_tuple(getattr(self, name)))
+            object.__setattr__(self, name, as_tuples(getattr(self, name)))
         for name in ("stages", "pipelines", "micro_batches"):
             check_count(name, getattr(self, name))
-        _check_name("system", self.system, tuple(SYSTEMS))
-        _check_name("recompute", self.recompute, RECOMPUTE)
-        _check_name("batch", self.batch, BATCHES)
+        check_name("system", self.system, tuple(SYSTEMS))
+        check_name("recompute", self.recompute, RECOMPUTE)
+        check_name("batch", self.batch, BATCHES)
         object.__setattr__(self, "micro_batches", max(self.micro_batches, self.shares))
         if self.rule is None:
-            several = self.pipelines > 1
-            suited = (
-                suited_rule(self.alpha, self.staleness, self.period, self.batch) if several else "avgpipe"
-            )
-            object.__setattr__(self, "rule", suited)
+            rule = suited_rule(self.pipelines, self.alpha, self.staleness, self.period, self.batch)
+            object.__setattr__(self, "rule", rule)
         assert self.rule is not None
         if self.warmup_rounds is None and self.rule in tuple(RULES):
             rounds = suited_warmup(self.pipelines, self.rule, self.staleness)
@@ -194,7 +191,7 @@ class Plan:
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
 
     def _check_weights(self, schedule: Schedule) -> None:
-        _check_name("weights", self.weights, WEIGHTS)
+        check_name("weights", self.weights, WEIGHTS)
         if schedule.flush != (self.weights == "flush"):
             fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
             raise ValueError(
@@ -220,7 +217,7 @@ class Plan:
 
     def _check_correction(self) -> None:
         if self.correction is not None:
-            _check_name("correction", self.correction, tuple(CORRECTIONS))
+            check_name("correction", self.correction, tuple(CORRECTIONS))
         if self.weights == "flush" and self.correction is not None:
             raise ValueError(
                 f"correction {self.correction!r} with schedule {self.schedule!r}, whose gradients are of the newest "
@@ -309,7 +306,7 @@ class Plan:
 
         ``stages``: of systems that have no stages, such as data parallelism, the workers.
         """
-        _check_name("system", system, tuple(SYSTEMS))
+        check_name("system", system, tuple(SYSTEMS))
         check_count("stages", options.get("stages", 1))
         row = systems.row(system, options.get("stages", 1))
         for name in ("pipelines", "micro_batches"):
@@ -345,11 +342,6 @@ class Plan:
             raise ValueError(f"{path}: {error}") from error
 
 
-def _check_name(what: str, value: Any, valid: tuple[str, ...]) -> None:
-    if value not in valid:
-        raise ValueError(f"unknown {what} {value!r}: {nearest(str(value), valid)}")
-
-
-def _as_tuple(value: Any) -> Any:
+def as_tuples(value: Any) -> Any:
     """Return lists, and lists in them, as tuples."""
-    return tuple(map(_as_tuple, value)) if isinstance(value, (list, tuple)) else value
+    return tuple(map(as_tuples, value)) if isinstance(value, (list, tuple)) else value

@@ -17,7 +17,6 @@ from typing import Any
 COMMANDS = "avgpipe.commands"  # an avgpipe.cli.options.Command, or a CommandGroup
 WORKLOADS = "avgpipe.workloads"  # an avgpipe.tasks.WorkloadSource
 PARTITIONERS = "avgpipe.partitioners"  # a function, see avgpipe.planning.partition
-NAMES = "avgpipe.names"  # of the package avgpipe itself
 
 
 @cache
@@ -30,13 +29,8 @@ def names(group: str) -> tuple[str, ...]:
     return tuple(sorted(_found(group)))
 
 
-def function(name: str) -> Any:
-    """Return what the package ``avgpipe`` has under a name that ``avgpipe_lab`` adds. ImportError without it."""
-    if name not in names(NAMES):
-        raise ImportError(f"avgpipe.{name} is a part of avgpipe_lab, which is not installed here")
-    return load(NAMES, name)
-
-
 def load(group: str, name: str) -> Any:
-    """Import what a name of a group names. KeyError where no package adds it."""
+    """Import what a name of a group names. ImportError where no package adds it."""
+    if name not in _found(group):
+        raise ImportError(f"{name} is a part of avgpipe_lab, which is not installed here")
     return _found(group)[name].load()

@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from avgpipe.errors import check_count, nearest
+from avgpipe.errors import check_count, check_name
 
 
 @dataclass(frozen=True)
@@ -35,36 +35,23 @@ class Rule:
             and x' = z + the step that z's optimizer makes of g. The other coefficients have no effect.
     """
 
-    from_step: float
-    from_force: float
-    force_after_step: bool
-    joins: bool
-    averages: bool
-    beta: float
-    alone: float
+    from_step: float = 0
+    from_force: float = 0
+    force_after_step: bool = False
+    joins: bool = True
+    averages: bool = True
+    beta: float = 1
+    alone: float = 1
     tries: bool = False
 
 
 RULES = {
     # Chen et al., PPoPP 2023, reconstructed. A single replica is its reference.
-    "avgpipe": Rule(
-        from_step=1, from_force=0, force_after_step=False, joins=True, averages=True, beta=1, alone=0
-    ),
+    "avgpipe": Rule(from_step=1, alone=0),
     # Zhang, Choromanska, LeCun 2015.
-    "easgd": Rule(
-        from_step=0, from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9
-    ),
+    "easgd": Rule(from_force=1, force_after_step=True, joins=False, averages=False, beta=0.9, alone=0.9),
     # One optimizer for all: data parallelism with staleness 0, and with 1 without waits.
-    "mean-gradient": Rule(
-        from_step=0,
-        from_force=0,
-        force_after_step=False,
-        joins=True,
-        averages=True,
-        beta=1,
-        alone=1,
-        tries=True,
-    ),
+    "mean-gradient": Rule(tries=True),
 }
 
 
@@ -106,13 +93,13 @@ STALENESS = (0, 1, "asynchronous")
 WARMUP_ROUNDS: int = 100
 
 
-def suited_rule(alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
-    """Return the default rule of several pipelines: the one that learns most from a batch, if it is possible.
+def suited_rule(pipelines: int, alpha: float | None, staleness: int | str, period: int, batch: str) -> str:
+    """Return the default rule: of several pipelines the one that learns most from a batch, if it is possible.
 
     Pipelines that share a batch can share the optimizer. Options for elasticity, or for rounds of several
     batches, need replicas with their own optimizers.
     """
-    shares = batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
+    shares = pipelines > 1 and batch == "global" and staleness in (0, 1) and period == 1 and alpha is None
     return "mean-gradient" if shares else "avgpipe"
 
 
@@ -144,12 +131,7 @@ class Elasticity:
         """Return the options with the default of ``alpha``; ValueError or TypeError for a wrong one."""
         check_count("replicas", replicas)
         check_count("period", period)
-        if rule not in tuple(RULES):
-            raise ValueError(f"unknown rule {rule!r}: {nearest(str(rule), tuple(RULES))}")
-        if isinstance(staleness, str) and staleness not in STALENESS:
-            raise ValueError(
-                f"unknown staleness {staleness!r}: {nearest(staleness, [str(s) for s in STALENESS])}"
-            )
+        check_name("rule", rule, tuple(RULES))
         if isinstance(staleness, bool) or staleness not in STALENESS:
             raise ValueError(f"staleness must be 0, 1 or 'asynchronous', not {staleness!r}")
         if RULES[rule].tries and (staleness == "asynchronous" or period > 1 or alpha not in (None, 1)):
@@ -164,8 +146,8 @@ class Elasticity:
                 "staleness 0; leave it out"
             )
         if alpha is None:
-            alpha = RULES[rule].beta / replicas if replicas > 1 else RULES[rule].alone
-            alpha = 1 if RULES[rule].tries else alpha
+            of_several = 1 if RULES[rule].tries else RULES[rule].beta / replicas
+            alpha = of_several if replicas > 1 else RULES[rule].alone
         if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
             raise TypeError(f"alpha must be a number from 0 to 1 or None, not {alpha!r}")
         if not (math.isfinite(alpha) and 0 <= alpha <= 1):

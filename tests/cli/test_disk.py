@@ -120,7 +120,7 @@ class Takes:
 
 
 def test_rows_wait_for_room(tmp_path):
-    folder = RunFolder(tmp_path, writes=True)
+    folder = RunFolder(tmp_path)
     folder._metrics = file = Takes(None, 5, None, 7)
     for batch in range(3):
         folder.row("train", batch=batch)
@@ -131,7 +131,7 @@ def test_rows_wait_for_room(tmp_path):
 
 
 def test_rows_that_never_found_room_are_told(tmp_path):
-    folder = RunFolder(tmp_path, writes=True)
+    folder = RunFolder(tmp_path)
     folder._metrics = Takes(*[None] * 9)
     folder.row("train", batch=0)
     with pytest.raises(OSError, match="No space left"):

@@ -2,8 +2,10 @@
 
 import math
 
+from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import RunFolder
 from avgpipe.files import strict_json
+from avgpipe.plan import Plan
 from avgpipe.report.course import read_metrics
 from avgpipe.units import duration
 
@@ -38,23 +40,22 @@ def write(path, rows, end=""):
     (path / "metrics.jsonl").write_text("".join(strict_json(row) + "\n" for row in rows) + end)
 
 
+def resumed(path, batches):
+    """The rows with which a run goes on after this many batches."""
+    folder = RunFolder(path)
+    folder.open(TrainConfig(workload="awd-lstm", resume=True), Plan(), batches)
+    folder.close()
+    return read_metrics(path)
+
+
 def test_rows_after_the_checkpoint_are_cut_off(tmp_path):
     write(tmp_path, ROWS, end='{"kind": "train", "ba')
-    folder = RunFolder(tmp_path, writes=True)
-    kept = folder.cut(6)
-    assert kept == ROWS[:8]
-    assert read_metrics(tmp_path) == kept
+    assert resumed(tmp_path, 6) == ROWS[:8]
 
 
 def test_the_validation_just_before_a_checkpoint_stays(tmp_path):
     write(tmp_path, ROWS)
-    assert RunFolder(tmp_path, writes=True).cut(4) == ROWS[:6]
-
-
-def test_only_the_writing_rank_writes(tmp_path):
-    write(tmp_path, ROWS)
-    RunFolder(tmp_path, writes=False).cut(4)
-    assert read_metrics(tmp_path) == ROWS
+    assert resumed(tmp_path, 4) == ROWS[:6]
 
 
 def test_no_rows_without_a_file(tmp_path):

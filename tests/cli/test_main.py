@@ -32,7 +32,7 @@ OPTIONS = {
             "--latency",
             "--workers",
         ),
-        *("--device", "--autocast", "--threads", "--budget", "--out", "--plot", "--json"),
+        *("--device", "--autocast", "--threads", "--budget", "--out", "--json"),
     ],
     "tune": [
         *(
@@ -45,7 +45,7 @@ OPTIONS = {
             "--micro-batches",
         ),
         *("--profile", "--cluster", "--bandwidth", "--latency", "--device", "--budget", "--trials"),
-        *("--baselines", "--traversal", "--out", "--json"),
+        *("--out", "--json"),
     ],
     "partition": [
         *("PROFILE", "--method", "--workers", "--cluster", "--stages", "--batch-size", "--micro-batches"),

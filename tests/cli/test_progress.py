@@ -58,7 +58,6 @@ def test_one_nan_does_not_hide_the_loss(clock, capsys):
 
 def test_batches_of_a_validation_pass_unchanged(clock, capsys):
     assert list(ProgressBar(total=1, done=0).validating([1, 2, 3])) == [1, 2, 3]
-    assert list(ProgressBar(total=1, done=0, shown=False).validating([1, 2, 3])) == [1, 2, 3]
     assert capsys.readouterr().err == ""
 
 

@@ -170,8 +170,8 @@ def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(t
     settings = resolve(out=str(out))
     check_folder(settings)
     assert not settings.resume
-    folder = RunFolder(out, writes=True)
-    folder.open(settings, settings.to_plan())
+    folder = RunFolder(out)
+    folder.open(settings, settings.to_plan(), 0)
     folder.close()
     assert (out / "metrics.jsonl").read_text() == ""
 

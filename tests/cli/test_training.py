@@ -95,19 +95,6 @@ def test_loggers_get_every_row_and_go_on_after_a_resumption(text, tmp_path):
     }
 
 
-def test_a_callers_own_function_gets_the_rows(text, tmp_path):
-    seen = []
-    run = TrainingRun(resolve(logged(text, tmp_path / "run", max_batches=4)), seen.append)
-    try:
-        run.train()
-    finally:
-        run.close()
-    assert [(row["kind"], row["batch"]) for row in seen] == [
-        *(("valid", 0), ("train", 0), ("train", 1), ("valid", 2), ("train", 2), ("train", 3), ("valid", 4)),
-    ]
-    assert [row["batch"] for row in seen] == [row["batch"] for row in read_metrics(run.out)]
-
-
 def test_a_result_that_has_a_gradient_norm_has_it_in_its_row(text, tmp_path, monkeypatch):
     results = Pipeline.train
 

@@ -13,14 +13,14 @@ import pytest
 
 from avgpipe.errors import LibraryNotFound
 from avgpipe.report.loggers import (
-    CSV,
     LOGGERS,
     Loggers,
-    MLflow,
-    TensorBoard,
-    WandB,
     check_loggers,
+    csv_file,
     flat_numbers,
+    mlflow,
+    tensorboard,
+    wandb,
 )
 
 ROW = {"batch": 3, "loss": 1.5, "metric": None, "distances": {"to_reference": [0.1, 0.2]}, "warnings": ["no"]}
@@ -94,9 +94,9 @@ def test_a_missing_library_is_told_with_how_to_get_it(name, monkeypatch, tmp_pat
 
 
 def test_csv_has_a_line_for_each_number(tmp_path):
-    with CSV(tmp_path / "new" / "run") as logger:
+    with csv_file(tmp_path / "new" / "run") as logger:
         logger.log(0, {"loss": 1.5, "a,b": 2})
-    with CSV(tmp_path / "new" / "run", first_step=1) as logger:
+    with csv_file(tmp_path / "new" / "run", first_step=1) as logger:
         logger.log(1, {"loss": 1.25})
     with (tmp_path / "new" / "run" / "metrics.csv").open(newline="") as file:
         assert list(csv.reader(file)) == [
@@ -109,7 +109,7 @@ def test_csv_has_a_line_for_each_number(tmp_path):
 
 def test_a_run_that_begins_anew_begins_its_csv_anew(tmp_path):
     for loss in (1.0, 2.0):
-        with CSV(tmp_path) as logger:
+        with csv_file(tmp_path) as logger:
             logger.log(0, {"loss": loss})
     assert (tmp_path / "metrics.csv").read_text().splitlines() == ["step,name,value", "0,loss,2.0"]
 
@@ -118,7 +118,7 @@ def test_tensorboard_reads_what_was_logged(tmp_path):
     pytest.importorskip("tensorboard", reason="pip install tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    with TensorBoard(tmp_path, {"preset": "tiny"}) as logger:
+    with tensorboard(tmp_path, {"preset": "tiny"}) as logger:
         for step in range(3):
             logger.log(step, {"train/loss": 2.0 - step})
     found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -138,7 +138,7 @@ def test_wandb_gets_the_run_and_its_numbers(tmp_path, monkeypatch):
     stand_in = SimpleNamespace(init=lambda **options: asked.update(options) or run)
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    with WandB(tmp_path / "mine", {"preset": "tiny"}) as logger:
+    with wandb(tmp_path / "mine", {"preset": "tiny"}) as logger:
         logger.log(2, {"loss": 1.0})
     assert (run.logged, run.finished) == ([(2, {"loss": 1.0})], 1)
     assert asked == {
@@ -186,7 +186,7 @@ def test_mlflow_gets_the_run_and_its_numbers(tmp_path, monkeypatch):
 
     monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(MlflowClient=Client))
     monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(Metric=metric))
-    with MLflow(tmp_path / "mine", {"preset": "tiny"}) as logger:
+    with mlflow(tmp_path / "mine", {"preset": "tiny"}) as logger:
         logger.log(2, {"loss": 1.0})
     assert Client.made[-1].calls == [
         ("experiment", "avgpipe"),
@@ -208,7 +208,7 @@ def test_loggers_serve_a_loop_of_ones_own(tmp_path):
     plan = Plan(stages=1, micro_batches=2)
     optimizer = torch.optim.SGD
     with (
-        CSV(tmp_path) as logger,
+        csv_file(tmp_path) as logger,
         Pipeline(
             nn.Sequential(nn.Linear(3, 2)),
             plan,

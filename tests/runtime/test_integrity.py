@@ -337,7 +337,7 @@ def test_what_cannot_be_is_refused() -> None:
                 optimizer=momentum,
                 extensions=[BitChecks(every=every)],
             )  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="which runs a micro-batch again beside graphs"):
+    with pytest.raises(ValueError, match="runs a micro-batch again beside the graph"):
         Pipeline(
             language_model(),
             Plan(),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from avgpipe.tasks.loaders import first_batch, held_out_batches, training_batches
+from avgpipe.tasks.loaders import LoaderBatches, first_batch, training_batches
 
 Shuffled = DataLoader(TensorDataset(torch.arange(40), torch.arange(40)), batch_size=8, shuffle=True)
 
@@ -88,7 +88,7 @@ def test_the_first_batch_begins_nothing():
 
 
 def test_validations_all_see_the_same_batches():
-    twice = [[x.tolist() for x, _ in held_out_batches(Shuffled, 0)] for _ in range(2)]
+    twice = [[x.tolist() for x, _ in LoaderBatches(Shuffled, 5)] for _ in range(2)]
     assert twice[0] == twice[1]
 
 

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -21,17 +22,21 @@ def test_names():
         ("awdlstm", {}, "unknown workload 'awdlstm': did you mean 'awd-lstm'?"),
         ("awd-lstm", {"preset": "tyni"}, "unknown preset 'tyni' of awd-lstm: did you mean 'tiny'?"),
         ("awd-lstm", {"preset": "xxl"}, "unknown preset 'xxl' of awd-lstm: valid names: tiny, small, paper"),
-        ("awd-lstm", {"pipelines": 0}, "pipelines must be at least 1, got 0"),
-        ("awd-lstm", {"batch_size": 0}, "batch_size must be at least 1, got 0"),
-        ("awd-lstm", {"epochs": -1}, "epochs must be at least 1, got -1"),
-        ("awd-lstm", {"max_batches": 0}, "max_batches must be at least 1, got 0"),
-        ("awd-lstm", {"seed": -1}, "seed must not be negative, got -1"),
-        ("awd-lstm", {"optimizer": "lion"}, "optimizer must be one of sgd, adam, adamw, muon, got 'lion'"),
+        ("awd-lstm", {"pipelines": 0}, "pipelines=0: must be an int of at least 1"),
+        ("awd-lstm", {"batch_size": 0}, "batch_size=0: must be an int of at least 1"),
+        ("awd-lstm", {"epochs": -1}, "epochs=-1: must be an int of at least 1"),
+        ("awd-lstm", {"max_batches": 0}, "max_batches=0: must be an int of at least 1"),
+        ("awd-lstm", {"seed": -1}, "seed=-1: must be an int of at least 0"),
+        (
+            "awd-lstm",
+            {"optimizer": "lion"},
+            "unknown optimizer 'lion': did you mean 'muon'?",
+        ),
         ("awd-lstm", {"lr": 0.0}, "lr must be a finite number above 0, got 0.0"),
         ("awd-lstm", {"lr": float("nan")}, "lr must be a finite number above 0, got nan"),
-        ("awd-lstm", {"lr_scaling": "log"}, "lr_scaling must be one of none, sqrt, linear, got 'log'"),
-        ("awd-lstm", {"data": "/nowhere/at/all"}, "data folder /nowhere/at/all does not exist"),
-        ("awd-lstm", {"pretrained": "/nowhere"}, "awd-lstm has no pretrained weights to begin with"),
+        ("awd-lstm", {"lr_scaling": "log"}, "unknown lr_scaling 'log': valid names: none, sqrt, linear"),
+        ("awd-lstm", {"data": Path("/nowhere/at/all")}, "data folder /nowhere/at/all does not exist"),
+        ("awd-lstm", {"pretrained": Path("/nowhere")}, "awd-lstm has no pretrained weights to begin with"),
         ("gnmt", {}, "gnmt needs a data folder: a folder with train.{en,de} and val.{en,de}"),
         (
             "alexnet",

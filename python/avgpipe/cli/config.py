@@ -78,7 +78,6 @@ def parse_picture(name: str, text: str) -> str:
 Folder = Annotated[str, Value("DIR")]
 File = Annotated[str, Value("FILE")]
 Picture = Annotated[str, Value("FILE", parse_picture)]
-Methods = Annotated[tuple[str, ...], Value("NAME,...", lambda _, text: parse_names(text))]
 Names = Annotated[tuple[str, ...], Value("NAMES", lambda _, text: parse_names(text))]
 Count = Annotated[int, Value("NUMBER", parse_count)]
 Counts = Annotated[tuple[int, ...], Value("NUMBER,...", parse_counts)]
@@ -286,8 +285,6 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
     Attributes:
         out: Folder of the run. Default: runs/WORKLOAD-DATE-TIME.
         resume: Continue from the last checkpoint in --out; options that are not given stay as they were.
-        rebalance: After an epoch, move layers between stages if that should make batches at least 5 % faster,
-            by the measured times of the stages.
         verify_every: Batches between two checks for silent corruption, which compare values that must be equal.
             Default: none.
         verify_wire: Add checksums to messages between workers: a flipped bit ends the run with an error that
@@ -304,7 +301,6 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
 
     out: Folder = ""
     resume: bool = False
-    rebalance: bool = False
     verify_every: Count | None = None
     verify_wire: bool = False
     logger: Annotated[tuple[str, ...], Value("|".join(LOGGERS), choices=tuple(LOGGERS), repeated=True)] = ()
@@ -360,13 +356,11 @@ class ProfileConfig(ProfilingOptions):
         micro_batch_sizes: Sizes of the micro-batches to time, in samples.
         workers: Processes that profile at the same time, as the workers of this machine would compute.
         out: Where to write the profile.
-        plot: Draw a picture.
     """
 
     micro_batch_sizes: Counts = (1, 2, 4, 8)
     workers: Count = 1
     out: File = "profile.json"
-    plot: Picture | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,8 +381,6 @@ class TuneConfig(ProfilingOptions):
         cluster: TOML file with the devices and links to plan for, instead of --workers. Plans are then not timed.
         bandwidth: Bandwidth of the link between two workers, as 10Gbit; needs --latency. Plans are then not timed.
         trials: Number of best plans to time.
-        baselines: Also time max-num and max-size of the AvgPipe paper.
-        traversal: Also time every setting, which takes very long.
         out: Where to write the plan.
     """
 
@@ -400,8 +392,6 @@ class TuneConfig(ProfilingOptions):
     profile: File | None = None
     cluster: File | None = None
     trials: int = 3
-    baselines: bool = False
-    traversal: bool = False
     out: File = "plan.json"
 
 
@@ -430,7 +420,7 @@ class PartitionConfig(ProfilingOptions):
     """
 
     workload: Annotated[str, Value("WORKLOAD|PROFILE", positional=True)]
-    method: Methods | None = None
+    method: Names | None = None
     workers: Count | None = None
     cluster: File | None = None
     stages: Count | None = None

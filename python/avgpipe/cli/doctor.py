@@ -1,4 +1,4 @@
-"""``avgpipe doctor``: prints what is built, present and used. Works without torch."""
+"""``avgpipe doctor``: prints what is built, present and used."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ class Findings:
     Attributes:
         facts: Values by section and name.
         missing: What is missing, and how to get it.
-        usable: Whether training can work.
     """
 
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[dict[str, str]] = field(default_factory=list)
-    usable: bool = True
 
-    def lacks(self, what: str, remedy: str, *, needed: bool = False) -> None:
+    @property
+    def usable(self) -> bool:
+        """Whether training can work."""
+        return "native" in self.facts
+
+    def lacks(self, what: str, remedy: str) -> None:
         self.missing.append({"what": what, "do": remedy})
-        self.usable &= not needed
 
 
 def run(config: DoctorConfig) -> None:
@@ -80,17 +82,14 @@ def examine() -> Findings:
     }
     try:
         import torch
-    except ImportError as error:
-        found.lacks(f"torch ({error})", "pip install 'torch>=2.11'", needed=True)
-        return found
-    found.facts["versions"]["torch"] = torch.__version__
-    try:
+
         import avgpipe_ext
     except ImportError as error:
-        found.lacks("the native operators", str(error), needed=True)
-    else:
-        found.facts["native"] = dict(avgpipe_ext.build_info())
-        found.facts["operators"] = {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
+        found.lacks("torch, or the native operators", str(error))
+        return found
+    found.facts["versions"]["torch"] = torch.__version__
+    found.facts["native"] = dict(avgpipe_ext.build_info())
+    found.facts["operators"] = {"cpu": avgpipe_ext.cpu_path(), "cuda": avgpipe_ext.cuda_path()}
     _cuda(found)
     _links(found)
     return found
@@ -106,8 +105,7 @@ def _cuda(found: Findings) -> None:
     found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
     if devices:
         found.facts["cuda"] |= {"queues": _queues(), "shared_by_processes": _sharing()}
-    native = found.facts.get("native", {"cuda": True})
-    if devices and not native["cuda"] and found.facts["operators"]["cuda"] != "nvrtc":
+    if devices and not found.facts["native"]["cuda"] and found.facts["operators"]["cuda"] != "nvrtc":
         found.lacks(
             "CUDA kernels: not built, and NVRTC, which could compile them, cannot be loaded; plain torch is slower",
             "pip install nvidia-cuda-nvrtc of torch's CUDA version, or put nvcc on PATH and build again: "
@@ -147,24 +145,20 @@ def _links(found: Findings) -> None:
     import torch
     import torch.distributed as dist
 
-    gloo = dist.is_available() and dist.is_gloo_available()
-    between_hosts = "torch.distributed, gloo" if gloo else None
-    problem = try_shared_memory() if "native" in found.facts else "the native operators are missing"
-    on_host = "shared memory" if problem is None else between_hosts
+    problem = try_shared_memory()
+    on_host = "shared memory" if problem is None else "torch.distributed, gloo"
     devices = torch.cuda.device_count()
-    nccl = dist.is_available() and dist.is_nccl_available()
     found.facts["links"] = {
         "same process": "local",
         "other process of this host": on_host,
-        "other host": between_hosts,
+        "other host": "torch.distributed, gloo",
         "other process, same CUDA device": ("CUDA IPC" if problem is None else on_host) if devices else None,
-        "a CUDA device for each process": ("NCCL" if nccl else on_host) if devices else None,
+        "a CUDA device for each process": ("NCCL" if dist.is_nccl_available() else on_host)
+        if devices
+        else None,
         "waits": f"spin briefly, then sleep, while this host has at most {cores()} workers; else they sleep at once",
-        "launcher": "torch.distributed" if dist.is_available() else None,
     }
-    if not gloo:
-        found.lacks("torch.distributed with gloo", "only --stages 1 works; install a torch build that has it")
-    if problem is not None and "native" in found.facts:
+    if problem is not None:
         found.lacks(
             f"shared memory between processes ({problem})",
             "workers of one host use gloo, which is slower; make them visible to each other in /proc (one PID "

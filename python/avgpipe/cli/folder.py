@@ -6,7 +6,7 @@ import json
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.resolve import RUN_FILE
@@ -17,35 +17,27 @@ from avgpipe.units import duration, format_bytes
 
 
 class RunFolder:
-    """Writes the files of a run, on the rank that ``writes``; on the others every method does nothing."""
+    """Writes the files of a run."""
 
-    def __init__(self, path: Path, writes: bool) -> None:
-        self.path, self._writes = path, writes
-        self.is_open = False
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._metrics: FileIO | None = None
         self._rows = b""  # not yet written to the disk
 
     @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def is_open(self) -> bool:
+        return self._metrics is not None
 
-    def open(self, config: TrainConfig, plan: Plan) -> None:
-        """Make the folder and begin its files."""
-        self.is_open = True
-        if not self._writes:
-            return
+    def open(self, config: TrainConfig, plan: Plan, batches: int) -> None:
+        """Make the folder and begin its files; a resumed run keeps the rows up to batch ``batches``."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self.note_plan(config, plan)
-        # Line by line, so that what a killed run has written stays. An attempt that saved nothing may have
-        # left rows.
-        mode: Literal["ab", "wb"] = "ab" if config.resume else "wb"
-        self._metrics = (self.path / "metrics.jsonl").open(mode, buffering=0)
-
-    def note_plan(self, config: TrainConfig, plan: Plan) -> None:
-        """Write the configuration and the plan that the run uses from now on."""
         self.write(RUN_FILE, config.to_json())
-        if self._writes:
-            plan.save(self.path / "plan.json")
+        plan.save(self.path / "plan.json")
+        # An attempt that saved nothing may have left rows.
+        kept = rows_until(self.path, batches) if config.resume else []
+        self.write("metrics.jsonl", "".join(strict_json(row) + "\n" for row in kept))
+        # Line by line, so that what a killed run has written stays.
+        self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)
 
     def row(self, kind: str, **values: Any) -> None:
         """Add a row to metrics.jsonl; while the disk accepts none, rows are kept until ``close``."""
@@ -55,16 +47,7 @@ class RunFolder:
                 self._write_rows()
 
     def write(self, name: str, content: str) -> None:
-        if self._writes:
-            write_atomically(self.path / name, content)
-
-    def cut(self, batches: int) -> list[dict[str, Any]]:
-        """Drop the rows of metrics.jsonl after batch ``batches``, of a checkpoint; return the others."""
-        # Training rows name a batch, counted from 0; validations the number of batches before them.
-        kept = [r for r in read_metrics(self.path) if r["batch"] + (r["kind"] == "train") <= batches]
-        if self._writes:
-            write_atomically(self.path / "metrics.jsonl", "".join(strict_json(row) + "\n" for row in kept))
-        return kept
+        write_atomically(self.path / name, content)
 
     def close(self) -> None:
         if self._metrics is not None:
@@ -76,6 +59,12 @@ class RunFolder:
         assert self._metrics is not None
         while self._rows:
             self._rows = self._rows[self._metrics.write(self._rows) :]  # a disk may accept a part of it
+
+
+def rows_until(path: Path, batches: int) -> list[dict[str, Any]]:
+    """Return the rows of metrics.jsonl up to a checkpoint after batch ``batches``."""
+    # Training rows name a batch, counted from 0; validations the number of batches before them.
+    return [r for r in read_metrics(path) if r["batch"] + (r["kind"] == "train") <= batches]
 
 
 # ---- printed summary -------------------------------------------------------------------------------------------------

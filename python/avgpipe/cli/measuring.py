@@ -168,12 +168,6 @@ def layers_of_workload(
 # ---- trials --------------------------------------------------------------------------------------------------------
 
 
-def pipeline_of(config: ProfilingOptions, plan: Plan) -> tuple[Pipeline, tuple[Any, Any]]:
-    """Return a pipeline, and the batch to train it on."""
-    workload, batch = build(config)
-    return Pipeline(workload.layers, plan, **pipeline_options(config, workload)), batch
-
-
 def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:
     """Train for some seconds, if the forecast is right. PipelineError when a worker fails."""
     plan, batches = forecast.plan, batches_of_round(forecast)
@@ -189,7 +183,8 @@ def tried(config: str, plan: str, batches: int) -> dict[str, Any]:
     """Measure as one of the processes of :func:`trial_of`."""
     asked = ProfilingOptions.from_json(config)
     torch.set_num_threads(asked.threads)
-    pipeline, batch = pipeline_of(asked, in_the_long_run(Plan.from_json(plan)))
-    with pipeline:
+    workload, batch = build(asked)
+    options = pipeline_options(asked, workload)
+    with Pipeline(workload.layers, in_the_long_run(Plan.from_json(plan)), **options) as pipeline:
         rounds_s = rounds_of(pipeline, batch, batches)
         return {"rounds_s": rounds_s, "memory_bytes": peak_memory_bytes(pipeline.device)}

@@ -20,6 +20,7 @@ import typer
 
 from avgpipe.cli.output import arguments, reporting
 from avgpipe.errors import nearest
+from avgpipe.plan import as_tuples
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 _FEW = 5  # most choices that a help page shows beside the option's name
@@ -101,7 +102,7 @@ class Options:
     def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options among the values of a JSON object."""
         names = {f.name for f in fields(cls)} - {"given"}
-        return as_tuples({name: value for name, value in values.items() if name in names})
+        return {name: as_tuples(value) for name, value in values.items() if name in names}
 
 
 class Command(NamedTuple):
@@ -126,15 +127,6 @@ def flag(name: str) -> str:
 def internal(default: Any) -> Any:
     """Make a field that is no option."""
     return field(default=default, metadata={"internal": True})
-
-
-def as_tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a JSON object, with tuples for lists, as a configuration is frozen."""
-
-    def frozen(value: Any) -> Any:
-        return tuple(map(frozen, value)) if isinstance(value, list) else value
-
-    return {name: frozen(value) for name, value in values.items()}
 
 
 def words(options: Mapping[str, Any]) -> list[str]:

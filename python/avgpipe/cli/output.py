@@ -27,21 +27,19 @@ from avgpipe.ranks.process import WRONG_ARGUMENTS as WRONG_ARGUMENTS
 _FILE_COLUMNS = 160  # width of tables that are not printed on a terminal
 
 
-def answer(
-    as_json: bool, found: Mapping[str, Any], *items: RenderableType, columns: int = _FILE_COLUMNS
-) -> None:
+def answer(as_json: bool, found: Mapping[str, Any], *items: RenderableType) -> None:
     """Print the result of a command: one JSON object, or texts and tables."""
     if as_json:
         print(json.dumps(found))
     else:
-        show(*items, columns=columns)
+        show(*items)
 
 
-def show(*items: RenderableType, columns: int = _FILE_COLUMNS) -> None:
-    """Print texts and tables; ``columns`` is the width where the output is no terminal."""
+def show(*items: RenderableType) -> None:
+    """Print texts and tables."""
     screen = Console(highlight=False, markup=False)
     if not screen.is_terminal:
-        screen.width = columns
+        screen.width = _FILE_COLUMNS
     for item in items:
         screen.print(item, soft_wrap=isinstance(item, str))  # the terminal wraps texts
 

@@ -12,7 +12,6 @@ from avgpipe.cli.output import answer, arguments, check_file, grid, running, tel
 from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
-from avgpipe.report.pictures import plot_layers
 from avgpipe.tasks import check_workload
 from avgpipe.units import format_bytes
 
@@ -30,8 +29,6 @@ def run(config: ProfileConfig) -> None:
         found = profile_of(config, config.micro_batch_sizes, config.workers)
         tell("")
         found.save(config.out)
-        if config.plot is not None:
-            plot_layers(found, config.plot)
     size = found.micro_batch_sizes[-1]
     answer(
         config.json,

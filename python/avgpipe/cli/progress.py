@@ -25,16 +25,15 @@ _LOG = "avgpipe"
 
 
 class ProgressBar:
-    """Shows a run of ``total`` batches of which ``done`` were done before; nothing unless ``shown``."""
+    """Shows a run of ``total`` batches of which ``done`` were done before."""
 
-    def __init__(self, total: int, done: int, *, shown: bool = True) -> None:
-        self._shown = shown
+    def __init__(self, total: int, done: int) -> None:
         self._total, self._done, self._begun = total, done, done
         self._loss = self._weight = 0.0
         self._samples = self._seconds = 0.0
         self._last_line = time.monotonic()
         self._bar: Progress | None = None
-        if shown and sys.stderr.isatty():
+        if sys.stderr.isatty():
             columns = (
                 TextColumn("{task.description:<8}"),
                 BarColumn(),
@@ -78,7 +77,7 @@ class ProgressBar:
         self._last_line = time.monotonic()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, markup=False, soft_wrap=True)
-        elif self._shown:
+        else:
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
@@ -86,7 +85,7 @@ class ProgressBar:
             self._bar.stop()
 
     def _line_is_due(self) -> bool:
-        return self._shown and time.monotonic() - self._last_line >= _LINE_EVERY_S
+        return time.monotonic() - self._last_line >= _LINE_EVERY_S
 
     def _facts(self) -> str:
         loss = self._loss / self._weight if self._weight else float("nan")

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.cli.config import TrainConfig
@@ -24,8 +23,8 @@ from avgpipe.report.loop import Results
 from avgpipe.report.pictures import Curve, plot_curves
 
 
-class Record(Results, Protocol):
-    """Receives the events of a rank's training loop."""
+class Record(Results):
+    """Receives the events of a rank's training loop, which this class ignores, as all but a first rank do."""
 
     def note(self, text: str) -> None:
         """Print a line that stays."""
@@ -38,32 +37,24 @@ class Record(Results, Protocol):
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
         """Write the summary and draw the curves; return whether this process is to add the timeline."""
+        return False
 
     def close(self) -> None:
         """Write what is left."""
 
 
-class WrittenRecord:
+class WrittenRecord(Record):
     """A record in the run's folder.
 
     Args:
         done: Totals of the run before this process.
         total: Batches of the whole run.
-        writes: Whether this process writes; else every method does nothing.
-        on_result: Gets each row.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        done: Totals,
-        total: int,
-        writes: bool,
-        on_result: Callable[[Mapping[str, Any]], None] | None = None,
-    ) -> None:
-        self._config, self._begun, self._writes, self._on_result = config, done.batches, writes, on_result
-        self.folder = RunFolder(Path(config.out), writes)
-        self.progress = ProgressBar(total, done.batches, shown=writes)
+    def __init__(self, config: TrainConfig, done: Totals, total: int) -> None:
+        self._config, self._begun = config, done.batches
+        self.folder = RunFolder(Path(config.out))
+        self.progress = ProgressBar(total, done.batches)
         self._loggers = Loggers({}, self.note)  # until the folder exists
         self._newest = done.batches - 1  # newest batch
 
@@ -71,15 +62,9 @@ class WrittenRecord:
         self.progress.note(text)
 
     def open(self, plan: Plan) -> None:
-        if self._writes:
-            about = self._config.complete
-            self._loggers = Loggers.opened(
-                self._config.logger, self.folder.path, about, self._begun, self.note
-            )
-        self.folder.open(self._config, plan)
-
-    def segment(self, values: dict[str, Any]) -> None:
-        pass
+        about, folder = self._config.complete, self.folder.path
+        self._loggers = Loggers.opened(self._config.logger, folder, about, self._begun, self.note)
+        self.folder.open(self._config, plan, self._begun)
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         is_new = row["batch"] > self._newest
@@ -102,20 +87,15 @@ class WrittenRecord:
     def _add(self, kind: str, step: int, row: Mapping[str, Any]) -> None:
         """Add a row; loggers require steps that do not decrease."""
         self.folder.row(kind, **row)
-        if self._writes:
-            self._loggers.log(step, row, kind)
-            if self._on_result is not None:
-                self._on_result({"kind": kind, **row})
+        self._loggers.log(step, row, kind)
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
         self.progress.close()
-        if self._writes:
-            self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
-            curve = Curve.of(read_metrics(self.folder.path))
-            what = summary["metric_name"], summary["trivial_metric"], summary["target"]
-            picture = self.folder.path / "curves.png"
-            plot_curves({summary["system"]: curve}, heading, *what, picture)
-        return self._writes
+        self.folder.write("summary.json", strict_json(summary, indent=2) + "\n")
+        curve = Curve.of(read_metrics(self.folder.path))
+        what = summary["metric_name"], summary["trivial_metric"], summary["target"]
+        plot_curves({summary["system"]: curve}, heading, *what, self.folder.path / "curves.png")
+        return True
 
     def close(self) -> None:
         self.progress.close()
@@ -126,7 +106,7 @@ class WrittenRecord:
 # ---- isolated pipelines ----------------------------------------------------------------------------------------------
 
 
-class RemoteRecord:
+class RemoteRecord(Record):
     """A record that the launcher keeps; the first rank of a pipeline sends it the events.
 
     All pipelines send the same events, and the launcher records each one once.
@@ -154,17 +134,11 @@ class RemoteRecord:
         self._launcher.tell("batch", self._results, dict(row), samples)
         self._results += 1
 
-    def validating(self, batches: Any, most: int | None) -> Iterator[Any]:
-        return islice(batches, most)
-
     def validation(self, row: Mapping[str, Any]) -> None:
         self._launcher.tell("validation", dict(row))
 
     def finish(self, summary: Mapping[str, Any], heading: str) -> bool:
         return bool(self._launcher.ask("finish", dict(summary), heading))
-
-    def close(self) -> None:
-        pass
 
 
 class SharedRecord:
@@ -212,25 +186,22 @@ class SharedRecord:
             self._begin(*values)
         elif self._written is None:
             raise ValueError(f"{kind} before the run has begun")
-        elif kind == "note":
-            self._note(self._written, *values)
-        elif kind == "open":
-            self._open(self._written, *values)
-        elif kind == "batch":
-            self._take_batch(self._written, *values)
-        elif kind == "validation":
-            self._take_validation(self._written, *values)
-        elif kind == "segment" and values[0]["first"] > self._segment.get("first", -1):
-            self._segment = values[0]
-            self._segment_at = self._ended_at = time.monotonic()
+        else:
+            takers: dict[str, Callable[..., None]] = {"note": self._note, "open": self._open}
+            takers |= {"batch": self._take_batch, "validation": self._take_validation}
+            takers |= {"segment": self._take_segment}
+            takers[kind](self._written, *values)
         self._answer_waiting()
 
     def _begin(self, done: dict[str, Any], total: int) -> None:
         if self._written is None:
             self._done = Totals(**done)
-            self._written = WrittenRecord(self._config, self._done, total, writes=True)
-            if self._config.resume:
-                self._written.folder.cut(self._done.batches)
+            self._written = WrittenRecord(self._config, self._done, total)
+
+    def _take_segment(self, written: WrittenRecord, values: dict[str, Any]) -> None:
+        if values["first"] > self._segment.get("first", -1):
+            self._segment = values
+            self._segment_at = self._ended_at = time.monotonic()
 
     def _note(self, written: WrittenRecord, place: int, text: str) -> None:
         if (place, text) not in self._notes:

@@ -6,7 +6,6 @@ that is resumed, else it has its default.
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Mapping
@@ -22,11 +21,10 @@ from avgpipe.cli.config import (
     TrainConfig,
     WorkloadOptions,
 )
-from avgpipe.cli.options import as_tuples
 from avgpipe.errors import CheckpointError
 from avgpipe.links import refuse_elsewhere
 from avgpipe.plan import Plan
-from avgpipe.report.course import parse_target
+from avgpipe.report.course import parse_target, read_object
 from avgpipe.report.loggers import check_loggers
 from avgpipe.systems import SYSTEMS, micro_batches, row
 from avgpipe.tasks import find_workload
@@ -79,11 +77,6 @@ def resolve(asked: TrainConfig) -> TrainConfig:
             f"{plan.stages} stages are more than the {facts.layers} layers of {model}: "
             f"choose --stages 1 to {facts.layers}"
         )
-    if config.rebalance and (plan.stages == 1 or plan.replication or plan.spread or plan.isolate):
-        raise ValueError(
-            f"--rebalance moves layers between stages that have a worker each, and the plan has stages={plan.stages}, "
-            f"replication={plan.replication}, spread={plan.spread} and isolate={plan.isolate}: leave it out"
-        )
     if plan.micro_batches > facts.batch_size:
         raise ValueError(
             f"a batch of {facts.batch_size} samples cannot be split into {plan.micro_batches} micro-batches: "
@@ -91,7 +84,7 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         )
     return replace(
         config,
-        **as_tuples(asdict(plan)),
+        **asdict(plan),
         plan=None,
         **facts.settled,
         target=target,
@@ -133,7 +126,7 @@ def _is_restart(out: Path, launch: str | None) -> bool:
     """Return whether torchrun restarted the workers, and an earlier attempt began the run in ``out``."""
     if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
         return False
-    values = _read(out)
+    values = read_object(out / RUN_FILE, [])
     return bool(values) and values.get("launch") == launch
 
 
@@ -144,18 +137,9 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
     return bool(checkpoints_in(Path(out) / "checkpoints"))
 
 
-def _read(out: Path) -> dict[str, Any]:
-    """Return the content of run.json; nothing if it cannot be read."""
-    try:
-        values = json.loads((out / RUN_FILE).read_text())
-    except (OSError, ValueError):
-        values = None
-    return values if isinstance(values, dict) else {}
-
-
 def _stored(out: Path, workload: str) -> dict[str, Any]:
     """Return the configuration of the run in ``out``; none if it cannot be read: the checkpoint is enough."""
-    values = _read(out)
+    values = read_object(out / RUN_FILE, [])
     if values and values.get("workload") != workload:
         trained = str(values.get("workload"))
         file = trained.rpartition(":")[0]

@@ -116,10 +116,8 @@ def refuse_isolation(config: IsolationOptions, *more: str) -> None:
 # ---- avgpipe join ----------------------------------------------------------------------------------------------------
 
 
-_ASK_S, _LIMIT_S = (
-    1.0,
-    60.0,
-)  # the launcher admits a pipeline again once it has noticed the loss of the one before
+_ASK_S = 1.0
+_LIMIT_S = 60.0  # the launcher admits a pipeline again once it has noticed the loss of the one before
 
 
 def join_run(config: JoinConfig) -> None:

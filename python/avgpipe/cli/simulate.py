@@ -7,11 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from avgpipe.cli.config import SimulateConfig
 from avgpipe.cli.options import flag
-from avgpipe.cli.output import answer, arguments, grid, running
+from avgpipe.cli.output import answer, arguments, running
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline
@@ -31,17 +29,15 @@ def run(config: SimulateConfig) -> None:
     with running():
         if config.plot is not None:
             timeline.plot(config.plot)
-    batches = config.batches or pipelines
     answer(
         config.json,
         _to_json(config, schedule, choice, timeline) | {"steady_batch_s": steady_s},
         f"{schedule.name}: stages {schedule.stages}, micro-batches {schedule.micro_batches}, "
         f"pipelines {pipelines}",
         *([] if choice is None else [choice.explain()]),
-        f"{batches} {'batch' if batches == 1 else 'batches'}: {1000 * timeline.makespan_s:.1f} ms, "
-        f"bubbles {100 * timeline.bubble_fraction:.1f} %",
         f"steady state: {1000 * steady_s:.1f} ms per batch",
-        _table(schedule, timeline),
+        f"in flight per pipeline: {', '.join(map(str, schedule.worker_peak_in_flight))}",
+        str(timeline),
     )
 
 
@@ -109,20 +105,3 @@ def _to_json(
         "peak_in_flight": schedule.peak_in_flight,
         "choice": None if choice is None else asdict(choice),
     }
-
-
-def _table(schedule: Schedule, timeline: Timeline) -> Table:
-    memory = timeline.peak_memory_bytes
-    return grid(
-        [
-            {
-                "stage" if schedule.is_plain else "worker": str(k),
-                "busy": f"{100 * share:.1f} %",
-                "busy ms": f"{1000 * busy_s:.1f}",
-                "in flight per pipeline": str(schedule.worker_peak_in_flight[k]),
-                "peak MiB": "-" if memory is None else f"{memory[k] / _MIB:.1f}",
-            }
-            for k, (share, busy_s) in enumerate(zip(timeline.worker_busy_fraction, timeline.busy_s))
-        ],
-        texts=0,
-    )

@@ -60,14 +60,15 @@ def run(asked: TrainConfig) -> None:
         is_preempted = train_on_workers(config)
     else:
         is_preempted = _train_here(config)
-    if _is_first() and is_preempted:
+    if not _is_first():
+        return
+    if is_preempted:
         note(f"preempted by SIGTERM: the run is saved; {resume_hint(config)}")
-        sys.stdout.write('{"preempted": true}\n' if asked.json else "")
-        sys.stdout.flush()
-    elif _is_first():
+        text = '{"preempted": true}\n' if asked.json else ""
+    else:
         out = Path(config.out)
-        sys.stdout.write((out / "summary.json").read_text() if asked.json else describe(out) + "\n")
-        sys.stdout.flush()
+        text = (out / "summary.json").read_text() if asked.json else describe(out) + "\n"
+    print(text, end="", flush=True)
 
 
 def _say_interrupted_early(number: signal.Signals) -> None:

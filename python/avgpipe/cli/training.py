@@ -6,19 +6,16 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder
+from avgpipe.cli.folder import rows_until
 from avgpipe.cli.output import CommandFailed, arguments, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
-from avgpipe.cli.rebalancing import Rebalancer
 from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
 from avgpipe.cli.resolve import pipeline_options, prepare
 from avgpipe.errors import CheckpointError, PeerLost
 from avgpipe.pipeline import Pipeline
-from avgpipe.plan import Plan
 from avgpipe.ranks.process import PEER_LOST
 from avgpipe.ranks.signals import Answers, answering
 from avgpipe.report.course import Course, Totals, target_text
@@ -62,31 +59,27 @@ class TrainingRun(TrainingLoop):
 
     Args:
         config: A complete configuration.
-        on_result: Gets each row of metrics.jsonl, of a batch or of a validation, on the first rank.
     """
 
-    def __init__(
-        self, config: TrainConfig, on_result: Callable[[Mapping[str, Any]], None] | None = None
-    ) -> None:
+    def __init__(self, config: TrainConfig) -> None:
         self.config = config
         workload, plan = prepare(config)
         with log_records() as logged:
-            pipeline = _pipeline(config, workload, plan)
+            pipeline = Pipeline(workload.layers, plan, **pipeline_options(config, workload))
         world, launcher = pipeline.world, pipeline.launcher
         joins_late = launcher is not None and launcher.has_begun
         # Workers that were started one by one may have chosen the name of their folder at different times.
         self.out = Path(world.gather(config.out)[0])
-        self._checkpoints = _checkpoints(pipeline, config, self.out)
+        every_s = 60 * config.checkpoint_minutes
+        self._checkpoints = Checkpoints(pipeline, self.out / "checkpoints", every_s=every_s, keep=config.keep)
         done = Totals(workload.lower_is_better, config.target)
         if config.resume and not joins_late:
             self._checkpoints.load()
             done = _recalled(done, pipeline, self.out)
         course = Course.of(config)
-        self.record = _record(config, pipeline, done, batches_of_run(workload, course), on_result)
+        self.record = _record(config, pipeline, done, batches_of_run(workload, course))
         super().__init__(pipeline, workload, course, self.record, done, warnings_of(logged))
         self._saver = Saver(pipeline, self._checkpoints, self.record, config.wait_for_checkpoints)
-        self._rebalancer = Rebalancer(config, workload, self.record)
-        self._is_to_end = False
         self._resumed_at = done.batches
         links = links_line(world.gather(links_of(logged)))
         if not joins_late:
@@ -123,8 +116,6 @@ class TrainingRun(TrainingLoop):
             is_preempted = not self.train_epoch(epoch, start, rest)
             self._saver.save(wait=is_preempted)
             epoch, start, rest = epoch + 1, 0, None
-            if self.config.rebalance and self.goes_on(epoch) and not is_preempted:
-                self._rebalance()
         self._saver.wait()
         if self.config.target is not None and self.done.reached:
             self.record.note(f"target {target_text(self.config.target)} reached")
@@ -137,7 +128,6 @@ class TrainingRun(TrainingLoop):
 
     def preempt(self) -> None:
         """End the run once it is saved."""
-        self._is_to_end = True
         self.pipeline.preempt()
 
     def close(self) -> None:
@@ -162,7 +152,7 @@ class TrainingRun(TrainingLoop):
     def note_validation(self, loss: float, metrics: Mapping[str, float]) -> bool:
         is_best = super().note_validation(loss, metrics)
         if is_best:
-            self._saver.note_best()
+            self._saver.is_best = True
         return is_best
 
     def _catch_up(self) -> TrainingSegment | None:
@@ -177,26 +167,6 @@ class TrainingRun(TrainingLoop):
         self._checkpoints.go_on(segment.checkpoints, standing["segment_s"])
         self.rows.go_on(self.done, self.steps())
         return segment
-
-    def _rebalance(self) -> None:
-        """Continue from the checkpoint with another cut, if batches take less time with it."""
-        if self._saver.failure is not None:
-            return
-        cut = self._rebalancer.better_cut(self.pipeline)
-        if cut is None:
-            return
-        plan = replace(self.pipeline.plan, partition=cut)
-        self.rows.note_skipped(self.pipeline.skipped_updates)
-        self.pipeline.close()
-        self.config = replace(self.config, partition=cut)
-        self.pipeline = _pipeline(self.config, self.workload, plan)
-        if self._is_to_end:
-            self.pipeline.preempt()
-        self._checkpoints = _checkpoints(self.pipeline, self.config, self.out)
-        self._checkpoints.load()
-        self._saver = Saver(self.pipeline, self._checkpoints, self.record, self.config.wait_for_checkpoints)
-        assert isinstance(self.record, WrittenRecord), "isolated pipelines keep their cut"
-        self.record.folder.note_plan(self.config, plan)
 
     # ---- what is printed and written ---------------------------------------------------------------------------------
 
@@ -225,20 +195,12 @@ class TrainingRun(TrainingLoop):
             longest.plot(self.out / "timeline.png")
 
 
-def _pipeline(config: TrainConfig, workload: Workload, plan: Plan) -> Pipeline:
-    return Pipeline(workload.layers, plan, **pipeline_options(config, workload))
-
-
-def _checkpoints(pipeline: Pipeline, config: TrainConfig, out: Path) -> Checkpoints:
-    every_s = 60 * config.checkpoint_minutes
-    return Checkpoints(pipeline, out / "checkpoints", every_s=every_s, keep=config.keep)
-
-
 def _recalled(done: Totals, pipeline: Pipeline, out: Path) -> Totals:
     """Return the totals up to the checkpoint that was loaded, from the run's folder on the first rank."""
     if pipeline.world.rank == 0:
-        folder = RunFolder(out, writes=pipeline.launcher is None)
-        done.recall(folder.cut(pipeline.batches), pipeline.batches)
+        for row in rows_until(out, pipeline.batches):
+            done.take(row)
+        done.batches = pipeline.batches
     return Totals(**pipeline.world.gather(asdict(done))[0])
 
 
@@ -256,17 +218,12 @@ def _position(done: Totals, workload: Workload, pipeline: Pipeline) -> tuple[int
     return done.epoch, start
 
 
-def _record(
-    config: TrainConfig,
-    pipeline: Pipeline,
-    done: Totals,
-    total: int,
-    on_result: Callable[[Mapping[str, Any]], None] | None,
-) -> Record:
-    is_first = pipeline.world.rank == 0
-    if pipeline.launcher is not None and is_first:
+def _record(config: TrainConfig, pipeline: Pipeline, done: Totals, total: int) -> Record:
+    if pipeline.world.rank:
+        return Record()
+    if pipeline.launcher is not None:
         return RemoteRecord(pipeline.launcher, done, total)
-    return WrittenRecord(config, done, total, is_first and pipeline.launcher is None, on_result)
+    return WrittenRecord(config, done, total)
 
 
 class Saver:
@@ -284,9 +241,6 @@ class Saver:
         self._pipeline, self._checkpoints, self._record, self._waits = pipeline, checkpoints, record, waits
         self.is_best = False
         self.failure: CheckpointError | None = None
-
-    def note_best(self) -> None:
-        self.is_best = True
 
     def save(self, wait: bool = False) -> None:
         best, self.is_best = self.is_best, False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
+
+_log = logging.getLogger("avgpipe")
 
 
 def check_plan(plan: Plan) -> None:
@@ -25,6 +30,14 @@ def check_plan(plan: Plan) -> None:
             f"batch={plan.batch!r} has {plan.pipelines} pipelines train in turn, and a trainer ends every batch before "
             "the next: use Plan(batch='global'), or Pipeline.train"
         )
+
+
+def resume(pipeline: Pipeline, folder: Path) -> None:
+    """Load a checkpoint, or warn where a trainer's own files alone are there."""
+    if any(pipeline.world.gather(folder.is_dir())):
+        pipeline.load(folder)  # the error names a rank that cannot read the folder
+    elif not pipeline.world.rank:
+        _log.warning("%s is not there: optimizers and schedules start from scratch", folder)
 
 
 class StageOptimizers(torch.optim.Optimizer):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
@@ -136,12 +136,6 @@ class Totals:
     loss: float = math.nan
     metric: float = math.nan
     validated: int = -1
-
-    def recall(self, rows: Iterable[Mapping[str, Any]], batches: int) -> None:
-        """Add the rows of metrics.jsonl up to a checkpoint after ``batches`` batches."""
-        for row in rows:
-            self.take(row)
-        self.batches = batches
 
     def take(self, row: Mapping[str, Any]) -> None:
         """Add a row of metrics.jsonl."""

@@ -1,8 +1,9 @@
 """Loggers that pass the results of a run to TensorBoard, Weights & Biases, MLflow, or a CSV file.
 
-A logger takes ``log(step, values)``, numbers by name, and ``close()``. Loggers work in any training loop::
+Each is a function of the run's folder, its configuration, and the first step that will be logged. Loggers work in any
+training loop::
 
-    with TensorBoard("runs/mine") as logger:
+    with tensorboard("runs/mine") as logger:
         for result in pipeline.train(loader):
             logger.log(result.batch, {"loss": result.loss})
 
@@ -13,178 +14,119 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from avgpipe.errors import library, reason
 
 _PROJECT = "avgpipe"  # name under which services group the runs
-_L = TypeVar("_L", bound="_Closing")
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
-class Logger(Protocol):
-    """The methods of a logger that a training loop uses."""
+class Logger(NamedTuple):
+    """An open logger, and a context manager.
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers of a step, by name; steps do not decrease."""
+    Attributes:
+        log: Logs the numbers of a step, by name; steps do not decrease.
+        close: Writes what is left.
+    """
 
-    def close(self) -> None:
-        """Write what is left."""
+    log: Callable[[int, Mapping[str, float]], object]
+    close: Callable[[], object]
 
-
-class _Closing(ABC):
-    """A logger that is a context manager, too."""
-
-    def __enter__(self: _L) -> _L:
+    def __enter__(self) -> Logger:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is left."""
 
+def csv_file(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step: int = 0) -> Logger:
+    """Add a line ``step,name,value`` for each number to ``metrics.csv`` in a folder, and make both if needed.
 
-class CSV(_Closing):
-    """Adds a line ``step,name,value`` for each number to ``metrics.csv`` in a folder, and makes both if needed.
-
-    Args:
-        folder: Folder of the run.
-        about: Configuration of the run, which the file does not contain.
-        first_step: First step that will be logged; lines of later steps in an earlier file stay.
+    Lines of an earlier file stay if ``first_step`` is not 0.
     """
+    path = Path(folder) / "metrics.csv"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("a" if first_step else "w", newline="", encoding="utf-8", buffering=1)
+    writer = csv.writer(file)
+    if not file.tell():
+        writer.writerow(("step", "name", "value"))
 
-    package = ""
+    def log(step: int, values: Mapping[str, float]) -> None:
+        writer.writerows((step, name, value) for name, value in values.items())
 
-    def __init__(
-        self, folder: str | Path, about: Mapping[str, Any] | None = None, *, first_step: int = 0
-    ) -> None:
-        path = Path(folder) / "metrics.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a" if first_step else "w", newline="", encoding="utf-8", buffering=1)
-        self._writer = csv.writer(self._file)
-        if not self._file.tell():
-            self._writer.writerow(("step", "name", "value"))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._writer.writerows((step, name, value) for name, value in values.items())
-
-    def close(self) -> None:
-        self._file.close()
+    return Logger(log, file.close)
 
 
-class TensorBoard(_Closing):
-    """Writes event files to ``tensorboard`` in a folder: ``tensorboard --logdir FOLDER`` shows them.
+def tensorboard(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step: int = 0) -> Logger:
+    """Write event files to ``tensorboard`` in a folder: ``tensorboard --logdir FOLDER`` shows them.
 
-    Args:
-        folder: Folder of the run.
-        about: Configuration of the run, shown as a text.
-        first_step: First step that will be logged; values that an earlier run logged for it and later steps
-            are hidden.
+    Values that an earlier run logged for ``first_step`` and later steps are hidden.
     """
+    _imported("tensorboard")
+    writer = _imported("tensorboard", "torch.utils.tensorboard").SummaryWriter(
+        str(Path(folder) / "tensorboard"), purge_step=first_step or None
+    )
+    if about:
+        writer.add_text("run", "\n".join(f"    {name}: {value}" for name, value in about.items()))
 
-    package = "tensorboard"
-
-    def __init__(
-        self, folder: str | Path, about: Mapping[str, Any] | None = None, *, first_step: int = 0
-    ) -> None:
-        library("tensorboard", "the logger tensorboard", self.package)
-        writer = library("torch.utils.tensorboard", "the logger tensorboard", self.package).SummaryWriter
-        self._writer = writer(str(Path(folder) / "tensorboard"), purge_step=first_step or None)
-        if about:
-            lines = (f"    {name}: {value}" for name, value in about.items())
-            self._writer.add_text("run", "\n".join(lines))
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+    return Logger(log, writer.close)
 
 
-class WandB(_Closing):
-    """Logs to Weights & Biases, in the project ``avgpipe`` unless ``WANDB_PROJECT`` names another.
+def wandb(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step: int = 0) -> Logger:
+    """Log to Weights & Biases, in the project ``avgpipe`` unless ``WANDB_PROJECT`` names another.
 
-    Its other variables work, too: ``WANDB_MODE=offline`` keeps everything in the folder.
-
-    Args:
-        folder: Folder of the run, which keeps the files; its name is the run's.
-        about: Configuration of the run.
-        first_step: First step that will be logged. A resumed run becomes another run in the same group.
+    The folder keeps the files, and its name is the run's. A resumed run becomes another run in the same group. The
+    library's other variables work, too: ``WANDB_MODE=offline`` keeps everything in the folder.
     """
-
-    package = "wandb"
-
-    def __init__(
-        self, folder: str | Path, about: Mapping[str, Any] | None = None, *, first_step: int = 0
-    ) -> None:
-        import os
-
-        wandb = library("wandb", "the logger wandb", self.package)
-        path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
-        name = path.resolve().name
-        project = os.environ.get("WANDB_PROJECT", _PROJECT)
-        self._run = wandb.init(
-            project=project, group=name, name=name, dir=str(path), config=dict(about or {})
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    name, project = path.resolve().name, os.environ.get("WANDB_PROJECT", _PROJECT)
+    run = _imported("wandb").init(project=project, group=name, name=name, dir=str(path), config=dict(about))
+    return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)
 
 
-class MLflow(_Closing):
-    """Logs to MLflow, in the experiment ``avgpipe``, at ``MLFLOW_TRACKING_URI`` or else MLflow's default location.
+def mlflow(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step: int = 0) -> Logger:
+    """Log to MLflow, in the experiment ``avgpipe``, at ``MLFLOW_TRACKING_URI`` or else MLflow's default location.
 
-    Args:
-        folder: Folder of the run; its name is the run's.
-        about: Configuration of the run, logged as parameters.
-        first_step: First step that will be logged. A resumed run becomes another run.
+    The name of the folder is the run's. A resumed run becomes another run.
     """
+    client = _imported("mlflow").MlflowClient()
+    metric = _imported("mlflow", "mlflow.entities").Metric
+    found = client.get_experiment_by_name(_PROJECT)
+    experiment = found.experiment_id if found else client.create_experiment(_PROJECT)
+    run = client.create_run(experiment, run_name=Path(folder).resolve().name).info.run_id
+    for name, value in about.items():
+        client.log_param(run, name, value)
 
-    package = "mlflow"
-
-    def __init__(
-        self, folder: str | Path, about: Mapping[str, Any] | None = None, *, first_step: int = 0
-    ) -> None:
-        mlflow = library("mlflow", "the logger mlflow", self.package)
-        self._metric = library("mlflow.entities", "the logger mlflow", self.package).Metric
-        self._client = mlflow.MlflowClient()
-        found = self._client.get_experiment_by_name(_PROJECT)
-        experiment = found.experiment_id if found else self._client.create_experiment(_PROJECT)
-        run = self._client.create_run(experiment, run_name=Path(folder).resolve().name)
-        self._id = run.info.run_id
-        for name, value in (about or {}).items():
-            self._client.log_param(self._id, name, value)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(step: int, values: Mapping[str, float]) -> None:
         now = round(1000 * time.time())
-        metrics = [self._metric(name, value, now, step) for name, value in values.items()]
-        self._client.log_batch(self._id, metrics=metrics)
+        client.log_batch(run, metrics=[metric(name, value, now, step) for name, value in values.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    return Logger(log, lambda: client.set_terminated(run))
 
 
-LOGGERS: dict[str, Callable[..., Logger]] = {
-    "csv": CSV, "mlflow": MLflow, "tensorboard": TensorBoard, "wandb": WandB,
-}  # fmt: skip
+def _imported(name: str, module: str | None = None) -> Any:
+    return library(module or name, f"the logger {name}", name)
+
+
+LOGGERS = {"csv": csv_file, "mlflow": mlflow, "tensorboard": tensorboard, "wandb": wandb}
 
 
 def check_loggers(names: Iterable[str]) -> None:
     """Raise LibraryNotFound if a logger's library is missing: before training, not at its first batch."""
     for name in names:
-        package: str = LOGGERS[name].package  # type: ignore[attr-defined]  # classes, each with its own
-        if package:
-            library(package, f"--logger {name}", package)
+        if name != "csv":
+            library(name, f"--logger {name}", name)
 
 
 class Loggers:
@@ -211,7 +153,7 @@ class Loggers:
         made: dict[str, Logger] = {}
         for name in names:
             try:
-                made[name] = LOGGERS[name](folder, about, first_step=first_step)
+                made[name] = LOGGERS[name](folder, about, first_step)
             except Exception as error:  # libraries raise many types
                 raise ValueError(f"--logger {name}: {reason(error)}") from error
         return cls(made, warn)
@@ -226,7 +168,7 @@ class Loggers:
         self._each(lambda logger: logger.close())
         self._loggers.clear()
 
-    def _each(self, act: Callable[[Logger], None]) -> None:
+    def _each(self, act: Callable[[Logger], object]) -> None:
         for name, logger in list(self._loggers.items()):
             try:
                 act(logger)

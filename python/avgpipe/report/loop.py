@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 from avgpipe.pipeline import Pipeline
 from avgpipe.report.course import Course, Totals, Validations, parse_target
@@ -44,14 +44,15 @@ class TrainingSegment:
         return self.epoch, self.start + batch - self.first
 
 
-class Results(Protocol):
-    """Receives the results of a training loop."""
+class Results:
+    """Receives the results of a training loop, which this class ignores."""
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         """Record a finished batch: its row, its samples, and the seconds of training since the batch before."""
 
     def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
         """Return the batches, or the first ``most`` of them."""
+        return islice(batches, most)
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """Record a finished validation."""

@@ -1,4 +1,4 @@
-"""Plots of a run, learning curves, and of a profile."""
+"""Learning curves of a run, drawn."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.report.course import parse_target
 from avgpipe.timeline.plot import GREYS, HUES, INK, dress, picture
-from avgpipe.units import time_unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from avgpipe.planning.profile import Profile
 
 # Hues that red-green color-blind readers can distinguish, by line style too from the ninth on.
 COLORS = (*(dark for _, dark in HUES), "#4bb3c9", "#c9a400")
@@ -24,11 +21,6 @@ _STYLES = ("-", "--", ":")
 WIDTH_IN = 12.5
 _SPAN = 5.0  # the axis is logarithmic from this ratio of largest to smallest metric
 _MEMORY, _LEAST_MEMORY = 0.05, 5.0  # batches that a smoothed loss averages: a share, and at least these
-_MOST_IN = 40.0  # height of a profile's picture
-_MOST_NAMED = 120  # rows with a name; of more rows every second, third or so has one
-
-
-# ---- learning curves -------------------------------------------------------------------------------------------------
 
 
 class Point(NamedTuple):
@@ -163,58 +155,3 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: 
             along, values = [getattr(point, by) for point in points], [point.value for point in points]
             axes.plot(along, values, color=color, linestyle=line, **look)
     dress(axes)
-
-
-# ---- a profile -------------------------------------------------------------------------------------------------------
-
-
-def plot_layers(
-    profile: Profile, path: str | os.PathLike[str] | None = None, *, samples: float | None = None
-) -> Figure:
-    """Draw a row per layer, its seconds beside its bytes; written to ``path`` in the format of its suffix if given.
-
-    The costs are of a micro-batch of ``samples``; None: the largest that was measured.
-    """
-    size = profile.micro_batch_sizes[-1] if samples is None else samples
-    layers, costs = profile.layers, profile.at(size)
-    seconds = {
-        "forward": ("#b5d4f0", [c.forward_s for c in costs]),
-        "backward, inputs": ("#2a6fb0", [c.input_backward_s for c in costs]),
-        "backward, weights": ("#7fa8d1", [c.backward_s - c.input_backward_s for c in costs]),
-        "update": ("#d9780f", [layer.update_s for layer in layers]),
-        "averaging": ("#fcd9a4", [layer.elastic_s for layer in layers]),
-    }
-    sizes = {
-        "held for the backward": ("#1b8a63", [c.held_bytes for c in costs]),
-        "output": ("#b0e0cc", [c.output_bytes for c in costs]),
-        "parameters": ("#7c6a4c", [layer.parameter_bytes for layer in layers]),
-        "optimizer's state": ("#d8d0c1", [layer.optimizer_bytes for layer in layers]),
-    }
-    unit, per_s = time_unit(max(map(sum, zip(*(values for _, values in seconds.values())))))
-    with picture(path, 13.0, min(_MOST_IN, 1.5 + 0.27 * len(layers))) as figure:
-        left, right = figure.subplots(1, 2, sharey=True)
-        _draw_layers(left, seconds, per_s, f"time of a micro-batch, and of an update ({unit})")
-        _draw_layers(right, sizes, 2.0**-20, "bytes of a micro-batch, and of the layer (MiB)")
-        places = range(0, len(layers), -(-len(layers) // _MOST_NAMED))
-        left.set_yticks(places, [layers[n].name for n in places], fontsize=7.5, color=INK)
-        heading = f"{profile.model}, micro-batches of {size:g}; {profile.device}"
-        figure.suptitle(heading, fontsize=10, color=INK)
-    return figure
-
-
-def _draw_layers(
-    axes: Axes, series: Mapping[str, tuple[str, Sequence[float]]], scale: float, label: str
-) -> None:
-    """Draw bars from the first layer down, one series after the other; each with its color."""
-    reached = [0.0] * max(len(values) for _, values in series.values())
-    for name, (color, values) in series.items():
-        widths = [scale * value for value in values]
-        axes.barh(range(len(widths)), widths, left=reached, height=0.74, color=color, label=name)
-        reached = [a + b for a, b in zip(reached, widths)]
-    axes.set_ylim(len(reached) - 0.4, -0.6)
-    axes.set_xlim(0, max(reached) * 1.02 or 1.0)
-    axes.set_xlabel(label, fontsize=8.5, color=INK)
-    dress(axes, without=("top", "right", "left"), grid="x")
-    axes.tick_params(axis="x", labelsize=7.5)
-    axes.tick_params(axis="y", length=0)
-    axes.legend(fontsize=7.5, frameon=False, ncols=len(series), loc="lower left", bbox_to_anchor=(0, 1))

@@ -39,7 +39,6 @@ class RowMaker:
     ) -> None:
         self._workload, self._total, self._warnings = workload, total, list(warnings)
         self._epoch_samples: int | None = None  # known once a loader without a length has ended
-        self._skipped = 0  # updates, of earlier pipelines of this process
         self._stretches: list[tuple[int, int]] = []  # steps, first and last, without a pause between them
         self.go_on(done, steps)
 
@@ -47,7 +46,7 @@ class RowMaker:
         """Return the row of a batch."""
         row: dict[str, Any] = {"batch": result.batch, "pipeline": result.pipeline, "epoch": done.epoch}
         row |= {"samples": done.samples, "loss": result.loss, "seconds": round(done.seconds, 6)}
-        extra = {"lr": _lr(pipeline), "grad_norm": getattr(result, "grad_norm", None)}
+        extra = {"lr": result.lr, "grad_norm": result.grad_norm}
         if self._workload.valid_batches is None:  # else validation rows have it
             extra["total_batches"] = self._total
         return row | {name: value for name, value in extra.items() if value is not None}
@@ -77,10 +76,6 @@ class RowMaker:
         """Note how many samples an epoch has, which the end of a loader without a length has shown."""
         self._epoch_samples = samples
 
-    def note_skipped(self, updates: int) -> None:
-        """Count the updates that a pipeline has left out, before another one takes its place."""
-        self._skipped += updates
-
     def go_on(self, done: Totals, steps: int) -> None:
         """Measure the speed from here on, after ``steps`` steps."""
         self._validated_at = replace(done), steps
@@ -99,7 +94,7 @@ class RowMaker:
 
     def of_ranks(self, pipeline: Pipeline) -> tuple[int, list[int]]:
         """Return how many updates were skipped since this process began, and the ranks' peaks of memory."""
-        own = self._skipped + pipeline.skipped_updates, peak_memory_bytes(pipeline.device)
+        own = pipeline.skipped_updates, peak_memory_bytes(pipeline.device)
         skipped, peaks = zip(*pipeline.world.gather(own))
         # Every rank with a stage of a pipeline counts the skipped updates of that pipeline.
         plan, ranks = pipeline.plan, pipeline.world.size
@@ -146,10 +141,3 @@ class RowMaker:
             },
             "warnings": self._warnings,
         }
-
-
-def _lr(pipeline: Pipeline) -> float | None:
-    """Return the next update's learning rate in the first optimizer's first group; None if it is no number."""
-    optimizer = next(iter(pipeline.optimizers), None)
-    lr = optimizer.param_groups[0].get("lr") if optimizer is not None else None
-    return lr if isinstance(lr, float | int) else None

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     import avgpipe.planning.advance
-    import avgpipe.planning.costs
     import avgpipe.runtime.distances
     import avgpipe.timeline.timeline
     from avgpipe.model.cut import Cut
@@ -100,23 +99,6 @@ class Inspection:
                 self._session.worker, first_batch
             )
             return shares
-
-    @recovering
-    def measured_costs(self) -> avgpipe.planning.costs.Costs:
-        """Return median seconds of each stage's forwards, backwards, updates and messages so far.
-
-        ``simulate`` takes them, for another plan. It includes memory only after ``advance="auto"``.
-
-        Raises:
-            ValueError: for stages with replicas, and pipelines with workers of their own.
-        """
-        if self.plan.replication or self.plan.spread:
-            raise ValueError(
-                "measured_costs() needs stages with one worker each, and the plan has "
-                f"replication={self.plan.replication} and spread={self.plan.spread}: see timeline()"
-            )
-        with self._session.idle():
-            return named("avgpipe.measure.running:measured_costs")(self._session.worker)  # type: ignore[no-any-return]
 
     def doing(self) -> str:
         """Return what this rank is doing, in words; from any thread."""

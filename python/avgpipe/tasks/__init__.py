@@ -5,7 +5,6 @@ torch is imported only when a workload is built.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from avgpipe import plugins
-from avgpipe.errors import nearest
+from avgpipe.errors import check_count, check_name
 
 if TYPE_CHECKING:
     import torch
@@ -77,18 +76,15 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         for name in ("pipelines", "batch_size", "epochs", "max_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
         for name in ("seed", "loader_workers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
+            check_count(name, getattr(self, name), least=0)
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"lr must be a finite number above 0, got {self.lr}")
         for name, known in (("optimizer", OPTIMIZERS), ("lr_scaling", LR_SCALINGS)):
-            value = getattr(self, name)
-            if value is not None and value not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+            if getattr(self, name) is not None:
+                check_name(name, getattr(self, name), known)
 
 
 class BatchLoader(Protocol):
@@ -233,17 +229,10 @@ def is_script(workload: str) -> bool:
 def find_workload(workload: str) -> WorkloadSource:
     """Find a workload by its name, or the script of a function. ValueError where there is none."""
     if is_script(workload):
-        script = importlib.import_module("avgpipe.tasks.script")
-        found: WorkloadSource = script.Script.parse(workload)
-        return found
-    names = workload_names()
-    if not names:
-        raise ValueError(
-            f"unknown workload {workload!r}: avgpipe_lab, which has those of the papers, is not installed here; give a "
-            "function of a script as path/to/script.py:make"
-        )
-    if workload not in names:
-        raise ValueError(f"unknown workload {workload!r}: {nearest(workload, names)}")
+        from avgpipe.tasks.script import Script
+
+        return Script.parse(workload)
+    check_name("workload", workload, workload_names())
     source: WorkloadSource = plugins.load(plugins.WORKLOADS, workload)
     return source
 
@@ -262,7 +251,7 @@ def check_workload(name: str, options: BuildOptions | None = None, **asked: Any)
         LibraryNotFound: a ValueError that names a library that is not installed.
         ScriptError: a ValueError that names file and line of the error in a script.
     """
-    return find_workload(name).check(_with(options, asked))
+    return find_workload(name).check(replace(options or BuildOptions(), **asked))
 
 
 def build_workload(name: str, options: BuildOptions | None = None, **asked: Any) -> Workload:
@@ -271,9 +260,4 @@ def build_workload(name: str, options: BuildOptions | None = None, **asked: Any)
     The caller's random state is unchanged. Arguments and errors are those of :func:`check_workload`;
     ValueError is also raised for invalid data.
     """
-    return find_workload(name).build(_with(options, asked))
-
-
-def _with(options: BuildOptions | None, asked: dict[str, Any]) -> BuildOptions:
-    folders = {key: Path(asked[key]) for key in ("data", "pretrained") if asked.get(key) is not None}
-    return replace(options or BuildOptions(), **{**asked, **folders})
+    return find_workload(name).build(replace(options or BuildOptions(), **asked))

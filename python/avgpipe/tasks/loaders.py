@@ -6,17 +6,18 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from operator import length_hint
 from typing import Any
 
 import torch
 
 from avgpipe.model.batch import pair
-from avgpipe.model.context import mix
+from avgpipe.model.context import generators, mix, set_generators
 
 # Batches that can be iterated once an epoch, or a function that makes those of an epoch (from 0).
 Loader = Iterable[Any] | Callable[[int], Iterable[Any]]
 
-_MAKING, _TRAINING, _HELD_OUT = 1, 2, 3  # purposes of random numbers
+_MAKING, _TRAINING, HELD_OUT = 1, 2, 3  # purposes of random numbers
 
 
 def training_batches(
@@ -39,11 +40,6 @@ def first_batch(loader: Loader, seed: int) -> tuple[Any, Any]:
     raise ValueError("the loader has no batches: it must have at least one")
 
 
-def held_out_batches(loader: Iterable[Any], seed: int) -> LoaderBatches:
-    """Return the batches of a validation, the same each time."""
-    return LoaderBatches(loader, mix(seed, _HELD_OUT))
-
-
 class LoaderBatches:
     """The batches of a loader; all random numbers for them follow from ``seed``, whatever else draws meanwhile.
 
@@ -60,11 +56,11 @@ class LoaderBatches:
     @property
     def are_counted(self) -> bool:
         """Return whether the loader knows how many batches it has."""
-        return _length(self._loader) is not None
+        return length_hint(self._loader, -1) >= 0  # also a DataLoader may have none
 
     def __len__(self) -> int:
-        known = _length(self._loader) if self.are_counted else self._most
-        if known is None:
+        known = length_hint(self._loader, -1 if self._most is None else self._most)
+        if known < 0:
             raise TypeError("the loader has no length: give the number of batches to train (max_batches)")
         return max(0, known - self._start)
 
@@ -80,13 +76,6 @@ class LoaderBatches:
             yield batch
 
 
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # also for a DataLoader whose dataset has none
-        return None
-
-
 class Draws:
     """Random numbers that follow from a seed only, continuing from one ``with`` block to the next.
 
@@ -96,40 +85,19 @@ class Draws:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._inside: tuple[Any, ...] | None = None
-        self._outside: tuple[Any, ...] = ()
+        self._inside: dict[str, Any] = {}
+        self._outside: dict[str, Any] = {}
 
     def __enter__(self) -> None:
-        self._outside = _states()
-        if self._inside is None:
-            _start_at(self._seed)
+        self._outside = generators()
+        if self._inside:
+            set_generators(self._inside)
         else:
-            _restore(self._inside)
+            torch.default_generator.manual_seed(self._seed)
+            random.seed(self._seed)
+            if numpy := sys.modules.get("numpy"):
+                numpy.random.seed(self._seed % 2**32)
 
     def __exit__(self, *_: object) -> None:
-        self._inside = _states()
-        _restore(self._outside)
-
-
-def _numpy() -> Any:
-    return sys.modules.get("numpy.random")
-
-
-def _start_at(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := _numpy()) is not None:
-        numpy.seed(seed % 2**32)
-
-
-def _states() -> tuple[Any, ...]:
-    numpy = _numpy()
-    return torch.get_rng_state(), random.getstate(), None if numpy is None else numpy.get_state()
-
-
-def _restore(states: tuple[Any, ...]) -> None:
-    of_torch, of_python, of_numpy = states
-    torch.set_rng_state(of_torch)
-    random.setstate(of_python)
-    if of_numpy is not None:
-        _numpy().set_state(of_numpy)
+        self._inside = generators()
+        set_generators(self._outside)

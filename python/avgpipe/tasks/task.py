@@ -12,10 +12,11 @@ from torch import nn
 
 from avgpipe.errors import check_count
 from avgpipe.model.batch import LossFn, sample_count
+from avgpipe.model.context import mix
 from avgpipe.runtime.evaluate import MetricFn
 from avgpipe.runtime.options import OptimizerFn, SchedulerFn
 from avgpipe.tasks import BuildOptions, Workload
-from avgpipe.tasks.loaders import Loader, first_batch, held_out_batches, training_batches
+from avgpipe.tasks.loaders import HELD_OUT, Loader, LoaderBatches, first_batch, training_batches
 
 _DEVICES = ("cpu", "cuda", "xpu")
 _LOSS, _METRIC = "loss", "metric"
@@ -99,7 +100,9 @@ def workload_of(task: Task, name: str, options: BuildOptions) -> Workload:
         lr_scheduler=task.lr_scheduler,
         clip_grad_norm=task.clip_grad_norm,
         train_batches=partial(training_batches, task.loader, options.seed, options.max_batches),
-        valid_batches=None if held_out is None else partial(held_out_batches, held_out, options.seed),
+        valid_batches=None
+        if held_out is None
+        else partial(LoaderBatches, held_out, mix(options.seed, HELD_OUT)),
         metrics=partial(_metrics, task.metric_name),
         metric_name=task.metric_name,
         batch_size=task.batch_size or sample_count(*first_batch(task.loader, options.seed)),

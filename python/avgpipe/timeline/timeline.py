@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from avgpipe.schedule.row import ACTIONS, COMPUTE_KINDS, Event, EventKind
@@ -153,13 +154,25 @@ class Timeline:
         return f"Timeline({rows}={self.stages}, events={len(self.events)}, makespan_s={self.makespan_s:.6g})"
 
     def __str__(self) -> str:
-        """Format a line for the run, and one with the busy share of each row."""
+        """Format a line for the run and one per row."""
         pipelines, batches = (len({event[field] for event in self.events}) for field in (1, 2))
-        return (
-            f"timeline: {self.stages} stages, {pipelines} pipelines, {batches} batches, "
-            f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %\n"
-            f"busy: {', '.join(f'{100 * share:.1f} %' for share in self.worker_busy_fraction)}"
-        )
+        rows = "workers" if self.labels else "stages"
+        lines = [
+            f"timeline: {self.stages} {rows}, {pipelines} pipelines, {batches} batches, "
+            f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %",
+            f"{rows[:-1]:<6}    busy    busy s    recv s      F ms      B ms  peak MiB",
+        ]
+        for k, (own, share, busy_s) in enumerate(zip(by_row(self), self.worker_busy_fraction, self.busy_s)):
+            times = {
+                kind: [event.seconds for event in own if event.kind == kind] for kind in ("F", "B", "recv")
+            }
+            forward, backward = (f"{1e3 * fmean(times[kind]):.3f}" if times[kind] else "-" for kind in "FB")
+            memory = "-" if self.peak_memory_bytes is None else f"{self.peak_memory_bytes[k] / 2**20:.1f}"
+            lines.append(
+                f"{k:>5}  {100 * share:>5.1f} %  {busy_s:>8.3f}  {sum(times['recv']):>8.3f}  "
+                f"{forward:>8}  {backward:>8}  {memory:>8}"
+            )
+        return "\n".join(lines)
 
 
 # ---- breakdown -----------------------------------------------------------------------------------------------

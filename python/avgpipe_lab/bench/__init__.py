@@ -153,4 +153,4 @@ def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], no
     found = {"command": command, **facts, "sections": sections}
     machine = f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores"
     machine += f", torch {facts['versions']['torch']}"
-    answer(config.json, found, *map(table, sections), notes, machine, columns=120)
+    answer(config.json, found, *map(table, sections), notes, machine)

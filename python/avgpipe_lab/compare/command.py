@@ -31,7 +31,6 @@ from avgpipe_lab.compare.pictures import plot_timelines
 from avgpipe_lab.compare.process import Runner, noting_signals, run_in_process
 from avgpipe_lab.compare.study import Study, folder_of, options_of
 
-_FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
 _WHOLE = Course()
 _COMPARES = "AVGPIPE_COMPARES"  # set while a script compares, and in its workers
@@ -175,7 +174,7 @@ def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
     else:
         best = ["*: the best of its column"] if len(found.ranked) > 1 else []
         notes = [*best, *text_of.notes(found), text_of.advice(found), f"folder: {config.out}"]
-        show(text_of.table(found), *notes, columns=_FILE_COLUMNS)
+        show(text_of.table(found), *notes)
     sys.stdout.flush()
     if study.caught:
         number = study.caught[0]

@@ -12,14 +12,6 @@ all stages. ``per_device_train_batch_size`` is the batch that all ranks train on
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-for _package in ("transformers", "accelerate"):
-    if find_spec(_package) is None:
-        raise ImportError(
-            f"avgpipe.interop.hf needs {_package}, which is not installed: pip install transformers accelerate"
-        )
-
-from avgpipe.interop.hf.trainer import PipelineTrainer  # noqa: E402  # after what it needs has been looked for
+from avgpipe.interop.hf.trainer import PipelineTrainer
 
 __all__ = ["PipelineTrainer"]

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from avgpipe.errors import reason
+from avgpipe.errors import library, reason
 from avgpipe.model.context import in_mode
 from avgpipe.model.transformers import call_of, twin_of
 
 # untyped on purpose: types would be checked against whichever release is installed
-_losses: Any = importlib.import_module("transformers.loss.loss_utils")
+_losses: Any = library("transformers.loss.loss_utils", "avgpipe.interop.hf", "transformers accelerate")
 _outputs: Any = importlib.import_module("transformers.modeling_outputs")
-_utils: Any = importlib.import_module("transformers.utils")
 
 IGNORED = -100  # label that the loss ignores
 

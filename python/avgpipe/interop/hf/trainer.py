@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from avgpipe.errors import library
 from avgpipe.interop.hf.loss import TrainerLoss, counted, counted_behind_first, trainer_loss
-from avgpipe.interop.stepwise import StageOptimizers, check_plan
+from avgpipe.interop.stepwise import StageOptimizers, check_plan, resume
 from avgpipe.options import Compile, Precision
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -22,9 +22,8 @@ from avgpipe.runtime.options import Extension
 
 # untyped on purpose: types would be checked against whichever release is installed
 _transformers: Any = importlib.import_module("transformers")
-_accelerate: Any = importlib.import_module("accelerate.utils")
+_accelerate: Any = library("accelerate.utils", "avgpipe.interop.hf", "transformers accelerate")
 
-_log = logging.getLogger("avgpipe")
 _LABELS = "labels"
 _STATE = "pipeline"  # folder in a checkpoint for the state that the model's own files lack
 
@@ -183,7 +182,7 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
         pipeline = self._open(max_steps)
         self._all_have_rates = all(pipeline.world.gather(bool(pipeline.optimizers)))
         if resume_from_checkpoint is not None:
-            self._resume(pipeline, Path(resume_from_checkpoint))
+            resume(pipeline, Path(resume_from_checkpoint, _STATE))
         self.optimizer = StageOptimizers(pipeline.optimizers)
         self.lr_scheduler = _StageSchedules(self.optimizer)
         self.model_wrapped = self.model
@@ -191,16 +190,6 @@ class PipelineTrainer(_transformers.Trainer):  # type: ignore[misc]  # as its ba
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
         return self.model, train_dataloader
-
-    def _resume(self, pipeline: Pipeline, folder: Path) -> None:
-        if any(pipeline.world.gather((folder / _STATE).is_dir())):
-            pipeline.load(folder / _STATE)  # the error names a rank that cannot read the folder
-        elif not pipeline.world.rank:
-            _log.warning(
-                "%s has a model's weights and no folder %r: optimizers and schedules start from scratch",
-                folder,
-                _STATE,
-            )
 
     def _wrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
         return model
@@ -323,9 +312,6 @@ def _work_alone(args: Any) -> None:
 # ---- arguments -------------------------------------------------------------------------------------------------------
 
 
-# untyped on purpose: types would be checked against whichever release is installed
-_optimization: Any = importlib.import_module("transformers.optimization")
-
 # Alternatives to arguments that must not be set.
 _REFUSED: Mapping[str, str] = {
     "fsdp": "stages already divide the weights: leave it out",
@@ -380,7 +366,7 @@ def pipeline_options_of(args: Any) -> dict[str, Any]:
 def scheduler_of(args: Any, steps: int) -> Callable[[torch.optim.Optimizer], Any]:
     """Return a function that makes the learning-rate schedule of a stage's optimizer, for ``steps`` updates."""
     return partial(
-        _optimization.get_scheduler,
+        _transformers.get_scheduler,
         args.lr_scheduler_type,
         num_warmup_steps=args.get_warmup_steps(steps),
         num_training_steps=steps,

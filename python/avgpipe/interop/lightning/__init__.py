@@ -14,13 +14,6 @@ Every rank runs the whole script, started by ``avgpipe run`` or torchrun; a sing
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
-if find_spec("lightning") is None:
-    raise ImportError(
-        "avgpipe.interop.lightning needs lightning, which is not installed: pip install lightning"
-    )
-
 from avgpipe.interop.lightning.module import PipelineModule
 from avgpipe.interop.lightning.strategy import PipelineStrategy
 

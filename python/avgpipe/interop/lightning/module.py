@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from avgpipe.errors import library
 from avgpipe.interop.stepwise import check_plan
 from avgpipe.model.batch import pair, plain
 from avgpipe.pipeline import Pipeline
@@ -17,7 +17,7 @@ from avgpipe.plan import Plan
 from avgpipe.runtime.feed import BatchResult
 
 # untyped on purpose: types would be checked against whichever release is installed
-_lightning: Any = importlib.import_module("lightning.pytorch")
+_lightning: Any = library("lightning.pytorch", "avgpipe.interop.lightning", "lightning")
 
 
 class PipelineModule(_lightning.LightningModule):  # type: ignore[misc]  # as its base is untyped here

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import shutil
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import torch
 
 from avgpipe.device import own_device
 from avgpipe.interop.lightning.module import PipelineModule
-from avgpipe.interop.stepwise import StageOptimizers
+from avgpipe.interop.stepwise import StageOptimizers, resume
 from avgpipe.ranks.world import World, meet
 
 # untyped on purpose: types would be checked against whichever release is installed
@@ -22,8 +21,6 @@ _accelerators: Any = importlib.import_module("lightning.pytorch.accelerators")
 _precision: Any = importlib.import_module("lightning.pytorch.plugins.precision")
 _strategies: Any = importlib.import_module("lightning.pytorch.strategies")
 _states: Any = importlib.import_module("lightning.pytorch.trainer.states")
-
-_log = logging.getLogger("avgpipe")
 
 
 class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc]  # as its base is untyped here
@@ -133,12 +130,8 @@ class PipelineStrategy(_strategies.SingleDeviceStrategy):  # type: ignore[misc] 
         return found
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        pipeline = self._module.pipeline
-        is_there = self._restored is not None and self._restored.is_dir()
-        if self._restored is not None and any(pipeline.world.gather(is_there)):
-            pipeline.load(self._restored)  # the error names a rank that cannot read the folder
-        elif self.is_global_zero:
-            _log.warning("%s is not there: optimizers and schedules start from scratch", self._restored)
+        assert self._restored is not None  # by load_checkpoint
+        resume(self._module.pipeline, self._restored)
 
 
 def _beside(checkpoint: Any) -> Path:
