@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from avgpipe.model.batch import batch_size, split
-from avgpipe.model.parts import PartLayer, Whole
+from avgpipe.model.parts import PartLayer
+from avgpipe.model.pieces import BlockChain
 
 if TYPE_CHECKING:
     from avgpipe.model.flops import FlopCount
@@ -138,7 +139,7 @@ def _convolves(layers: Sequence[nn.Module]) -> int | None:
 
 def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any, str]]:
     """Yield inputs that the model may accept, each with a description."""
-    if isinstance(layers, Whole):
+    if isinstance(layers, BlockChain):
         yield layers.trial, "a few samples"
         return
     modules = (m for layer in layers for m in layer.modules())

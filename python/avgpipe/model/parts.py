@@ -12,7 +12,6 @@ sum::
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -52,32 +51,6 @@ class PartLayer(nn.Module):
     def recorded(self) -> fx.GraphModule | None:
         """The recorded graph that it runs; None where it runs the model's own forwards."""
         return None
-
-
-class Whole(Sequence[nn.Module]):
-    """Layers of a model that is called as a whole, with other parts left out."""
-
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """The whole model, which shares its modules with the layers."""
-
-    @property
-    @abstractmethod
-    def trial(self) -> dict[str, Any]:
-        """Some inputs that it accepts."""
-
-    @abstractmethod
-    def called(self, model: nn.Module, value: Any) -> Any:
-        """Return the output of a copy of the whole model for a batch's inputs, in the form of the last layer's."""
-
-    @abstractmethod
-    def stage(self, begin: int, end: int) -> list[nn.Module]:
-        """Return one layer that runs those from ``begin`` on, before ``end``."""
-
-    @abstractmethod
-    def prove(self, bounds: Sequence[int]) -> None:
-        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model."""
 
 
 class SkipRoute(NamedTuple):
