@@ -7,8 +7,8 @@ import torch
 
 from avgpipe.model.layers import layers_of
 from avgpipe.model.shrink import shrunk
-from benchmarks.models.depth import with_layers
 from avgpipe.model.transformers import output_of
+from benchmarks.models.depth import with_layers
 from tests.interop.families import FAMILIES, batch, tiny
 from tests.interop.models import pipeline_of, transformers
 

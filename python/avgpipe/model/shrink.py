@@ -38,7 +38,6 @@ _KEY_HEADS = r"(\w+_)?(key_value|kv)_heads"
 _SPECIAL_WORDS = r"\w*(_token|_token_id|_token_index|_bos_id|_eos_id)s?"
 
 
-
 def shrunk(config: Any) -> Any:
     """Return a copy of a configuration of transformers that makes a tiny model of the same kind.
 

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.cuts import CutSearch
-from avgpipe.planning.partition import Training
+from avgpipe.planning.cuts import CutSearch, Training
 from avgpipe.planning.profile import LayerProfile, LinkProfile, Profile
 from avgpipe.schedule import Schedule
 
