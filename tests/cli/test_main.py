@@ -45,7 +45,7 @@ OPTIONS = {
             "--micro-batches",
         ),
         *("--profile", "--cluster", "--bandwidth", "--latency", "--device", "--budget", "--trials"),
-        *("--baselines", "--traversal", "--out", "--json"),
+        *("--out", "--json"),
     ],
     "partition": [
         *("PROFILE", "--method", "--workers", "--cluster", "--stages", "--batch-size", "--micro-batches"),

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from avgpipe.cli.tune import lines, table
-from avgpipe.measure.tune import ONE_DEVICE, PIPELINE, TRAVERSAL
+from avgpipe.measure.tune import ONE_DEVICE, PIPELINE
 from avgpipe.plan import Plan
 from tests.cli.command import invoke, strict
 from tests.measure.examples import heavy, row, tuning
@@ -44,8 +44,6 @@ def test_a_plan_from_a_profile(profile, tmp_path):
         "pipeline",
         "one device",
         "data parallel",
-        "max-num",
-        "max-size",
         "runner-up",
         "Advice: use the",
     ):
@@ -97,7 +95,6 @@ def test_a_workload_is_profiled_and_the_best_plans_are_timed(text, tmp_path):
         (("--workers", "2", "--pipelines", "1,x"), "--pipelines 1,x"),
         (("--workers", "2", "--micro-batches", "8"), "a batch of 4 samples"),
         (("--workers", "2", "--trials", "-1"), "--trials -1: must be at least 0"),
-        (("--workers", "2", "--traversal"), "--traversal times plans, but there is no workload"),
         (("--workers", "2", "--bandwidth", "fast", "--latency", "1us"), "--bandwidth fast"),
         (("--cluster", "nowhere.toml"), "nowhere.toml"),
         (("--cluster", "nowhere.toml", "--workers", "2"), "--workers NUMBER, or --cluster FILE"),
@@ -180,12 +177,6 @@ def test_the_lines_name_the_best_the_runner_up_and_what_failed():
     assert said[2].startswith("runner-up: one device, peak memory per worker 100 MiB predicted")
     assert said[3] == "pipeline was not timed: worker 1 failed"
     assert said[-1].startswith("Advice: ")
-
-
-def test_a_traversal_is_compared_with_the_plan():
-    every = (row(TRAVERSAL, 0.4, 0.39, TWO), row(TRAVERSAL, 0.6, 0.6, TWO))
-    said = "\n".join(lines(tuning(row(PIPELINE, 0.5, 0.4, TWO), baselines=every)))
-    assert "the best of 2 settings takes 390.0 ms, the plan 1.026 of it; measuring them took 60 s" in said
 
 
 def test_long_lists_are_cut():

@@ -387,8 +387,6 @@ class TuneConfig(ProfilingOptions):
         cluster: TOML file with the devices and links to plan for, instead of --workers. Plans are then not timed.
         bandwidth: Bandwidth of the link between two workers, as 10Gbit; needs --latency. Plans are then not timed.
         trials: Number of best plans to time.
-        baselines: Also time max-num and max-size of the AvgPipe paper.
-        traversal: Also time every setting, which takes very long.
         out: Where to write the plan.
     """
 
@@ -400,8 +398,6 @@ class TuneConfig(ProfilingOptions):
     profile: File | None = None
     cluster: File | None = None
     trials: int = 3
-    baselines: bool = False
-    traversal: bool = False
     out: File = "plan.json"
 
 

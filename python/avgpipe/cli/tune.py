@@ -14,7 +14,7 @@ from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of,
 from avgpipe.cli.output import answer, arguments, check_file, grid, running, tell
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, check_sizes, profiled_sizes
-from avgpipe.measure.tune import TRAVERSAL, TunedPlan, TuningResult, advice, study
+from avgpipe.measure.tune import TunedPlan, TuningResult, advice, study
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
 from avgpipe.ranks.environment import cores
@@ -44,8 +44,6 @@ def run(config: TuneConfig) -> None:
             Space(profile, cluster, batch_size, config.pipelines, config.micro_batches),
             None if not_timed else partial(trial_of, config),
             trials=config.trials,
-            baselines=config.baselines,
-            traversal=config.traversal,
             say=tell,
             profile_s=profile_s,
         )
@@ -69,11 +67,7 @@ def _check(config: TuneConfig) -> tuple[int, str]:
         batch_size = check_workload(config.workload, config.build_options()).batch_size
     assert batch_size is not None
     check_sizes(batch_size, config.pipelines, config.micro_batches)
-    not_timed = _why_not_timed(config)
-    if not_timed and (config.baselines or config.traversal):
-        option = "--traversal" if config.traversal else "--baselines"
-        raise ValueError(f"{option} times plans, but {not_timed}: leave it out")
-    return batch_size, not_timed
+    return batch_size, _why_not_timed(config)
 
 
 def _why_not_timed(config: TuneConfig) -> str:
@@ -92,7 +86,7 @@ def _why_not_timed(config: TuneConfig) -> str:
 
 
 def table(found: TuningResult) -> Table:
-    made = grid([_cells(found, row) for row in (*found.rows, *found.baselines)])
+    made = grid([_cells(found, row) for row in found.rows])
     made.columns[0].no_wrap = True
     made.columns[4].justify, made.columns[4].no_wrap = "left", False  # a long cut is wrapped
     return made
@@ -139,12 +133,6 @@ def lines(found: TuningResult) -> list[str]:
     ]
     said += [f"{name}: {row.what}, {_memory(row)}" for name, row in zip(("best", "runner-up"), found.rows)]
     said += [f"{row.what} was not timed: {row.failure}" for row in found.rows if row.failure]
-    every = [row.batch_s for row in found.baselines if row.what == TRAVERSAL and row.trial is not None]
-    if every:
-        said.append(
-            f"traversal: the best of {len(every)} settings takes {1e3 * min(every):.1f} ms, the plan "
-            f"{found.best.batch_s / min(every):.3f} of it; measuring them took {found.seconds['traversal_s']:.0f} s"
-        )
     return [*said, advice(found)]
 
 
