@@ -58,7 +58,6 @@ def profile(
     autocast: torch.dtype | None = None,
     threads: int = 1,
     budget_s: float = 30.0,
-    worker_loads: tuple[str, dict[str, Any]] | None = None,
     layers_only: bool = False,
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; the model and random generators stay unchanged.
@@ -74,8 +73,6 @@ def profile(
         autocast: Dtype for ``torch.autocast``, see ``avgpipe.Precision``.
         threads: Threads of torch on the CPU.
         budget_s: Approximate seconds for measuring the layers; more if three sweeps take longer.
-        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken
-            as that of a worker without a stage; its result is kept, such as the data and the whole model.
         layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link.
 
     Raises:
@@ -104,7 +101,7 @@ def profile(
     found = Profile(name, on, tuple(sizes), rows, ties=_ties(layers), step_s=updates.step_s, **facts)
     if layers_only:
         return found
-    return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
+    return with_workers(found, measure_workers(layers, threads, on_host and link is None), link)
 
 
 def _check_numbers(micro_batch_sizes: Sequence[int], numbers: Mapping[str, float | None]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,7 +22,7 @@ from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.ranks.environment import named, return_freed_memory
+from avgpipe.ranks.environment import return_freed_memory
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.met import gather
 from avgpipe.ranks.rendezvous import join
@@ -62,38 +61,25 @@ class WorkerCosts:
         return cls(**{**found, **links})
 
 
-def measure_workers(
-    model: Sequence[nn.Module],
-    threads: int,
-    with_link: bool,
-    loads: tuple[str, dict[str, Any]] | None = None,
-) -> WorkerCosts:
+def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -> WorkerCosts:
     """Start one process, or two that are linked like workers of one host. PipelineError when one fails.
 
-    The processes load the code of ``model``, which takes memory. For ``loads`` see ``profile``.
+    The processes load the code of ``model``, which takes memory.
     """
     used = {type(module).__module__ for layer in model for module in layer.modules()}
     modules = sorted(name for name in used if name.partition(".")[0] in _LIBRARIES)
-    arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
+    arguments = {"modules": modules, "with_link": with_link, "threads": threads}
     processes = 2 if with_link else 1
     found = run_on_ranks(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
     return WorkerCosts.from_dict(found)
 
 
-def worker(
-    modules: Sequence[str], with_link: bool, threads: int, loads: tuple[str, dict[str, Any]] | None
-) -> dict[str, Any]:
+def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, Any]:
     """Run as a process of :func:`measure_workers`. The result of rank 0 is used."""
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
-    loaded = None
-    if loads is not None and os.environ["RANK"] == "0":
-        target, arguments = loads
-        loaded = named(target)(**arguments)
-    found = costs_here(with_link, _TIMEOUT_S)
-    del loaded
-    return asdict(found)
+    return asdict(costs_here(with_link, _TIMEOUT_S))
 
 
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
