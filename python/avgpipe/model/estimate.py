@@ -17,8 +17,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from avgpipe.model.batch import batch_size, split
-from avgpipe.model.parts import PartLayer
-from avgpipe.model.pieces import BlockChain
+from avgpipe.model.parts import PartLayer, Whole
 
 if TYPE_CHECKING:
     from avgpipe.model.flops import FlopCount
@@ -139,7 +138,7 @@ def _convolves(layers: Sequence[nn.Module]) -> int | None:
 
 def _made_up(layers: Sequence[nn.Module], dimensions: int) -> Iterator[tuple[Any, str]]:
     """Yield inputs that the model may accept, each with a description."""
-    if isinstance(layers, BlockChain):
+    if isinstance(layers, Whole):
         yield layers.trial, "a few samples"
         return
     modules = (m for layer in layers for m in layer.modules())

@@ -73,7 +73,7 @@ def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) ->
                     return  # the model itself fails with fewer
                 raise ValueError(
                     f"{type(model).__name__} fails on example_inputs in evaluation mode: {reason(failure)}"
-                ) from error
+                ) from failure
             whole = partial(_called, model, inputs, device)
             try:
                 found = difference(model, whole, partial(_chained, layers, inputs, device))

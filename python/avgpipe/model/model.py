@@ -18,15 +18,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from avgpipe.model.balance import balance
 from avgpipe.model.estimate import Estimate
-from avgpipe.model.parts import NO_SKIPS, PartLayer, Skips, skips_of
-from avgpipe.model.pieces import BlockChain
+from avgpipe.model.parts import NO_SKIPS, PartLayer, Skips, Whole, skips_of
 
 # ---- the chain of layers and its cut -----------------------------------------------------------
 
 
 def stage_layers(layers: Sequence[nn.Module], begin: int, end: int) -> Sequence[nn.Module]:
     """Return modules that compute the layers from ``begin`` on, before ``end``: as many as layers, or fewer."""
-    return layers.stage(begin, end) if isinstance(layers, BlockChain) else layers[begin:end]
+    return layers.stage(begin, end) if isinstance(layers, Whole) else layers[begin:end]
 
 
 def stage_bounds(
@@ -169,7 +168,7 @@ class Model:
     ) -> Model:
         """Cut ``model``, which ``layers`` compute, into ``stages``; for the rest see :func:`stage_bounds`."""
         bounds = stage_bounds(layers, stages, partition, estimate)
-        if isinstance(layers, BlockChain):
+        if isinstance(layers, Whole):
             layers.prove(bounds)
         tensors = named_tensors(model)
         names: dict[int, list[str]] = {}  # all names of a tensor

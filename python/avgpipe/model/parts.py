@@ -12,7 +12,7 @@ sum::
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -51,6 +51,24 @@ class PartLayer(nn.Module):
     def recorded(self) -> fx.GraphModule | None:
         """The recorded graph that it runs; None where it runs the model's own forwards."""
         return None
+
+
+class Whole(list[nn.Module]):
+    """Layers of a model that is called as a whole, with other parts left out; see ``avgpipe.model.pieces``.
+
+    Attributes:
+        model: The whole model, which shares its modules with the layers.
+        trial: Some inputs that it accepts.
+        called: Returns the output of a copy of the whole model for a batch's inputs, in the form of the last layer's.
+        stage: Returns one layer that runs those from the first number on, before the second.
+        prove: Refuses, with ValueError, a cut whose stages compute anything else than the whole model.
+    """
+
+    model: nn.Module
+    trial: dict[str, Any]
+    called: Callable[[nn.Module, Any], Any]
+    stage: Callable[[int, int], list[nn.Module]]
+    prove: Callable[[Sequence[int]], None]
 
 
 class SkipRoute(NamedTuple):

@@ -16,7 +16,7 @@ from avgpipe.model.blocks import Anatomy, Call
 from avgpipe.model.context import in_mode
 from avgpipe.model.dissect import anatomy_of
 from avgpipe.model.outline import Exchange, OwnBlock, Reached
-from avgpipe.model.parts import PartLayer, Values
+from avgpipe.model.parts import PartLayer, Values, Whole
 from avgpipe.model.proof import difference
 from avgpipe.model.shell import shell_of
 
@@ -106,7 +106,7 @@ class Piece(PartLayer):
         return (str(given.dtype)[6:], *given.shape)
 
 
-class BlockChain(list[nn.Module]):
+class BlockChain(Whole):
     """The chain of a model's units, each as a piece.
 
     Args:
@@ -122,17 +122,8 @@ class BlockChain(list[nn.Module]):
     def __init__(self, sample: nn.Module, call: Call, model: nn.Module | None = None) -> None:
         self._sample = anatomy_of(sample, call)
         self._anatomy = self._sample if model is None else replace(self._sample, model=model)
+        self.model, self.trial = self._anatomy.model, dict(call.trials[0])
         super().__init__(Piece(self._anatomy, unit, unit + 1) for unit in range(self._anatomy.units))
-
-    @property
-    def model(self) -> nn.Module:
-        """The whole model, which shares its modules with the pieces."""
-        return self._anatomy.model
-
-    @property
-    def trial(self) -> dict[str, Any]:
-        """Some inputs that the sample accepts."""
-        return dict(self._anatomy.call.trials[0])
 
     def called(self, model: nn.Module, value: Any) -> Any:
         """Return the output of a copy of the whole model for a batch's inputs, in the form of the last piece's."""

@@ -1,109 +1,20 @@
-"""Cuts of a chain of layers: exact ones for bottlenecks, and a search for objectives that need a simulation."""
+"""The search for the cut of a chain of layers whose batches take least time in a simulation."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from avgpipe.model.balance import EXACT, Array, StageCost, least_bottleneck
+from avgpipe.model.balance import StageCost, least_bottleneck
 from avgpipe.planning.chain import Chain, does_not_fit, recomputed, stage_costs, weight_versions
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import Schedule
-
-
-def least_of(tables: Sequence[Array]) -> Array:
-    found: Array = np.min(tables, axis=0)
-    return found
-
-
-# ---- stages with replicas ----------------------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """Layers ``first`` to ``last`` - 1 on a number of workers (or units of workers), with ``behind`` of them after."""
-
-    first: int
-    last: int
-    workers: int
-    behind: int
-
-
-class Divisions:
-    """Divisions of a chain into stages on one or more workers each, by the least bottleneck.
-
-    The recursion is PipeDream's A(j, m), from the last stage on, since the memory of a stage depends on later
-    ones.
-
-    Args:
-        stage: Cost of every stage on ``own`` workers with ``behind`` after it, as :func:`table_of` makes it.
-        layers: Number of layers of the chain.
-        ends: Where the divided part may end; by default at the end of the chain.
-        replicas: The most workers of a stage.
-        cut: Cost of beginning a stage, other than the first, with a layer.
-    """
-
-    def __init__(
-        self,
-        layers: int,
-        stage: Callable[[int, int], Array],
-        *,
-        ends: Sequence[int] | None = None,
-        replicas: int = sys.maxsize,
-        cut: Array | float = 0.0,
-    ) -> None:
-        self._layers, self._stage, self._most = layers, stage, replicas
-        self._ends = np.array([layers] if ends is None else ends)
-        self._cut: Array = np.broadcast_to(cut, layers + 1)[:, None]
-        self.least = cache(self._least)
-
-    def _least(self, workers: int, stages: int | None = None) -> Array:
-        """Return the least bottleneck of exactly these workers and stages (None: any), by first layer and end."""
-        owns = range(1, min(workers, self._most) + 1)
-        return least_of([self._joined(own, workers, stages) for own in owns])
-
-    def _behind(self, own: int, workers: int, stages: int | None) -> Array:
-        """Return the bottleneck behind a first stage on ``own`` of the workers, by its first layer and end."""
-        if workers > own and stages != 1:
-            found: Array = self.least(workers - own, None if stages is None else stages - 1)
-            return np.maximum(found, self._cut)
-        at_end = np.arange(self._layers + 1)[:, None] == self._ends
-        return np.where(at_end & (workers == own and stages in (None, 1)), 0.0, math.inf)
-
-    def _joined(self, own: int, workers: int, stages: int | None) -> Array:
-        stage, behind = self._stage(own, workers - own), self._behind(own, workers, stages)
-        return np.stack([np.maximum(stage, end).min(axis=1) for end in behind.T], axis=1)
-
-    def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]]:
-        """Return the best division of the whole chain on up to ``most`` workers; math.inf if none is possible."""
-        values = [float(self.least(workers, stages)[0, -1]) for workers in range(1, most + 1)]
-        workers = next(n for n, value in enumerate(values, 1) if value <= min(values) * (1 + EXACT))
-        value = values[workers - 1]
-        return value, [] if value == math.inf else self.blocks(0, -1, workers, stages)
-
-    def blocks(self, first: int, end: int, workers: int, stages: int | None = None) -> list[Block]:
-        """Return the best division on exactly ``workers`` from layer ``first`` to the ``end``-th of the ends."""
-        found: list[Block] = []
-        while workers:
-            worst = [
-                np.maximum(self._stage(own, workers - own)[first], self._behind(own, workers, stages)[:, end])
-                for own in range(1, min(workers, self._most) + 1)
-            ]
-            own, last = divmod(int(np.argmin(worst)), self._layers + 1)
-            found.append(Block(first, last, own + 1, workers - own - 1))
-            first, workers = last, workers - own - 1
-            stages = None if stages is None else stages - 1
-        return found
-
-
-# ---- searching -----------------------------------------------------------------------------------------------------
-
 
 MOST_CUTS = 5_000  # up to this number, all cuts are considered
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6

@@ -18,7 +18,7 @@ from avgpipe.planning.chain import (
     limit_of,
     stage_costs,
 )
-from avgpipe.planning.cluster import Cluster, network, ring_s
+from avgpipe.planning.cluster import Cluster, ring_s
 from avgpipe.planning.cuts import CutSearch, Training
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import steady_batch_s
@@ -352,8 +352,8 @@ def simulated(
         raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
     check_stages(len(profile.layers), count)
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
-    net = network(profile, None, order.workers, None, link)[0]
-    chain = Chain(profile, micro_batch_size, net.link)
+    level = Cluster.like(profile, order.workers, link=link).levels[0]
+    chain = Chain(profile, micro_batch_size, level.link)
     training = Training(chain, order, pipelines, recompute, published(schedule).weights)
     limits = None if limit == math.inf else [limit] * order.workers
     cut, batch_s, exact = CutSearch(training, limits).best()

@@ -42,7 +42,7 @@ from avgpipe.model.context import (
 from avgpipe.model.layers import is_chain, without_adapters
 from avgpipe.model.model import stage_layers
 from avgpipe.model.outside import Outside, leaves_of
-from avgpipe.model.pieces import BlockChain
+from avgpipe.model.parts import Whole
 from avgpipe.model.proof import OTHER_SUMS, TO_16_BITS, Outcome, Rounding, compared, number_of, some
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Inputs, folded, folds, unfolded
@@ -102,7 +102,7 @@ class StageAudit:
         copies: bool = False,
     ) -> None:
         self._model, self._call = whole_of(model, layers)
-        self._is_of_blocks = isinstance(layers, BlockChain)
+        self._is_of_blocks = isinstance(layers, Whole)
         self._is_recorded = not self._is_of_blocks and not is_chain(self._model)
         self._stages: list[nn.Module] = [
             nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
@@ -468,7 +468,7 @@ _Call = Callable[[Any, Any], Any]  # of a copy of the model, on the inputs of a 
 
 def whole_of(model: Any, layers: Sequence[nn.Module]) -> tuple[nn.Module, _Call]:
     """Return the module that layers were made from, and the function that calls it, or a copy of it."""
-    if isinstance(layers, BlockChain):
+    if isinstance(layers, Whole):
         return layers.model, layers.called
     module = without_adapters(original(model))
     if isinstance(module, nn.Module) and not is_chain(module):
