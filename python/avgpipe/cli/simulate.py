@@ -37,7 +37,7 @@ def run(config: SimulateConfig) -> None:
         _to_json(config, schedule, choice, timeline) | {"steady_batch_s": steady_s},
         f"{schedule.name}: stages {schedule.stages}, micro-batches {schedule.micro_batches}, "
         f"pipelines {pipelines}",
-        *([] if choice is None else [choice.explain()]),
+        *([] if choice is None else [str(choice)]),
         f"{batches} {'batch' if batches == 1 else 'batches'}: {1000 * timeline.makespan_s:.1f} ms, "
         f"bubbles {100 * timeline.bubble_fraction:.1f} %",
         f"steady state: {1000 * steady_s:.1f} ms per batch",

@@ -112,7 +112,8 @@ def _timed_here(
     """Time a plan that uses all ranks of this run; all get the times of the first rank."""
     if forecast.plan.workers != world.size:
         return None
-    with Pipeline(model, in_the_long_run(forecast.plan), example_inputs=batch[0], **options) as pipeline:
+    plan = replace(forecast.plan, warmup_rounds=0)  # they wait, and the timing is of the steady state
+    with Pipeline(model, plan, example_inputs=batch[0], **options) as pipeline:
         rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
     return Trial(statistics.median(world.gather(rounds_s)[0]))
 
@@ -146,15 +147,9 @@ def profile_together(
         layers_only=True,
         **options,
     )
-    return (
-        _with_workers(found, layers_of(model, inputs), options["device"], link) if world.rank == 0 else found
-    )
-
-
-def _with_workers(
-    found: Profile, layers: Sequence[nn.Module], device: torch.device | str, link: LinkProfile | None
-) -> Profile:
-    on_host = not has_streams(torch.device(device))
+    if world.rank != 0:
+        return found
+    layers, on_host = layers_of(model, inputs), not has_streams(torch.device(options["device"]))
     measured = measure_workers(layers, torch.get_num_threads(), on_host and link is None)
     known = profiler.with_workers(found, measured, link)
     if not on_host:
@@ -186,11 +181,6 @@ def batches_of_round(forecast: Forecast) -> int:
     in_round = forecast.plan.batches_per_round
     each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / in_round)
     return in_round * min(_MOST, max(_LEAST, each))
-
-
-def in_the_long_run(plan: Plan) -> Plan:
-    """Return a plan without warm-up rounds, which wait: the timing is of the steady state, most of a training."""
-    return replace(plan, warmup_rounds=0)
 
 
 def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:

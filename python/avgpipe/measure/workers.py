@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.ranks.environment import return_freed_memory
+from avgpipe.ranks.environment import return_freed_memory, status_bytes
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.met import gather
 from avgpipe.ranks.rendezvous import join
@@ -92,7 +91,7 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
     link, reduction = _between(timeout_s) if with_link else (None, None)
     runtime_seconds(0)  # loads everything that a pipeline loads
     return_freed_memory()  # a pipeline would reuse the temporary memory of loading
-    resident = _resident_bytes()
+    resident = status_bytes("VmRSS")
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
     return WorkerCosts(action_s, batch_s, resident, link, reduction)
 
@@ -264,12 +263,3 @@ class _Cold(nn.Module):
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))

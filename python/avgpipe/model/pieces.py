@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -146,17 +146,13 @@ class BlockChain(Whole):
             for inputs in self._sample.call.trials:
                 stages = partial(_run, pieces, dict(inputs))
                 try:
-                    found = difference(model, partial(self._whole, inputs), stages)
+                    found = difference(model, partial(self.called, model, inputs), stages)
                 except Exception as error:
                     raise ValueError(
                         f"{type(model).__name__} does not run {where}: {reason(error)}; {_ELSEWHERE}"
                     ) from error
                 if found is not None:
                     raise ValueError(f"{type(model).__name__} is not the same {where}: {found}; {_ELSEWHERE}")
-
-    def _whole(self, inputs: Mapping[str, Any]) -> Any:
-        call = self._sample.call
-        return call.output(self._sample.model(**inputs, **call.fixed))
 
 
 def _run(pieces: Sequence[Piece], value: Any) -> Any:

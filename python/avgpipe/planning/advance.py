@@ -48,7 +48,7 @@ class AdvanceChoice:
     peak_in_flight: list[int]
     memory_limit_bytes: float | None = None
 
-    def explain(self) -> str:
+    def __str__(self) -> str:
         """Explain the choice in two lines: the advance, and the reason."""
         limit = "" if self.memory_limit_bytes is None else " under the memory limit"
         return (
@@ -58,9 +58,6 @@ class AdvanceChoice:
             f"the default K-1-k takes {1000 * self.default_seconds:.1f} ms, "
             f"1F1B {1000 * self.one_f_one_b_seconds:.1f} ms"
         )
-
-    def __str__(self) -> str:
-        return self.explain()
 
 
 def choose_advance(
