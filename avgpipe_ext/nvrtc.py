@@ -88,7 +88,7 @@ class Nvrtc:
 
 
 class Driver:
-    """The functions of the driver that load machine code and launch it. OSError if there is no driver."""
+    """The CUDA driver: it loads machine code and launches it. OSError if there is no driver."""
 
     def __init__(self) -> None:
         self._library = _load(["libcuda.so.1"])
@@ -96,25 +96,25 @@ class Driver:
     @contextmanager
     def context(self, device: int) -> Iterator[None]:
         """Make torch's context of a device the thread's inside: a thread may have none yet."""
-        self._check("cuCtxPushCurrent_v2", self._primary(device))
+        self.call("cuCtxPushCurrent_v2", self._primary(device))
         try:
             yield
         finally:
-            self._check("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+            self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
     @cache  # noqa: B019  there is one driver, which lives as long as the process
     def _primary(self, device: int) -> ctypes.c_void_p:
         number, context = ctypes.c_int(), ctypes.c_void_p()
-        self._check("cuInit", 0)
-        self._check("cuDeviceGet", ctypes.byref(number), device)
-        self._check("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # until the process ends
+        self.call("cuInit", 0)
+        self.call("cuDeviceGet", ctypes.byref(number), device)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)  # until the process ends
         return context
 
     def load(self, code: bytes, name: str) -> ctypes.c_void_p:
         """Load a function into the current context, for the lifetime of the context."""
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check("cuModuleLoadData", ctypes.byref(module), code)
-        self._check("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+        self.call("cuModuleLoadData", ctypes.byref(module), code)
+        self.call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
         return function
 
     def launch(
@@ -125,9 +125,10 @@ class Driver:
         parameters = (ctypes.c_void_p * 1)(ctypes.addressof(value))
         size = (grid, 1, 1, threads, 1, 1)
         nothing = ctypes.c_void_p()
-        self._check("cuLaunchKernel", function, *size, 0, ctypes.c_void_p(stream), parameters, nothing)
+        self.call("cuLaunchKernel", function, *size, 0, ctypes.c_void_p(stream), parameters, nothing)
 
-    def _check(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function of the driver; RuntimeError with its reason if it fails."""
         status = getattr(self._library, name)(*arguments)
         if status != 0:
             text = ctypes.c_char_p()

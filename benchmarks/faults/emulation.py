@@ -101,7 +101,7 @@ class _Stage:
     def __init__(self, layers: nn.Module, reference: Reference, pipeline: int) -> None:
         self.layers = copy.deepcopy(layers)
         self.arena = Arena(self.layers.parameters())
-        reference.copy_to(self.arena.weights)
+        torch._foreach_copy_(self.arena.weights, reference.z.flats)
         inner = job.optimizer(self.arena.parameters)
         self.elastic = ElasticAveraging(inner, reference, pipeline, parameters=self.arena.weights)
 

@@ -27,7 +27,6 @@ _DATA = {
     "vgg": ("`vgg`", "CIFAR-10"),
     "alexnet": ("`alexnet`", "CIFAR-10"),
     "resnet-mnist": ("`resnet`", "MNIST"),
-    "captioning": ("`captioning`", "synthetic"),
 }
 _RATES = {"none": "lr as for N = 1", "sqrt": "lr x sqrt(N)", "linear": "lr x N"}
 

@@ -15,7 +15,6 @@ from avgpipe.cli.config import (
     LearningOptions,
     Milliseconds,
     Names,
-    Picture,
     Positive,
     Size,
     numbers,
@@ -141,7 +140,6 @@ class KernelsConfig(Options):
         rounds: Samples of each row, taken in turn.
         only: Benchmarks to run, as adamw,pull. Default: all.
         no_compile: Leave torch.compile out.
-        plot: Draw a picture.
     """
 
     elements: Annotated[tuple[int, ...], Value("NUMBER,...", _parse_elements)] = (25_000_000,)
@@ -151,7 +149,6 @@ class KernelsConfig(Options):
     rounds: Count = 15
     only: Names = ()
     no_compile: bool = False
-    plot: Picture | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,14 +163,12 @@ class TransfersConfig(Options):
         sizes: Sizes of the messages to measure bandwidth with.
         rounds: Samples of each row, taken in turn.
         timeout_s: Seconds that any wait for the other process may take.
-        plot: Draw a picture.
     """
 
     links: Names = ("shm", "gloo", "local")
     sizes: Annotated[tuple[int, ...], Value("SIZE,...", _parse_sizes)] = tuple(4**n * 2**18 for n in range(5))
     rounds: Count = 9
     timeout_s: Positive = 30.0
-    plot: Picture | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

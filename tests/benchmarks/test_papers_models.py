@@ -7,10 +7,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from avgpipe_lab.workloads.awd_lstm import AWDLSTMConfig, awd_lstm_layers
-from avgpipe_lab.workloads.captioning import S2VTConfig, s2vt_layers
 from avgpipe_lab.workloads.gnmt import GNMTConfig, gnmt_layers
 from avgpipe_lab.workloads.images import VGG
-from benchmarks.papers.models import MODELS, SharedWeights, awd_lstm, bert, gnmt, gpt, s2vt, vgg16
+from benchmarks.papers.models import MODELS, SharedWeights, awd_lstm, bert, gnmt, gpt, vgg16
 
 PUBLISHED = [
     (gnmt(one_embedding=True), 160_671_297, 0.0),  # MLPerf
@@ -55,12 +54,6 @@ def pairs(steps, targets):
     return {"source": source, "lengths": lengths, "target": torch.zeros(2, targets, dtype=torch.int64)}
 
 
-def clips(frames, caption):
-    described = {**pairs(frames, caption), "frames": torch.zeros(2, frames, 4096)}
-    del described["source"]
-    return described
-
-
 BUILT = {
     "gnmt": (gnmt(lengths=(4, 3)), lambda: gnmt_layers(GNMTConfig(32_320)), lambda: pairs(4, 3)),
     "gnmt-16": (
@@ -74,7 +67,6 @@ BUILT = {
         lambda: torch.zeros(2, 5, dtype=torch.int64),
     ),
     "vgg": (vgg16(), lambda: VGG(side=224).layers((3, 224, 224), 1000), lambda: torch.zeros(2, 3, 224, 224)),
-    "captioning": (s2vt(6, 2), lambda: s2vt_layers(S2VTConfig(12_594)), lambda: clips(6, 2)),
 }
 
 

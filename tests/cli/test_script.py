@@ -12,7 +12,8 @@ from torch import nn
 
 from avgpipe.tasks import build_workload
 from avgpipe_lab.commands import CompareConfig
-from avgpipe_lab.compare.command import check, words_of
+from avgpipe_lab.compare.command import check
+from avgpipe_lab.compare.study import words_of
 from tests.cli.command import avgpipe, invoke, rows, strict
 from tests.patience import limit
 from tests.scripts import WriteScript

@@ -23,7 +23,7 @@ def set_gradients(params, replica, step):
 class Crew:
     """N replicas in one process and their reference."""
 
-    def __init__(self, n, inner=emulation.Momentum, dtype=torch.float64, fused=None, **options):
+    def __init__(self, n, inner=emulation.Momentum, dtype=torch.float64, fused=True, **options):
         self.x = [weights(dtype) for _ in range(n)]
         self.reference = Reference(weights(dtype), n, **options)
         self.opts = [

@@ -61,7 +61,6 @@ def test_complex_is_kept_as_real():
         (torch.ones(4, 6)[:, ::2].t(), (1, 3)),
         (torch.ones(1).expand(3), (1,)),
         (torch.ones(2, 1, 3).transpose(0, 1), (3, 3, 1)),
-        (torch.ones(2, 3).to_sparse(), (3, 1)),
     ],
 )
 def test_copies_have_the_same_places_as_the_tensor(t, strides):
@@ -179,9 +178,9 @@ class Apart(Crew):
         for i in range(n):
             self.reference.release(i)
         self.x = [weights() for _ in range(n)]
-        self.opts = [
-            ElasticAveraging(inner.torch(x), self.reference, i, flat=False) for i, x in enumerate(self.x)
-        ]
+        for p in (p for x in self.x for p in x):
+            p.data.share_memory_()
+        self.opts = [ElasticAveraging(inner.torch(x), self.reference, i) for i, x in enumerate(self.x)]
 
 
 @pytest.mark.parametrize("inner", [Momentum, AdamW])
@@ -199,13 +198,12 @@ def test_weights_that_stay_where_they_are_take_the_plain_step_and_end_alike(inne
 
 
 def test_the_reason_why_weights_stay_is_named() -> None:
-    def refused(params, reason, **options):
+    def refused(params, reason):
         start = [p.detach().clone().float() for p in params]
-        with pytest.raises(ValueError, match=f"fused=True, but steps cannot be fused: {reason}"):
-            ElasticAveraging(torch.optim.SGD(params), Reference(start, 2), fused=True, **options)
+        opt = ElasticAveraging(torch.optim.SGD(params), Reference(start, 2))
+        assert opt._replica.not_flat.startswith(reason)
 
-    refused(weights(torch.float32), "flat=False", flat=False)
-    refused([torch.ones(4)[::2]], "a parameter is sparse or complex, or its strides")
+    refused([torch.ones(4)[::2]], "a parameter is complex, or its strides")
     refused([torch.ones(4, dtype=torch.float64)], "a parameter has another dtype or device")
     refused([torch.ones(4), torch.ones(4).bfloat16()], "parameters of several dtypes")
     whole = torch.ones(8)
@@ -230,7 +228,6 @@ def test_the_whole_of_a_buffer_is_used_where_it_is() -> None:
         Reference(arena.weights, 2),
         0,
         parameters=arena.weights,
-        fused=True,
     )
     assert flat_of(opt) == place == arena.weights[0].data_ptr()
 
@@ -240,7 +237,7 @@ def test_weights_of_a_released_replica_stay_in_their_buffer() -> None:
     place = flat_of(crew.opts[0])
     crew.step()
     crew.reference.release(0)
-    crew.opts[0] = ElasticAveraging(AdamW.torch(crew.x[0]), crew.reference, 0, fused=True)
+    crew.opts[0] = ElasticAveraging(AdamW.torch(crew.x[0]), crew.reference, 0)
     assert flat_of(crew.opts[0]) == place
     crew.step()
     assert crew.reference.round == 2
@@ -249,13 +246,13 @@ def test_weights_of_a_released_replica_stay_in_their_buffer() -> None:
 def test_parameters_of_an_arena_stay_there() -> None:
     arena = Arena(model()[0].parameters())
     reference = Reference([p.detach() for p in arena.parameters], 2)
-    opt = ElasticAveraging(torch.optim.SGD(arena.parameters), reference, 0, fused=True)
+    opt = ElasticAveraging(torch.optim.SGD(arena.parameters), reference, 0)
     assert flat_of(opt) == arena.weights[0].data_ptr()
 
 
 def test_bfloat16_weights_of_a_float32_reference_lie_in_a_buffer_of_their_own_dtype() -> None:
     x = [nn.Parameter(torch.ones(3).bfloat16()), nn.Parameter(torch.ones(2).bfloat16())]
-    opt = ElasticAveraging(torch.optim.SGD(x), Reference([torch.ones(3), torch.ones(2)], 2), fused=True)
+    opt = ElasticAveraging(torch.optim.SGD(x), Reference([torch.ones(3), torch.ones(2)], 2))
     assert flat_of(opt) is not None
     assert x[0].dtype == torch.bfloat16
 

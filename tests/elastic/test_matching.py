@@ -31,7 +31,7 @@ def test_groups_that_change_the_order_of_shapes_are_refused():
     a, b, c, d = m.parameters()
     reference = Reference(m.parameters(), 1)
     with pytest.raises(
-        ValueError, match=rf"shape \(3, 3\) stands where .* parameter 1 of shape \(3,\).*{WAY_OUT}"
+        ValueError, match=rf"parameters\[1\] has shape \(3, 3\) .* reference's \(3,\).*{WAY_OUT}"
     ):
         attach([{"params": [a, c]}, {"params": [b, d], "weight_decay": 0.0}], reference)
 
@@ -77,7 +77,7 @@ def test_an_optimizer_of_some_parameters():
     m = model()
     reference = Reference(m.parameters(), 1)
     with pytest.raises(
-        ValueError, match=rf"the optimizer has 2 tensors, the reference has 4 \(4 .*{WAY_OUT}"
+        ValueError, match=rf"the optimizer's parameters are 2 tensors, the reference has 4.*{WAY_OUT}"
     ):
         attach(m[0].parameters(), reference)
     attach(m[0].parameters(), reference, parameters=m.parameters())

@@ -89,18 +89,10 @@ def test_training_inside_applied_to_is_refused():
 
 def test_other_models_are_refused():
     reference = Reference(model().parameters(), 2)
-    for use in (reference.copy_to, lambda m: reference.applied_to(m).__enter__()):
-        with pytest.raises(ValueError, match="parameters are 2 tensors, the reference has 4"):
-            use(nn.Linear(3, 4))
-        with pytest.raises(ValueError, match=r"parameters\[2\] has shape \(5, 4\), the reference's \(2, 4\)"):
-            use(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)))
-
-
-def test_copy_to():
-    reference, m = Reference(model(0).parameters(), 2), model(1)
-    reference.copy_to(m)
-    assert_bitwise([list(m.parameters())], [reference.parameters])
-    assert m[0].weight.data_ptr() != reference.parameters[0].data_ptr()
+    with pytest.raises(ValueError, match="parameters are 2 tensors, the reference has 4"):
+        reference.applied_to(nn.Linear(3, 4)).__enter__()
+    with pytest.raises(ValueError, match=r"parameters\[2\] has shape \(5, 4\) .*, the reference's \(2, 4\)"):
+        reference.applied_to(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))).__enter__()
 
 
 @pytest.mark.parametrize("outer", [None, Nesterov], ids=["plain", "outer"])
@@ -141,7 +133,7 @@ def test_states_of_other_references_are_refused_and_change_nothing():
         ({**state, "parameters": state["parameters"][:2]}, "parameters are 2 tensors, the reference has 4"),
         (
             {**state, "parameters": [torch.ones(7), *state["parameters"][1:]]},
-            r"shape \(7,\), the reference's \(3, 4\)",
+            r"shape \(7,\) .*, the reference's \(3, 4\)",
         ),
         ({**state, "outer": {}}, "the state has an outer optimizer and the reference has none"),
         (pending, "an update of replica 2, but there are 2 replicas"),
@@ -150,8 +142,6 @@ def test_states_of_other_references_are_refused_and_change_nothing():
         with pytest.raises(ValueError, match=message):
             reference.load_state_dict(wrong)
         assert_bitwise([before], [reference.parameters])
-    with pytest.raises(TypeError, match="the state's pending is of type NoneType"):
-        reference.load_state_dict({**state, "pending": None})
 
 
 def test_wrong_parameters_are_refused():

@@ -52,14 +52,15 @@ class Plain:
     torch = staticmethod(lambda p: torch.optim.SGD(p, lr=0.1))
 
 
-def test_a_lone_replica_that_is_not_finite_leaves_the_reference_where_it_was():
+def test_elements_of_a_lone_replica_that_are_not_finite_stay_out_of_the_reference():
     crew = Crew(1, Plain)
     crew.step()
-    good = crew.state()[0]
+    good = crew.state()[0][1][0]
     with torch.no_grad():
         crew.x[0][1][0] = math.nan
     crew.step()
-    assert_bitwise([good], [crew.reference.parameters])
+    assert crew.reference.parameters[1][0] == good
+    assert_bitwise([[crew.x[0][0]]], [[crew.reference.parameters[0]]])
     assert crew.reference.dropped_updates == 1
     with torch.no_grad():
         crew.x[0][1][0] = 0.0

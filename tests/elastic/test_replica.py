@@ -66,25 +66,6 @@ def test_complex_weights_move_as_their_real_and_imaginary_parts():
         torch.testing.assert_close(torch.view_as_real(c.detach()), r.detach(), rtol=1e-14, atol=1e-14)
 
 
-def test_sparse_weights():
-    """A parameter whose own layout is sparse; its values move as those of a dense one."""
-    start = torch.eye(3, dtype=torch.float64)
-
-    def train(make):
-        xs = [make(), make()]
-        reference = Reference([make()], 2)
-        opts = [ElasticAveraging(torch.optim.SGD([x], lr=0.5), reference, i) for i, x in enumerate(xs)]
-        for t in range(3):
-            for i, (x, opt) in enumerate(zip(xs, opts)):
-                g = start * (1.0 + i + t)
-                x.grad = g.to_sparse() if x.is_sparse else g
-                opt.step()
-        return [t.detach().to_dense() for t in (reference.parameters[0], *xs)]
-
-    sparse = train(lambda: nn.Parameter(start.to_sparse()))
-    assert_bitwise([sparse], [train(lambda: nn.Parameter(start.clone()))])
-
-
 def test_bfloat16_replicas_of_a_float32_reference():
     """Steps that bfloat16 weights of this size would round away add up in the reference."""
     model = nn.Linear(4, 1, bias=False)

@@ -40,7 +40,7 @@ def assert_equal(mine, theirs):
 @pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
 def test_a_round_in_one_pass_has_the_bits_of_steps_in_turn(make, arena, dtype):
     for n in (2, 3):
-        mine, theirs = (kind(make, None, n, arena, dtype, alpha=0.3) for kind in (Together, Run))
+        mine, theirs = (kind(make, True, n, arena, dtype, alpha=0.3) for kind in (Together, Run))
         for t in range(4):
             mine.step(order=range(n) if t % 2 else reversed(range(n)))
             theirs.step()
@@ -50,7 +50,7 @@ def test_a_round_in_one_pass_has_the_bits_of_steps_in_turn(make, arena, dtype):
 
 @pytest.mark.parametrize("arena", [False, True], ids=["separate", "arena"])
 def test_a_round_is_one_call(calls, arena):
-    run = Together(MAKE["adamw"], None, 3, arena)
+    run = Together(MAKE["adamw"], True, 3, arena)
     for _ in range(3):
         run.step()
     assert calls == ["elastic_round_"] * 3
@@ -58,7 +58,7 @@ def test_a_round_is_one_call(calls, arena):
 
 
 def test_until_the_round_is_complete_nothing_changes_and_nothing_settles(calls):
-    run = Together(MAKE["momentum"], None, 2)
+    run = Together(MAKE["momentum"], True, 2)
     before = [p.detach().clone() for p in run.models[0].parameters()]
     run.done = []
     run.step_one(0)
@@ -84,7 +84,7 @@ READERS = {
 
 @pytest.mark.parametrize("look", READERS.values(), ids=READERS)
 def test_who_looks_finds_the_step_done(calls, look):
-    mine, theirs = (kind(MAKE["adamw"], None, 2, arena=True) for kind in (Together, Run))
+    mine, theirs = (kind(MAKE["adamw"], True, 2, arena=True) for kind in (Together, Run))
     for _ in range(2):
         mine.step()
         theirs.step()
@@ -105,7 +105,7 @@ def test_who_looks_finds_the_step_done(calls, look):
 
 
 def test_settings_are_those_of_the_step():
-    mine, theirs = (kind(MAKE["adam"], None, 2) for kind in (Together, Run))
+    mine, theirs = (kind(MAKE["adam"], True, 2) for kind in (Together, Run))
     for run in (mine, theirs):
         run.done = []
         for i, opt in enumerate(run.opts):
@@ -139,7 +139,7 @@ def test_replicas_that_step_unlike_each_other_step_in_turn(calls, first, arena):
     runs = []
     for kind in (Together, Run):
         makes = iter([first, ADAMW])
-        runs.append(kind(lambda p, makes=makes: next(makes)(p), None, 2, arena))
+        runs.append(kind(lambda p, makes=makes: next(makes)(p), True, 2, arena))
         for _ in range(3):
             runs[-1].step()
     assert sorted(runs[0].done) == [0, 1]
@@ -148,7 +148,7 @@ def test_replicas_that_step_unlike_each_other_step_in_turn(calls, first, arena):
 
 
 def test_another_gradient_coverage_or_step_count_steps_in_turn(calls):
-    mine, theirs = (kind(MAKE["adamw"], None, 2, arena=True) for kind in (Together, Run))
+    mine, theirs = (kind(MAKE["adamw"], True, 2, arena=True) for kind in (Together, Run))
     for without in ((), (1,), (), (0, 1, 2, 3)):  # of replica 0
         for run in (mine, theirs):
             run.step(without)
@@ -157,7 +157,7 @@ def test_another_gradient_coverage_or_step_count_steps_in_turn(calls):
 
 
 def test_parameters_that_no_replica_steps_are_pulled(calls):
-    mine, theirs = (kind(MAKE["adamw"], None, 2, arena=True) for kind in (Together, Run))
+    mine, theirs = (kind(MAKE["adamw"], True, 2, arena=True) for kind in (Together, Run))
     for run in (mine, theirs):
         run.done = []
         run.step()
@@ -196,7 +196,7 @@ def test_other_rules_do_not_wait(calls, options):
 
 
 def test_a_hook_on_the_averaging_optimizer_sees_the_step():
-    run, seen = Together(MAKE["sgd"], None), []
+    run, seen = Together(MAKE["sgd"], True), []
     before = [p.detach().clone() for p in run.models[0].parameters()]
     run.opts[0].register_step_post_hook(
         lambda *_: seen.extend(
@@ -211,7 +211,7 @@ def test_a_hook_on_the_averaging_optimizer_sees_the_step():
 
 
 def test_a_grad_scaler_is_not_waited_for(calls):
-    run = Together(MAKE["sgd"], None)
+    run = Together(MAKE["sgd"], True)
     run.done = []
     run.backward(0)
     run.opts[0].grad_scale, run.opts[0].found_inf = torch.tensor(2.0), torch.tensor(0.0)
@@ -221,7 +221,7 @@ def test_a_grad_scaler_is_not_waited_for(calls):
 
 @pytest.mark.parametrize("bad", [(0,), (0, 2)])
 def test_what_is_not_finite_stays_out_of_z_and_is_counted(bad):
-    run = Together(MAKE["sgd"], None, 3, arena=True)
+    run = Together(MAKE["sgd"], True, 3, arena=True)
     run.done = []
     z = [p.clone() for p in run.reference.parameters]
     for i, opt in enumerate(run.opts):
@@ -238,7 +238,7 @@ def test_what_is_not_finite_stays_out_of_z_and_is_counted(bad):
 
 
 def test_weights_put_in_place_between_rounds_are_found():
-    mine, theirs = (kind(MAKE["adamw"], None, 2) for kind in (Together, Run))
+    mine, theirs = (kind(MAKE["adamw"], True, 2) for kind in (Together, Run))
     for run in (mine, theirs):
         run.step()
         for p in run.models[1].parameters():

@@ -13,7 +13,7 @@ from tests.patience import limit
 
 DATA = os.environ.get("AVGPIPE_DATA")
 READS = {"gnmt": "multi30k-en-de", "resnet": "cifar10-jpeg", "vgg": "cifar10-jpeg", "alexnet": "cifar10-jpeg"}
-WORKLOADS = ["awd-lstm", "gpt", "bert", "captioning", f"{EXAMPLES / 'train_your_model.py'}:make", *READS]
+WORKLOADS = ["awd-lstm", "gpt", "bert", f"{EXAMPLES / 'train_your_model.py'}:make", *READS]
 PLANS = {
     "pipelines": ["--pipelines", "2", "--staleness", "0"],
     "as it comes": [],

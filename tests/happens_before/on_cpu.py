@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe import device as devices
-from avgpipe.elastic import reference
+from avgpipe.elastic import group
 from avgpipe.links import cuda
 from avgpipe.runtime import group_sum, spec
 from tests.happens_before.operators import DEVICE, DeviceAccount, HostReads, Operators
@@ -70,7 +70,7 @@ def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "backend", account))
         stack.enter_context(mock.patch.object(cuda, "cuda", account))
-        for module in (group_sum, reference):
+        for module in (group_sum, group):
             stack.enter_context(mock.patch.object(module, "dist", Nccl(account)))
         stack.enter_context(mock.patch.object(spec, "_device", found))
         stack.enter_context(mock.patch.object(threading.Thread, "run", noted))

@@ -21,7 +21,7 @@ from torch import nn
 
 from avgpipe import Audit, CudaGraphs, ElasticAveraging, Pipeline, Plan, Reference
 from avgpipe.device import ReadyOnEvent
-from avgpipe.elastic import reference
+from avgpipe.elastic import group
 from avgpipe.runtime import evaluate, group_sum
 from avgpipe.runtime.between import RemoteUpdates
 from avgpipe.runtime.streams import LaneStream
@@ -69,7 +69,7 @@ class WaitsInAThread(group_sum.GroupSum):
 
 def replicated(mutant: bool) -> Counter[str]:
     sums = WaitsInAThread if mutant else group_sum.GroupSum
-    with mock.patch("avgpipe.runtime.worker.GroupSum", sums):
+    with mock.patch.object(group_sum, "GroupSum", sums):
         return train(Plan(stages=1, micro_batches=2, replication=(2,)))
 
 
@@ -96,9 +96,9 @@ def averaged_over_ranks(mutant: bool, staleness: int) -> Counter[str]:
         layer = nn.Linear(4, 4, device=DEVICE)
         averaging = Reference(layer.parameters(), 2, group=dist.group.WORLD, staleness=staleness)
         opt = ElasticAveraging(torch.optim.SGD(layer.parameters(), lr=0.1), averaging)
-        sums = reference.dist.all_reduce
+        sums = group.dist.all_reduce
         if mutant:
-            reference.dist.all_reduce = lambda *a, **k: NeverWaitedFor(sums(*a, **k))
+            group.dist.all_reduce = lambda *a, **k: NeverWaitedFor(sums(*a, **k))
         for _ in range(4):
             layer(torch.ones(2, 4, device=DEVICE)).sum().backward()
             opt.step()
@@ -332,5 +332,5 @@ def test_the_host_reads_nothing_but_losses() -> None:
             list(p.train(batches[:4]))
             account.waited.clear()
             list(p.train(batches[4:]))
-    assert [where.partition(":")[0] for where in account.waited] == ["runtime/outcome.py"], account.waited
+    assert [where.partition(":")[0] for where in account.waited] == ["runtime/loss.py"], account.waited
     assert sum(account.waited.values()) == 16  # a number for each pipeline's share of a batch

@@ -6,7 +6,6 @@ import ctypes
 import os
 import threading
 import time
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from avgpipe.links.codec import Format
 from avgpipe.links.cuda import CudaIpcLink, DeviceMemory, DeviceSlots, Driver
 from avgpipe.links.link import Channel, Endpoint, LocalLink, Mailbox, Message
 from avgpipe.links.shared import Inbox
-from avgpipe_ext import ring
+from avgpipe_ext import nvrtc, ring
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
 from tests.patience import limit
@@ -326,6 +325,9 @@ class Library:
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes, self.thread, self.calls = free_bytes, threading.local(), []
 
+    def cuInit(self, flags: int) -> int:
+        return 0
+
     def cuDeviceGet(self, number: Any, index: Any) -> int:
         return 0
 
@@ -333,8 +335,12 @@ class Library:
         context._obj.value = 7
         return 0
 
-    def cuCtxSetCurrent(self, context: Any) -> int:
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:
         self.thread.context = context.value
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:
+        self.thread.context = None
         return 0
 
     def cuGetErrorString(self, status: int, text: Any) -> int:
@@ -354,8 +360,9 @@ class Library:
 @pytest.fixture
 def library(fake, monkeypatch):
     library = Library(4 << 20)
-    monkeypatch.setattr(cuda.ctypes, "CDLL", lambda name: library)
-    fake.device, fake.init = lambda device: nullcontext(), lambda: None
+    monkeypatch.setattr(nvrtc, "_load", lambda files: library)
+    monkeypatch.setattr(cuda, "driver", nvrtc.Driver)
+    fake.init = lambda: None
     fake.empty_cache = lambda: setattr(library, "free_bytes", 8 << 20)
     return library
 
@@ -373,5 +380,5 @@ def test_memory_that_torch_keeps_is_taken_before_it_is_missed(library):
     driver = Driver(torch.device("cuda", 0))
     driver.allocate(8 << 20)
     assert library.calls == ["cuMemAlloc_v2", "cuMemAlloc_v2", "cuIpcGetMemHandle"]
-    with pytest.raises(OSError, match="16777216 bytes of device memory: out of memory"):
+    with pytest.raises(RuntimeError, match="cuMemAlloc_v2: out of memory"):
         driver.allocate(16 << 20)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -9,9 +11,25 @@ from torch import nn
 
 from avgpipe import Course, Pipeline, Plan, Task
 from avgpipe.report.course import Totals
-from avgpipe.report.loop import KeptResults, TrainingLoop
+from avgpipe.report.loop import TrainingLoop
 from avgpipe.tasks import BuildOptions
 from avgpipe.tasks.task import workload_of
+
+
+class KeptResults:
+    """Keeps the rows of a run, as in its metrics.jsonl."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
+        self.rows.append({"kind": "train", **row})
+
+    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
+        return islice(batches, most)
+
+    def validation(self, row: Mapping[str, Any]) -> None:
+        self.rows.append({"kind": "valid", **row})
 
 
 def places(results: KeptResults, kind: str) -> list[int]:

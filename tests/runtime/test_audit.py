@@ -7,7 +7,8 @@ import logging
 import os
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from avgpipe import PeerLost, Pipeline, Plan
 from avgpipe.model.layers import layers_of
 from avgpipe.runtime import audit
 from avgpipe.runtime.audit import StageAudit
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.spec import Spec
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import assert_same_training, momentum, train_on_one_device, train_pipeline
@@ -58,14 +61,15 @@ def train(model: nn.Module | Sequence[nn.Module], plan: Plan | None = None, **op
 
 def audit_of(model: Any, layers: Sequence[nn.Module] | None = None, **options: Any) -> StageAudit:
     layers = layers_of(model) if layers is None else layers
-    given: dict[str, Any] = {
-        "recomputes": False,
-        "keeps_modes": False,
-        "autocast": None,
-        "check": "first-batch",
-    }
-    bounds = [0, len(layers) // 2, len(layers)]
-    return StageAudit(model, layers, bounds, device=torch.device("cpu"), **(given | options))
+    spec = SimpleNamespace(
+        given=model,
+        layers=layers,
+        model=SimpleNamespace(bounds=[0, len(layers) // 2, len(layers)]),
+        plan=Plan(stages=2),
+        options=TrainingOptions(LOSS, momentum, **options),
+        device=torch.device("cpu"),
+    )
+    return StageAudit(cast(Spec, spec))
 
 
 # ---- what differs is refused -----------------------------------------------------------------------------------------
@@ -95,7 +99,7 @@ class Net(nn.Module):
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_stages_that_compute_what_the_model_does_pass_and_leave_no_trace(recomputes: bool) -> None:
     model = Net()
-    made = audit_of(model, recomputes=recomputes)
+    made = audit_of(model, recompute="always" if recomputes else "never")
     before = {name: t.clone() for name, t in model.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate()
     made.look(0, torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))

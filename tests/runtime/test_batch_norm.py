@@ -15,7 +15,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.elastic.flat import Arena
 from avgpipe.errors import StageError
 from avgpipe.model.context import Position
-from avgpipe.runtime.batch_norm import DeferredBatchNorm, DeferredBatchNorm2d, defer_batch_norms
+from avgpipe.runtime.batch_norm import DeferredBatchNorm, defer_batch_norms
 from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
@@ -173,7 +173,7 @@ def test_what_is_replaced_and_what_it_keeps() -> None:
     ]
     mine = layers[0]
     assert mine is layers[1][0][0]
-    assert isinstance(mine, DeferredBatchNorm2d)
+    assert isinstance(mine, DeferredBatchNorm)
     assert isinstance(mine, nn.BatchNorm2d)
     assert isinstance(layers[2], DeferredBatchNorm)
     assert (mine.eps, mine.momentum, mine.training) == (0.3, 0.2, False)

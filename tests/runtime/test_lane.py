@@ -14,12 +14,12 @@ from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.model.batch import LossWeights, split
 from avgpipe.model.model import trainable_parameters
 from avgpipe.ranks.world import World
-from avgpipe.runtime.compute import Compute, Port, Work
+from avgpipe.runtime.compute import Compute, Work
 from avgpipe.runtime.lane import Lane, PipelineRow, Queue
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.route import Route
+from avgpipe.runtime.route import Port, Route
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import Update
@@ -58,9 +58,8 @@ class Bench:
     def _lane(self, route: Route, options: TrainingOptions, links: dict[int, Any]) -> Lane:
         torch.manual_seed(route.stage)
         stage = Stage([nn.Linear(2, 2)], route.stage, route.stage, 0, CPU)
-        versioned = self.plan.weights != "flush"
         arena = Arena(trainable_parameters(stage))
-        trained = TrainedStage(stage, 0, options.optimizer, None, None, arena, versioned=versioned)
+        trained = TrainedStage(stage, 0, options.optimizer, None, None, arena, self.plan)
         port = Port(route, self.mailbox, links)
         notice = NonfiniteNotice(World(10), route.placement, True)
         update = Update(trained, route, {}, options, port, None, notice)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import avgpipe.runtime.loss_scale
+import avgpipe.runtime.loss
 from avgpipe import Pipeline, Plan, Precision
-from avgpipe.runtime.loss_scale import LossScale
+from avgpipe.runtime.loss import LossScale
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
@@ -24,7 +24,7 @@ INTERVAL = 3  # updates without an overflow until the scale grows; 2,000 otherwi
 
 @pytest.fixture(autouse=True)
 def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(avgpipe.runtime.loss_scale, "_GROWTH_INTERVAL", INTERVAL)
+    monkeypatch.setattr(avgpipe.runtime.loss, "_GROWTH_INTERVAL", INTERVAL)
 
 
 class _Narrow(torch.autograd.Function):
@@ -84,7 +84,7 @@ def on_one_device(
 
 
 def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: Plan, **options: Any) -> Any:
-    avgpipe.runtime.loss_scale._GROWTH_INTERVAL = INTERVAL  # in other processes too
+    avgpipe.runtime.loss._GROWTH_INTERVAL = INTERVAL  # in other processes too
     scales = []
     with Pipeline(
         layers, plan, **grouped(loss_fn=LOSS, optimizer=optimizer, autocast=torch.float16, **options)
@@ -177,7 +177,7 @@ def test_small_gradients_are_not_lost() -> None:
 
 
 def test_a_batch_has_the_scale_that_was_there_when_its_weights_were_made() -> None:
-    scale = LossScale(None, versioned=True)
+    scale = LossScale("dynamic", versioned=True)
     scale.update(True)
     scale.update(False)
     scale.update(True)

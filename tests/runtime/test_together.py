@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 from avgpipe import Pipeline, Plan
-from avgpipe.runtime.together import groups_of_whole, warn_of_steps
+from avgpipe.runtime.optimizers import groups_of_whole, warn_of_steps
 from tests.runner import run
 from tests.runtime.cases import momentum, train_pipeline
 

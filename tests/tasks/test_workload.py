@@ -32,11 +32,6 @@ def test_names():
         ("awd-lstm", {"lr_scaling": "log"}, "lr_scaling must be one of none, sqrt, linear, got 'log'"),
         ("awd-lstm", {"data": "/nowhere/at/all"}, "data folder /nowhere/at/all does not exist"),
         ("awd-lstm", {"pretrained": "/nowhere"}, "awd-lstm has no pretrained weights to begin with"),
-        (
-            "captioning",
-            {"data": "videos"},
-            "captioning makes its clips itself and reads no data: leave out videos",
-        ),
         ("gnmt", {}, "gnmt needs a data folder: a folder with train.{en,de} and val.{en,de}"),
         (
             "alexnet",

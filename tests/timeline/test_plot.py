@@ -64,11 +64,6 @@ def test_pipelines_have_their_own_hues_and_directions_their_shades():
     assert legend(figure) == ["pipeline 0", "pipeline 1", "pipeline 2", "forward", "backward"]
 
 
-def test_twenty_pipelines_differ_in_their_hues():
-    figure = Timeline(1, tuple(Event(0, i, i, 0, "B", i, i + 1) for i in range(20))).plot()
-    assert len({color for _, color in bars(figure)}) == 20
-
-
 def test_bars_carry_their_micro_batch_where_it_fits():
     texts = [text.get_text() for text in run(batches=1).plot().axes[0].texts]
     assert [text for text in texts if text.isdigit()] == ["0", "0", "1", "1", "2", "2"] * 2

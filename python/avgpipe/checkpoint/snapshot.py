@@ -16,9 +16,8 @@ from avgpipe.checkpoint.content import changed_by_forwards, changed_by_updates
 from avgpipe.device import current_stream, pinned_bytes
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
-from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane
-from avgpipe.runtime.route import StepKind
+from avgpipe.runtime.route import Step, StepKind
 from avgpipe.runtime.worker import Worker
 from avgpipe_ext.ring import copy as copy_bytes
 

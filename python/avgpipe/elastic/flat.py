@@ -3,7 +3,7 @@
 So an averaging step is one pass over flat memory, and weights are exchanged by moving a pointer. The
 operators support real floating dtypes and equal strides: a complex tensor is kept as the real tensor with one
 more dimension of size 2 (every rule is linear with real coefficients), and a tensor that overlaps itself, has
-gaps or is sparse is kept dense. Gradients stay where autograd allocates them: our own buffer would have to be
+gaps is kept dense. Gradients stay where autograd allocates them: our own buffer would have to be
 zeroed, and read and written once more, in every batch.
 """
 
@@ -195,8 +195,8 @@ def rehome(
     for t, region in zip(tensors, layout.regions):
         dtype, device = layout.keys[region.buffer]
         narrow = dtype == torch.float32 and t.dtype in (torch.bfloat16, torch.float16)
-        if t.layout != torch.strided or t.is_complex() or t.stride() != region.strides:
-            return "a parameter is sparse or complex, or its strides leave gaps or are not those of the reference"
+        if t.is_complex() or t.stride() != region.strides:
+            return "a parameter is complex, or its strides leave gaps or are not those of the reference"
         if t.device != device or not (t.dtype == dtype or narrow):
             return "a parameter has another dtype or device than the reference's"
         found[region.buffer].add(t.dtype)
@@ -266,7 +266,7 @@ def _owns_its_memory(t: torch.Tensor) -> bool:
 
 def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
     """Return a dense tensor's own strides, in any order of dimensions; else dense ones."""
-    return torch.empty_like(p, layout=torch.strided, device="meta").stride()
+    return torch.empty_like(p, device="meta").stride()
 
 
 # ---- subclasses of tensors -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -20,16 +20,13 @@ import torch
 import avgpipe_ext
 from avgpipe.device import current_stream, on_accelerator, used_on
 from avgpipe.elastic.flat import ALIGN_BYTES, FlatBuffers, Region
-from avgpipe.elastic.replica import CHECKED, STATE, Replica, region_of, same_strides
-
-Group: TypeAlias = dict[str, Any]
-
+from avgpipe.elastic.replica import CHECKED, STATE, Group, Replica, region_of, same_strides, settings_of
 
 Row: TypeAlias = tuple[torch.Tensor, ...]  # weights, reference, update; in a call also state
 
 
 class Unfusable(Exception):
-    """The reason why a step cannot be done in one pass with the averaging."""
+    """A step cannot be done in one pass with the averaging."""
 
 
 class FusedCall:
@@ -72,35 +69,34 @@ class FusedStep:
 
     def __init__(self, inner: torch.optim.Optimizer, replica: Replica, z: FlatBuffers) -> None:
         self._inner, self._replica, self._z = inner, replica, z
-        self._never = _obstacle(inner, replica)
+        fits = type(inner) in STATE and replica.update is not None and not replica.not_flat
+        self._is_possible = fits and replica.elasticity.period == 1  # a step must be a whole round
         self._params: list[torch.Tensor] = []
         self._places: Any = None  # the parameters' addresses when they were located
         self._known: list[Any] = []  # what the plan of calls was made for
         self._calls: list[FusedCall] = []
         self._state: dict[str, FlatBuffers] = {}
-        if self._never is None:  # now, as checking gaps may wait for a device
+        if self._is_possible:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
                 self._locate()
 
-    def obstacle(self) -> str | None:
-        """Return why the next step cannot be fused, whatever its gradients."""
-        if self._never:
-            return self._never
-        if self._inner._optimizer_step_post_hooks:
-            return "the inner optimizer's post-step hooks see the weights between step and averaging"
-        step = vars(self._inner).get("step")  # a learning-rate scheduler's wrapper only counts the call
-        wraps_own = getattr(step, "__wrapped__", None) is type(self._inner).step
-        if step is not None and not (wraps_own and hasattr(step, "_wrapped_by_lr_sched")):
-            return "the inner optimizer's step method is not its class's"
-        for group in self._inner.param_groups:
-            for option in ("amsgrad", "differentiable"):
-                if group.get(option):
-                    return f"{option} is on"
-            for name, setting in group.items():
+    @property
+    def is_possible(self) -> bool:
+        """Whether the next step can be fused, whatever its gradients."""
+        inner = self._inner
+        step = vars(inner).get("step")  # a learning-rate scheduler's wrapper only counts the call
+        wraps_own = getattr(step, "__wrapped__", None) is type(inner).step
+        is_own = step is None or (wraps_own and hasattr(step, "_wrapped_by_lr_sched"))
+        if not self._is_possible or not is_own or inner._optimizer_step_post_hooks:
+            return False
+        for group in inner.param_groups:
+            if group.get("amsgrad") or group.get("differentiable"):
+                return False
+            for setting in group.values():
                 for value in setting if isinstance(setting, tuple) else (setting,):
                     if isinstance(value, torch.Tensor) and on_accelerator(value):
-                        return f"{name} is a tensor on {value.device}; reading it would synchronise"
-        return None
+                        return False  # reading it would wait for the device
+        return True
 
     def skips(self, found_inf: torch.Tensor | None) -> bool | None:
         """Whether a GradScaler skips the step; None if only the device knows, and the host need not."""
@@ -129,18 +125,22 @@ class FusedStep:
         self._replica.load()
         self._locate()
         grads = [None if skips else p.grad for p in self._params]
-        for i, (g, p, strides) in enumerate(zip(grads, self._params, self._strides)):
+        for g, p, strides in zip(grads, self._params, self._strides):
             if g is None or (g.layout is torch.strided and g.dtype is p.dtype and g.stride() == strides):
                 continue
             if g.layout != torch.strided or g.dtype != p.dtype or not same_strides(g, p):
-                raise Unfusable(f"the gradient of parameter {i} has another layout, dtype or strides")
+                raise Unfusable
         seen = self._look(grads)
         if len(seen) != len(self._known) or not all(map(is_, seen, self._known)):
             self._plan(grads)
             self._known = self._look(grads)
         kind, groups = type(self._inner), self._inner.param_groups
         steps = [
-            (c, _options(kind, groups[c.group], c.made), [g for i in c.params if (g := grads[i]) is not None])
+            (
+                c,
+                settings_of(kind, groups[c.group], first=c.made == 0),
+                [g for i in c.params if (g := grads[i]) is not None],
+            )
             for c in self._calls
         ]
         scaling = {"grad_scale": scale, "found_inf": found_inf if skips is None else None}
@@ -159,8 +159,6 @@ class FusedStep:
             self._made |= dict(zip(call.params, zip(call.counters, [call.made] * len(call.params))))
         calls: dict[Any, list[Any]] = {}
         still: dict[torch.device, list[Row]] = {}
-        for row in self._gaps:
-            still.setdefault(row[0].device, []).append(row)
         for g, (group, members) in enumerate(zip(self._inner.param_groups, self._members)):
             for i in members:
                 p, region, row = self._params[i], self._regions[i], self._rows[i]
@@ -170,7 +168,7 @@ class FusedStep:
                     states, made, entry = self._adopt(group, members, i)
                     calls.setdefault((g, p.device, made), []).append((i, region, (*row, *states), entry))
                 elif p.numel():
-                    raise Unfusable(f"parameter {i} of the optimizer is not among those that are averaged")
+                    raise Unfusable
         self._calls = [FusedCall(g, made, members) for (g, _, made), members in calls.items()]
         self._still = [rows for rows in still.values() if rows]
 
@@ -186,36 +184,30 @@ class FusedStep:
         x, z, update = self._replica.x.flats, self._z.flats, self._replica.update.flats
         self._regions = [region_of(p, x) for p in params]
         try:
-            gaps = self._find_gaps()
-        except Unfusable as reason:
-            self._never = str(reason)  # not checked again at every step
+            self._check_coverage()
+        except Unfusable:
+            self._is_possible = False  # not checked again at every step
             raise
         self._rows: list[Row] = [
             (p, r.view(z), r.view(update)) if r else () for p, r in zip(params, self._regions)
         ]
-        self._gaps: list[Row] = [(gap.view(x), gap.view(z), gap.view(update)) for gap in gaps]
         self._members = [range(end - size, end) for size, end in zip(sizes, accumulate(sizes))]
         # Adam's counters: one tensor for each group, and each parameter's with its value on the host
         self._counters: dict[Any, torch.Tensor] = {}
         self._made: dict[int, tuple[torch.Tensor, float]] = {}
-        self._strides = [p.stride() if p.layout == torch.strided else () for p in params]
+        self._strides = [p.stride() for p in params]
         self._places = places
 
-    def _find_gaps(self) -> list[Region]:
-        """Return the parts of x that belong to no parameter, except zeros from alignment."""
-        gaps = []
+    def _check_coverage(self) -> None:
+        """Raise Unfusable unless the parameters are all of x, except zeros from alignment, and do not overlap."""
         for b, flat in enumerate(self._replica.x.flats):
-            places = sorted((r.offset, r.stop, n) for n, r in enumerate(self._regions) if r and r.buffer == b)
-            for (_, stop, m), (start, _, n) in pairwise(places):
-                if start < stop:
-                    raise Unfusable(f"parameters {m} and {n} of the optimizer share {stop - start} elements")
-            edges = [0, *(edge for place in places for edge in place[:2]), flat.numel()]
+            places = sorted((r.offset, r.stop) for r in self._regions if r and r.buffer == b)
+            edges = [0, *(edge for place in places for edge in place), flat.numel()]
             for start, stop in zip(edges[::2], edges[1::2]):
-                gap = Region(b, start, (stop - start,), (1,))
-                is_short = (stop - start) * flat.element_size() < ALIGN_BYTES
-                if not is_short or flat[start:stop].any() or gap.view(self._z.flats).any():
-                    gaps.append(gap)
-        return gaps
+                is_long = (stop - start) * flat.element_size() >= ALIGN_BYTES
+                gaps = flat[start:stop], self._z.flats[b][start:stop]
+                if start > stop or is_long or any(map(torch.any, gaps)):
+                    raise Unfusable
 
     def _adopt(
         self, group: Group, members: range, i: int
@@ -237,7 +229,7 @@ class FusedStep:
                 mine.zero_()
                 made = 0.0
             elif not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (p.shape, p.dtype):
-                raise Unfusable(f"{name} of parameter {i} has not the parameter's shape and dtype")
+                raise Unfusable
             elif (value.data_ptr(), value.stride()) == (mine.data_ptr(), mine.stride()):
                 mine = value  # in its place already
             else:
@@ -360,24 +352,3 @@ def _round_options(call: FusedCall, options: dict[str, Any]) -> dict[str, Any] |
     others = {name: value for name, value in options.items() if name != "decoupled"}
     step = float(call.counters[0]) + 1
     return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": step, **others}
-
-
-def _options(optimizer: type, group: Group, made: float) -> dict[str, Any]:
-    common = {name: float(group[name]) for name in ("lr", "weight_decay")} | {"maximize": group["maximize"]}
-    if optimizer is torch.optim.SGD:
-        momentum = {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
-        return common | momentum | {"nesterov": group["nesterov"], "first_step": made == 0}
-    betas = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
-    return common | betas | {"eps": float(group["eps"]), "decoupled": group["decoupled_weight_decay"]}
-
-
-def _obstacle(inner: torch.optim.Optimizer, replica: Replica) -> str | None:
-    """Return why no step of ``inner`` can ever be fused."""
-    period = replica.elasticity.period
-    if type(inner) not in STATE:
-        return f"{type(inner).__name__} is not one of torch.optim.SGD, Adam and AdamW"
-    if replica.update is None:
-        return "one replica without elasticity has nothing to average: the reference follows it"
-    if period > 1:
-        return f"the period is {period}, and only a step that is a whole round can be fused"
-    return replica.not_flat

@@ -35,8 +35,6 @@ class GroupRounds:
                 "staleness 'asynchronous' applies each update when it arrives, but an all-reduce needs all ranks "
                 "of the group; use staleness=1, which waits a whole round later"
             )
-        if self.rank < 0:
-            raise ValueError("this process is not in the group; make the Reference only on ranks that are")
         size = dist.get_world_size(group)
         if elasticity.replicas != size:
             raise ValueError(

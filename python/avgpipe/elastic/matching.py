@@ -36,11 +36,11 @@ def averaged(parameters: list[torch.Tensor]) -> list[int]:
     """
     found = []
     for i, p in enumerate(parameters):
+        if p.layout != torch.strided:
+            raise ValueError(f"parameters[{i}] has layout {p.layout}; only gradients may be sparse")
         frozen = isinstance(p, nn.Parameter) and not p.requires_grad
         if frozen or not (p.is_floating_point() or p.is_complex()):
             continue
-        if p.layout not in (torch.strided, torch.sparse_coo):
-            raise ValueError(f"parameters[{i}] has layout {p.layout}; use torch.strided or torch.sparse_coo")
         if p.dtype.to_real() not in DTYPES:
             raise TypeError(
                 f"parameters[{i}] has dtype {p.dtype}; cast it to float32, float64, bfloat16 or float16"
@@ -49,15 +49,20 @@ def averaged(parameters: list[torch.Tensor]) -> list[int]:
     return found
 
 
-def check_shapes(name: str, values: Sequence[torch.Tensor], mine: Sequence[torch.Tensor]) -> None:
+def check_shapes(
+    name: str,
+    values: Sequence[torch.Tensor],
+    mine: Sequence[torch.Tensor],
+    hint: str = "it is of another model",
+) -> None:
     """Raise ValueError unless ``values`` have the number and shapes of the reference's."""
     if len(values) != len(mine):
-        raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}")
+        raise ValueError(f"{name} are {len(values)} tensors, the reference has {len(mine)}: {hint}")
     for i, (value, z) in enumerate(zip(values, mine)):
-        if value.shape != z.shape:
+        if value.shape != z.shape or value.layout != z.layout:
             raise ValueError(
-                f"{name}[{i}] has shape {tuple(value.shape)}, the reference's {tuple(z.shape)}: "
-                f"it is of another model"
+                f"{name}[{i}] has shape {tuple(value.shape)} and layout {value.layout}, the reference's "
+                f"{tuple(z.shape)} and {z.layout}: {hint}"
             )
 
 
@@ -73,21 +78,21 @@ def replica_tensors(
     ValueError if they do not correspond, for example because parameter groups have changed the order.
     """
     own = optimized(inner)
-    if given is None:
-        tensors = _pick("the optimizer", own, everything, averaged)
-        _refuse_permuted(tensors, [everything[i] for i in averaged])
-        return tensors
-    tensors = list(given)
-    for i, t in enumerate(tensors):
-        if not isinstance(t, torch.Tensor):
-            raise TypeError(f"parameters[{i}] must be a tensor, not {type(t).__name__}; {WAY_OUT}")
+    tensors = own if given is None else list_tensors("parameters", given)
     for p in own:
         if p.requires_grad and not holds(tensors, p):
             raise ValueError(
                 f"the optimizer steps a parameter of shape {tuple(p.shape)} that is not among parameters, "
                 f"so it would not be averaged; {WAY_OUT}"
             )
-    return _pick("parameters", tensors, everything, averaged)
+    if len(tensors) == len(everything):
+        tensors = [tensors[i] for i in averaged]
+    mine = [everything[i] for i in averaged]
+    name = "the optimizer's parameters" if given is None else "parameters"
+    check_shapes(name, tensors, mine, f"groups may have changed the order; {WAY_OUT}")
+    if given is None:
+        _refuse_permuted(tensors, mine)
+    return tensors
 
 
 def optimized(inner: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -99,39 +104,14 @@ def holds(tensors: Sequence[torch.Tensor], p: torch.Tensor) -> bool:
     """Whether ``p`` is one of ``tensors`` or shares its memory with one (a view of a flat buffer)."""
     if any(p is t for t in tensors):
         return True
-    if p.layout != torch.strided:
-        return False
     memory = p.untyped_storage().data_ptr()
-    return memory != 0 and any(
-        t.layout == torch.strided and t.untyped_storage().data_ptr() == memory for t in tensors
-    )
+    return memory != 0 and any(t.untyped_storage().data_ptr() == memory for t in tensors)
 
 
 def starting_alike(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return those of ``tensors`` whose memory begins at the same address as one of ``others``."""
-    dense = [[t for t in ts if t.layout == torch.strided and t.numel()] for ts in (tensors, others)]
-    places = {t.data_ptr() for t in dense[1]} - {0}
-    return [t for t in dense[0] if t.data_ptr() in places]
-
-
-def _pick(
-    whose: str, tensors: list[torch.Tensor], everything: Sequence[torch.Tensor], averaged: Sequence[int]
-) -> list[torch.Tensor]:
-    if len(tensors) == len(everything):
-        tensors = [tensors[i] for i in averaged]
-    elif len(tensors) != len(averaged):
-        verb = "has" if whose == "the optimizer" else "are"
-        raise ValueError(
-            f"{whose} {verb} {len(tensors)} tensors, the reference has {len(everything)} "
-            f"({len(averaged)} of them trainable); {WAY_OUT}"
-        )
-    for t, i in zip(tensors, averaged):
-        if t.shape != everything[i].shape:
-            raise ValueError(
-                f"{whose}: a tensor of shape {tuple(t.shape)} stands where the reference has parameter "
-                f"{i} of shape {tuple(everything[i].shape)} (groups may have changed the order); {WAY_OUT}"
-            )
-    return tensors
+    places = {t.data_ptr() for t in others if t.numel()} - {0}
+    return [t for t in tensors if t.numel() and t.data_ptr() in places]
 
 
 @torch.no_grad()
@@ -152,7 +132,4 @@ def _home(j: int, astray: list[int], tensors: list[torch.Tensor], zs: list[torch
 
 
 def _equal(t: torch.Tensor, z: torch.Tensor) -> bool:
-    if t.shape != z.shape:
-        return False
-    t = t.detach().to_dense() if t.is_sparse else t.detach()
-    return torch.equal(t.to(device=z.device, dtype=z.dtype), z)
+    return t.shape == z.shape and torch.equal(t.to(device=z.device, dtype=z.dtype), z)

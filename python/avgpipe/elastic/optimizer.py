@@ -29,6 +29,12 @@ class ElasticAveraging(torch.optim.Optimizer):
     With replicas in one process and staleness 0 or 1, step them in turn, in any order: a step that needs a
     missing update raises RuntimeError (``ready`` predicts it). With a group, a step waits for the others.
 
+    The replica's tensors move into flat buffers, one per dtype and device, as their views, so that every pass is one
+    over flat memory, and a step can be fused. They remain the same objects, with the same values; other references
+    to their old memory, such as a captured graph, no longer follow them. For tensors that cannot be moved (complex
+    tensors, other dtypes, devices or strides than the reference's, shared memory), averaging works on a copy of
+    the weights, filled before and written back after.
+
     Args:
         inner_optimizer: The optimizer of the replica's parameters.
         reference: The reference that the replicas are averaged with.
@@ -38,20 +44,12 @@ class ElasticAveraging(torch.optim.Optimizer):
             only some of the trainable parameters, and when the reference is over flat buffers of which the optimizer's
             parameters are views.
         fused: Whether the step of torch.optim.SGD, Adam or AdamW and the averaging are one pass over memory, which
-            rounds differently from two passes but changes nothing else; state_dict is the same. None: if
+            rounds differently from two passes but changes nothing else; state_dict is the same. True: if
             possible, decided at every step (not with period > 1, amsgrad, differentiable, settings on an
             accelerator, weights that are not in flat buffers, post-step hooks of the inner optimizer, or N =
-            1 without elasticity). True: the same, but ValueError here with the reason if no step could be.
-            False: never. A fused pass reads gradients as GradScaler has scaled them, and leaves them so;
-                pre-step
-            hooks may change gradients, and their changes of weights count as done before the round. It
-            ignores the inner optimizer's ``foreach``.
-        flat: Whether the replica's tensors move into flat buffers, one per dtype and device, as their views. They
-            remain the same objects, with the same values; other references to their old memory, such as a
-            captured graph, no longer follow them. So every pass is one over flat memory, and a step can be
-            fused. With False, and for tensors that cannot be moved (sparse or complex tensors, other dtypes,
-            devices or strides than the reference's, shared memory), averaging works on a copy of the weights,
-            filled before and written back after.
+            1 without elasticity). A fused pass reads gradients as GradScaler has scaled them, and leaves them
+            so. Pre-step hooks may change gradients, and their changes of weights count as done before the
+            round. It ignores the inner optimizer's ``foreach``.
     """
 
     def __init__(
@@ -61,8 +59,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         replica: int | None = None,
         *,
         parameters: Iterable[torch.Tensor] | None = None,
-        fused: bool | None = None,
-        flat: bool = True,
+        fused: bool = True,
     ) -> None:
         if not isinstance(inner_optimizer, torch.optim.Optimizer) or isinstance(
             inner_optimizer, ElasticAveraging
@@ -76,20 +73,16 @@ class ElasticAveraging(torch.optim.Optimizer):
             replica = reference._rank
         self.inner, self.reference, self.replica = inner_optimizer, reference, replica
         tensors = replica_tensors(inner_optimizer, reference.parameters, reference.averaged, parameters)
-        self._replica = reference._attach(replica, tensors, inner_optimizer, flat)
+        self._replica = reference._replica_of(replica, tensors, inner_optimizer)
         self._trial: TrialSteps | None = None
-        if reference.elasticity.coefficients.tries:
-            fused, self._trial = False, self._made_trial()
         self._fused: FusedStep | None = None
-        if fused is not False:
+        if reference.elasticity.coefficients.tries:
+            self._trial = TrialSteps(inner_optimizer, self._replica, reference, replica)
+        elif fused:
             from avgpipe.elastic.fused import FusedStep
 
             self._fused = FusedStep(inner_optimizer, self._replica, reference.z)
-        if fused is True and self._fused is not None and (reason := self._fused.obstacle()):
-            del reference._replicas[replica]
-            raise ValueError(
-                f"fused=True, but steps cannot be fused: {reason}; pass fused=None to fuse where possible"
-            )
+        reference._replicas[replica] = self._replica
         self._local_steps = 0
         self._position = 0  # local steps done in the current period
         self._idle_steps = 0  # of these
@@ -101,13 +94,6 @@ class ElasticAveraging(torch.optim.Optimizer):
         for key in set(inner_optimizer.defaults) - known:  # of the base class, not for inner's new groups
             del inner_optimizer.defaults[key]
         self._warned_capturable_if_run_uncaptured = True
-
-    def _made_trial(self) -> TrialSteps:
-        try:
-            return TrialSteps(self.inner, self._replica, self.reference, self.replica)
-        except ValueError:
-            del self.reference._replicas[self.replica]
-            raise
 
     # With this, GradScaler always calls step(), which unscales and skips itself.
     _step_supports_amp_scaling = True
@@ -179,7 +165,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         if self._trial is not None:
             return self._trial_step(self._trial, closure)
         args = () if closure is None else (closure,)
-        if self._fused is not None and self._fused.obstacle() is None:
+        if self._fused is not None and self._fused.is_possible:
             return self._fused_step(self._fused, *args)
         result = self._plain_step(lambda: self.inner.step(*args))
         self._end_step()

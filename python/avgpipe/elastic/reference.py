@@ -119,7 +119,7 @@ class Reference:
         zs = self.z.tensors()
         with torch.no_grad():
             for i, z in zip(self.averaged, zs):
-                z.copy_(given[i].to_dense() if given[i].is_sparse else given[i])
+                z.copy_(given[i])
             if self._spans_ranks and self._ranks is not None:
                 self._ranks.share(self.z)
             places = dict(zip(self.averaged, zs))
@@ -174,10 +174,10 @@ class Reference:
         return self._dropped
 
     # ---- replicas ----------------------------------------------------------------------------------------------------
-    def _attach(
-        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer, flat: bool
+    def _replica_of(
+        self, replica: int, tensors: list[torch.Tensor], optimizer: torch.optim.Optimizer
     ) -> Replica:
-        """Make ``tensors`` (one for each of ``averaged``) replica ``replica``."""
+        """Make replica ``replica`` of ``tensors``, one for each of ``averaged``."""
         n = self.replicas
         is_number = isinstance(replica, int) and not isinstance(replica, bool) and replica >= 0
         if not is_number or not (replica < n or self._is_open):
@@ -201,9 +201,7 @@ class Reference:
                     f"give each replica its own copy, such as copy.deepcopy(model)"
                 )
         update = None if self._follows else self._update_of(replica)
-        mine = Replica(self.z.layout, tensors, self.elasticity, update, optimizer, flat, self._applied)
-        self._replicas[replica] = mine
-        return mine
+        return Replica(self.z.layout, tensors, self.elasticity, update, optimizer, self._applied)
 
     def release(self, replica: int) -> None:
         """Drop a replica's weights, so that another optimizer can be made for it between two rounds."""
@@ -297,13 +295,6 @@ class Reference:
                 f"replica {i} would {'finish' if finishes else 'start'} round {self.round + 1} before round "
                 f"{self.round} is complete: it still needs a step of replica {missing} "
                 f"(step all {n} replicas in turn; opt.ready is True when a step may run)"
-            )
-        strangers = [m for m in range(n) if m not in self._replicas and m not in self._remote]
-        pulls = self.elasticity.pulls_at_the_end(self.round)
-        if finishes and strangers and pulls and len(self._contributed) == n - 1:
-            raise RuntimeError(
-                f"round {self.round} ends with a pull of all {n} replicas, but replica "
-                f"{', '.join(map(str, strangers))} has no optimizer: make its ElasticAveraging first"
             )
 
     def _contribute(self, i: int, contribution: Contribution | None = None) -> None:
@@ -426,24 +417,13 @@ class Reference:
             avgpipe_ext.reference_apply_(flat, list(us), scale, zero=False, check_finite=True)
 
     def _follow(self, replica: Replica) -> list[torch.Tensor]:
-        """Set z = x, the rule of one replica without elasticity; z stays unchanged if x is not finite.
-
-        On an accelerator, without a wait, only the bad elements of x are left out. Returns counts of
-        nonfinite values, all zero if there are none.
-        """
+        """Set z = x, without bad elements: the rule of one replica without elasticity; return their counts."""
         replica.load()
-        pairs = [pair for pair in zip(self.z.flats, replica.x.flats) if pair[0].numel()]
-        if not self._on_cpu:
-            finite = [x.isfinite() for _, x in pairs]
-            for (z, x), good in zip(pairs, finite):
-                z.copy_(torch.where(good, x, z))
-            return [good.logical_not().sum() for good in finite]
-        norms = torch._foreach_norm([x for _, x in pairs], float("inf")) if pairs else []
-        bad = [~norm.isfinite() for norm in norms]
-        if not any(map(bool, bad)):
-            for z, x in pairs:
-                z.copy_(x)
-        return bad
+        pairs = list(zip(self.z.flats, replica.x.flats))
+        finite = [x.isfinite() for _, x in pairs]
+        for (z, x), good in zip(pairs, finite):
+            z.copy_(torch.where(good, x, z))
+        return [good.logical_not().sum() for good in finite]
 
     def _note(self, counts: list[torch.Tensor]) -> bool:
         """Count an update with nonfinite values; return whether it is one, if known without waiting."""
@@ -476,20 +456,12 @@ class Reference:
         try:
             self._applied |= inside
             for t, z in zip(tensors, self.parameters):
-                z = z.to(device=t.device, dtype=t.dtype)
-                t.data = z.to_sparse() if t.is_sparse and not z.is_sparse else z
+                t.data = z.to(device=t.device, dtype=t.dtype)
             yield
         finally:
             for t, data in zip(tensors, own):
                 t.data = data
             self._applied -= inside
-
-    @torch.no_grad()
-    def copy_to(self, model: nn.Module | Iterable[torch.Tensor]) -> None:
-        """Set the parameters of ``model`` (or the tensors given) to the values of z."""
-        self._finish()
-        for t, z in zip(self._counterparts(model), self.parameters):
-            t.copy_(z.to_sparse() if t.is_sparse and not z.is_sparse else z)
 
     def is_applied_to(self, tensors: Iterable[torch.Tensor]) -> bool:
         return bool(self._applied) and any(id(t) in self._applied for t in tensors)
@@ -528,10 +500,6 @@ class Reference:
                 f"the state lacks {', '.join(lacking)}: pass what Reference.state_dict() returned"
             )
         values, pending = state["parameters"], state["pending"]
-        if not isinstance(pending, dict):
-            raise TypeError(
-                f"the state's pending is of type {type(pending).__name__}: pass what Reference.state_dict() returned"
-            )
         check_shapes("the state's parameters", values, self.parameters)
         for i, update in pending.items():
             if not 0 <= i < self.replicas:

@@ -13,6 +13,7 @@ from avgpipe.elastic.flat import FlatBuffers, Layout, Region, dense_strides, reh
 from avgpipe.rules import Elasticity
 
 Tensors: TypeAlias = torch.Tensor | list[torch.Tensor]
+Group: TypeAlias = dict[str, Any]
 
 STATE = {  # what the optimizers keep of each parameter, beside Adam's step counter
     torch.optim.SGD: ("momentum_buffer",),
@@ -25,7 +26,7 @@ CHECKED: dict[str, Any] = {"accumulate": False, "check_finite": True}  # updates
 class Replica:
     """The weights ``x`` of one replica, its update in the current round, and x when the round began.
 
-    The tensors become views of flat buffers, which the operators use. If that is impossible or not wanted,
+    The tensors become views of flat buffers, which the operators use. If that is impossible,
     ``x`` is a copy: :meth:`load` fills it, :meth:`store` writes it back.
 
     Attributes:
@@ -44,12 +45,11 @@ class Replica:
         elasticity: Elasticity,
         update: FlatBuffers | None,
         optimizer: torch.optim.Optimizer,
-        flat: bool,
         applied: set[int],
     ) -> None:
         """``applied``: ids of the tensors that are z at the moment."""
         self.tensors, self.elasticity, self.update = list(tensors), elasticity, update
-        home = rehome(layout, self.tensors, optimizer) if flat else "flat=False"
+        home = rehome(layout, self.tensors, optimizer)
         self.not_flat = home if isinstance(home, str) else None
         self.x = layout.zeros() if isinstance(home, str) else home
         self._views = self.x.tensors()
@@ -68,7 +68,7 @@ class Replica:
                     "the model holds the reference's weights: leave reference.applied_to first"
                 )
             for view, t in zip(self._views, self.tensors):
-                view.copy_(t.to_dense() if t.is_sparse else t)
+                view.copy_(t)
         elif list(map(torch.Tensor.data_ptr, self.tensors)) != self._pointers:
             for t, view, pointer in zip(self.tensors, self._views, self._pointers):
                 if t.data_ptr() != pointer and id(t) not in self._applied:  # after an assignment to its data
@@ -80,7 +80,7 @@ class Replica:
             increment_version(self.tensors)  # so that a backward pass that needs the old values fails
             return
         for view, t in zip(self._views, self.tensors):
-            t.copy_(view.to_sparse() if t.is_sparse else view)
+            t.copy_(view)
 
     @torch.no_grad()
     def begin(self) -> FlatBuffers:
@@ -129,7 +129,7 @@ class Replica:
 
 def region_of(p: torch.Tensor, flats: Sequence[torch.Tensor]) -> Region | None:
     """Return a parameter's place in flat buffers; None if it is no dense part of one, or has no elements."""
-    if p.layout != torch.strided or p.numel() == 0 or p.stride() != dense_strides(p):
+    if p.numel() == 0 or p.stride() != dense_strides(p):
         return None
     for b, flat in enumerate(flats):
         start, odd = divmod(p.data_ptr() - flat.data_ptr(), flat.element_size())
@@ -143,3 +143,13 @@ def same_strides(g: torch.Tensor, p: torch.Tensor) -> bool:
     """Whether strides are equal in all dimensions of more than one element."""
     mine, theirs = g.stride(), p.stride()
     return mine == theirs or all(a == b for size, a, b in zip(p.shape, mine, theirs) if size != 1)
+
+
+def settings_of(optimizer: type, group: Group, *, first: bool = False) -> Group:
+    """Return a parameter group's settings as the operators' options; ``first``: SGD's momentum becomes the gradient."""
+    common = {name: float(group[name]) for name in ("lr", "weight_decay")} | {"maximize": group["maximize"]}
+    if optimizer is torch.optim.SGD:
+        momentum = {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
+        return common | momentum | {"nesterov": group["nesterov"], "first_step": first}
+    betas = {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
+    return common | betas | {"eps": float(group["eps"]), "decoupled": group["decoupled_weight_decay"]}

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 import avgpipe_ext
 from avgpipe.elastic.flat import FlatBuffers, Region, copied
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides
+from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides, settings_of
 
 State = dict[str, Any]
 
@@ -67,6 +67,8 @@ class TrialSteps:
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int, int] = None, 0, 0
         self._calls: list[Call] | None = None
+        # Weights, reference and update of parameters without a step.
+        self._still: list[list[torch.Tensor]] = []
         self._seen: tuple[Any, Any] = None, None  # what the calls were planned for
         self.share()
 
@@ -106,6 +108,10 @@ class TrialSteps:
         self._steps.published[self._number] = {pair[2] for pair, has in zip(self._pairs, there) if has}
         tries = not self._reference.elasticity.synchronous(self._reference.round)
         if tries and (calls := self._planned(grads, there, z)) is not None:
+            if self._still:
+                x, z_, update = self._still
+                torch._foreach_copy_(x, z_)
+                torch._foreach_zero_(update)
             return [call(grads) for call in calls]
         counts = self._publish(grads)
         if tries:
@@ -149,12 +155,12 @@ class TrialSteps:
         buffers = self._replica.x.flats, z.flats, self._update.flats
         numbers = {p: n for n, (p, _, _) in enumerate(self._pairs)}
 
-        def views(members: Sequence[int]) -> dict[str, list[torch.Tensor]]:
-            found = ([self._pairs[n][2].view(flats) for n in members] for flats in buffers)
-            return dict(zip(("x", "z", "update"), found))
+        def views(members: Sequence[int]) -> list[list[torch.Tensor]]:
+            return [[self._pairs[n][2].view(flats) for n in members] for flats in buffers]
 
         still = [n for n, has in enumerate(there) if not has]
-        calls: list[Call] = [StillCall(**views(still))] if still else []
+        self._still = views(still) if still else []
+        calls: list[Call] = []
         for group in self._inner.param_groups:
             names = STATE[type(self._inner)] if group.get("momentum", 1) else ()
             by_steps: dict[float, list[int]] = {}
@@ -167,7 +173,7 @@ class TrialSteps:
             for members in by_steps.values():
                 states = [self._outer.state.get(self._pairs[n][1], {}) for n in members]
                 moments = [[state[name] for state in states] for name in names]
-                calls.append(TrialCall(group, members, moments, states[0].get("step"), **views(members)))
+                calls.append(Call(group, members, moments, states[0].get("step"), *views(members)))
         return calls
 
     # ---- by the replica's own optimizer --------------------------------------------------------------------------
@@ -205,21 +211,7 @@ class TrialSteps:
 
 
 @dataclass
-class StillCall:
-    """Parameters without a step: ``x`` becomes z, and the update is zero."""
-
-    x: list[torch.Tensor]
-    z: list[torch.Tensor]
-    update: list[torch.Tensor]
-
-    def __call__(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        torch._foreach_copy_(self.x, self.z)
-        torch._foreach_zero_(self.update)
-        return torch.zeros((), dtype=torch.int64, device=self.x[0].device)
-
-
-@dataclass
-class TrialCall:
+class Call:
     """A call of an operator, for parameters of one group that have made equally many steps.
 
     Attributes:
@@ -238,25 +230,16 @@ class TrialCall:
     update: list[torch.Tensor]
 
     def __call__(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        group, own = self.group, [g for n in self.numbers if (g := grads[n]) is not None]
-        settings: dict[str, Any] = {name: float(group[name]) for name in ("lr", "weight_decay")}
-        settings |= {"maximize": group["maximize"], "check_finite": True}
+        own = [g for n in self.numbers if (g := grads[n]) is not None]
         if self.step is None:
+            settings = settings_of(torch.optim.SGD, self.group)
             momenta = self.moments[0] if self.moments else None
-            settings |= {"mu": float(group["momentum"]), "dampening": float(group["dampening"])}
-            settings |= {"nesterov": group["nesterov"]}
-            return avgpipe_ext.trial_sgd_(self.x, self.z, own, momenta, self.update, **settings)
-        settings |= {"beta1": float(group["betas"][0]), "beta2": float(group["betas"][1])}
-        settings |= {
-            "eps": float(group["eps"]),
-            "decoupled": group["decoupled_weight_decay"],
-            "step": self.step,
-        }
+            return avgpipe_ext.trial_sgd_(
+                self.x, self.z, own, momenta, self.update, check_finite=True, **settings
+            )
+        settings = settings_of(torch.optim.Adam, self.group) | {"step": self.step, "check_finite": True}
         first, second = self.moments
         return avgpipe_ext.trial_adam_(self.x, self.z, own, first, second, self.update, **settings)
-
-
-Call: TypeAlias = StillCall | TrialCall
 
 
 def _fits(grad: torch.Tensor | None, pair: tuple[torch.Tensor, torch.Tensor, Region]) -> bool:

@@ -30,8 +30,8 @@ from avgpipe.plan import Plan
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Prefetch, cut, result_of
 from avgpipe.runtime.integrity import Verification
+from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.worker import Worker
 
 _log = logging.getLogger("avgpipe")

@@ -16,7 +16,7 @@ from avgpipe.fault.exchange import Published, TurnExchange
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.integrity import digest
-from avgpipe.runtime.outcome import BatchEnd
+from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage

@@ -30,6 +30,7 @@ from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
 from avgpipe.links.codec import Decoder, Format, padded
 from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Endpoint, Key, Link, Transport
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
+from avgpipe_ext.nvrtc import driver
 
 # Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no
 # handles, and a torch.Stream would misread these.
@@ -282,48 +283,30 @@ class _Handle(ctypes.Structure):
 
 
 class Driver:
-    """The functions of the CUDA driver that are needed, for one device. OSError if one fails.
-
-    Any thread may call: the driver needs a context in each, and torch's selection of a device may not have
-    made it.
-    """
+    """The functions of the CUDA driver that are needed, for one device. RuntimeError if one fails."""
 
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else cuda.current_device()
         self.device = torch.device("cuda", index)
         cuda.init()
-        self._library = ctypes.CDLL("libcuda.so.1")
-        number, context = ctypes.c_int(), ctypes.c_void_p()
-        self._check(
-            "finding the device", self._library.cuDeviceGet(ctypes.byref(number), ctypes.c_int(index))
-        )
-        retained = self._library.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
-        self._check("the device's context", retained)
-        self._context = context
+        self._driver = driver()
 
     def allocate(self, size: int) -> tuple[int, bytes]:
         """Return the address of new memory, and its handle."""
         pointer, handle = ctypes.c_uint64(), _Handle()
-        request = (
-            "cuMemAlloc_v2",
-            f"{size} bytes of device memory",
-            ctypes.byref(pointer),
-            ctypes.c_size_t(size),
-        )
+        request = "cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(size)
         try:
             self._call(*request)
-        except OSError:
+        except RuntimeError:
             cuda.empty_cache()  # torch keeps the memory of freed tensors
             self._call(*request)
-        self._call("cuIpcGetMemHandle", "sharing device memory", ctypes.byref(handle), pointer)
+        self._call("cuIpcGetMemHandle", ctypes.byref(handle), pointer)
         return pointer.value, bytes(handle)
 
     def open(self, handle: bytes) -> int:
         """Return the address of another process's memory."""
         pointer, flags = ctypes.c_uint64(), ctypes.c_uint(_LAZY_PEER_ACCESS)
-        what = "opening another process's device memory"
-        given = _Handle.from_buffer_copy(handle)
-        self._call("cuIpcOpenMemHandle_v2", what, ctypes.byref(pointer), given, flags)
+        self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), _Handle.from_buffer_copy(handle), flags)
         return pointer.value
 
     def event(self) -> Any:
@@ -338,17 +321,9 @@ class Driver:
         # record_stream has no effect; the event ``free`` replaces it.
         return torch.as_tensor(memory, device=self.device)
 
-    def _call(self, function: str, doing: str, *arguments: Any) -> None:
-        with cuda.device(self.device):
-            self._check(doing, self._library.cuCtxSetCurrent(self._context))
-            self._check(doing, getattr(self._library, function)(*arguments))
-
-    def _check(self, doing: str, status: int) -> None:
-        if status:
-            text = ctypes.c_char_p()
-            self._library.cuGetErrorString(status, ctypes.byref(text))
-            why = (text.value or b"unknown error").decode()
-            raise OSError(f"{doing}: {why} (CUDA error {status})")
+    def _call(self, *call: Any) -> None:
+        with self._driver.context(self.device.index):
+            self._driver.call(*call)
 
 
 def device_id(device: torch.device) -> str:

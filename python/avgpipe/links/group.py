@@ -44,7 +44,6 @@ from avgpipe.links.link import (
     Message,
     Transport,
     flip_bit,
-    tensors_of,
 )
 from avgpipe.ranks.met import transport_reason
 
@@ -173,8 +172,10 @@ class GroupLink(Link):
         all alternate: while one waits for its last gradients, the other uses the line. With first come, first
         served, all of them would be late at the same time.
         """
+        self._give(self._outgoing[key[:4]].packed(key, value))  # a Channel is such a tuple
+
+    def _give(self, message: _Packed) -> None:
         self._release()
-        message = self._outgoing[key[:4]].packed(key, value)  # a Channel is such a tuple
         if message.payload is not None or message.made is not None or self._queued != self._sent:
             self._queued += 1
             self._enqueue(message.place, message)
@@ -189,26 +190,11 @@ class GroupLink(Link):
             self._unreaped = []
 
     def send_flipped(self, key: Key, value: Any, bit: int) -> None:
-        if any(map(on_accelerator, tensors_of(value))):  # the device writes to the message later
-            super().send_flipped(key, value, bit)
-            return
-        channel = self._outgoing[key[:4]]
-        packed = channel.packed
-
-        def flipping(key: Key, value: Any) -> _Packed:
-            message = packed(key, value)
-            self._seal(message)
-            message = message._replace(is_sealed=True)
-            if message.payload is None:
-                flip_bit([message.envelope[_RECORD_BYTES:]], bit)
-                return message
-            payload = message.payload.clone()  # it may be the memory of the tensor itself
-            flip_bit([payload], bit)
-            return message._replace(payload=payload)
-
-        channel.packed = flipping  # type: ignore[method-assign]
-        self.send(key, value)
-        del channel.packed
+        message = self._outgoing[key[:4]].packed(key, value)
+        payload = message.payload
+        if payload is not None and message.made is None:
+            payload = payload.clone()  # it may be the memory of the tensor itself
+        self._give(message._replace(payload=payload, flip=bit))
 
     def _release(self) -> None:
         while self._released < self._sent:
@@ -255,10 +241,14 @@ class GroupLink(Link):
 
     def _seal(self, message: _Packed) -> None:
         """Write the checksums of a message, which is in the host's memory now, into its record."""
-        if self._end.verifier is not None and not message.is_sealed:
+        if self._end.verifier is None and message.flip is None:
+            return
+        body = message.envelope[_RECORD_BYTES:] if message.payload is None else message.payload
+        if self._end.verifier is not None:
             record = message.envelope.numpy().data
-            body = record[_RECORD_BYTES:] if message.payload is None else message.payload.numpy()
-            _SUMS.pack_into(record, _RECORD.size, checksum(body), zlib.crc32(record[: _RECORD.size]))
+            _SUMS.pack_into(record, _RECORD.size, checksum(body.numpy()), zlib.crc32(record[: _RECORD.size]))
+        if message.flip is not None:
+            flip_bit([body], message.flip)
 
     def _wait_for_oldest(self) -> None:
         _wait(self._line[self._sent][1])
@@ -360,7 +350,7 @@ class _Packed(NamedTuple):
         place: Its priority in the queue.
         words: Its name in messages.
         made: The event at which an accelerator has copied it to the host; None if it is there.
-        is_sealed: Whether it has its checksums already.
+        flip: The bit that a test flips in transit.
     """
 
     place: float
@@ -369,7 +359,7 @@ class _Packed(NamedTuple):
     channel: _Outgoing | None = None
     payload: torch.Tensor | None = None
     made: Any = None
-    is_sealed: bool = False
+    flip: int | None = None
 
 
 class _Outgoing:

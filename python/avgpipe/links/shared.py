@@ -111,6 +111,7 @@ class SharedLink(Link):
         self._late = 0  # messages in that queue
         self._lock = threading.Lock()  # for senders, and for that number
         self._thread: threading.Thread | None = None
+        self._flip: int | None = None  # the bit of the next message that a test flips
         end.mailbox.sources.append(self._collect)
 
     def send(self, key: Key, value: Any) -> None:
@@ -136,6 +137,9 @@ class SharedLink(Link):
     ) -> None:
         if self._end.verifier is not None:
             words = _sealed(words, channel, view(address, size))
+        if self._flip is not None:
+            flip_bit([torch.frombuffer(view(address, size), dtype=torch.uint8)], self._flip)
+            self._flip = None
         sender.publish(size, *words)
 
     def _send_copied(
@@ -174,11 +178,8 @@ class SharedLink(Link):
             self._end.mailbox.fail(error)
 
     def send_flipped(self, key: Key, value: Any, bit: int) -> None:
-        channel = key[:4]
-        sender, encoder = self._outgoing[channel]
-        self._outgoing[channel] = _FlippingSender(sender, bit), encoder
+        self._flip = bit
         self.send(key, value)
-        self._outgoing[channel] = sender, encoder
 
     def _collect(self) -> None:
         for channel, receiver, decoder in self._incoming:
@@ -278,18 +279,3 @@ def _is_alive(process: int) -> bool:
         return not select.select([file], [], [], 0)[0]  # readable once it has ended, also before it is reaped
     finally:
         os.close(file)
-
-
-class _FlippingSender:
-    """Flips a bit of each message in shared memory, just before it is published, for a test."""
-
-    def __init__(self, sender: Sender, bit: int) -> None:
-        self._sender, self._bit = sender, bit
-
-    def reserve(self, size: int) -> int:
-        self._address = self._sender.reserve(size)
-        return self._address
-
-    def publish(self, size: int, *words: int) -> None:
-        flip_bit([torch.frombuffer(view(self._address, size), dtype=torch.uint8)], self._bit)
-        self._sender.publish(size, *words)

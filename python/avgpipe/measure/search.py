@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
@@ -170,7 +170,8 @@ class _PlanSearch:
         shapes = sorted(self._space.shapes(), key=lambda shape: (self._about_s(shape), shape))
         rough = self._rough(shapes)
         if not rough:
-            raise self._nothing_fits(shapes)
+            few = [s for s in shapes if s.stages == 1 or s.pipelines == min(self._space.pipelines)]
+            raise nothing_fits(problem for shape in few for problem in self._ways(shape))
         chosen = [self._refined(f) for f in [f for f in rough if f.plan.stages > 1][:_REFINED]]
         for workers in {1, self._space.width(1)}:  # plans of one stage have nothing to refine
             chosen += [f for f in rough if (f.plan.stages, f.plan.workers) == (1, workers)][:1]
@@ -212,7 +213,7 @@ class _PlanSearch:
         for shape in shapes:
             if shape.stages > 1 and (self._least_s(shape) >= best_s or tried >= _ROUGH):
                 continue
-            forecast = self._first(shape)
+            forecast = fastest_first_cut(self._ways(shape))
             if forecast is None:
                 self._excluded += 1
                 continue
@@ -220,20 +221,6 @@ class _PlanSearch:
             tried += shape.stages > 1
             best_s = min(best_s, forecast.batch_s)
         return sorted(found, key=_seconds)
-
-    def _first(self, shape: PlanShape) -> Forecast | None:
-        """Return the fastest variant that fits, with a first cut; None if none fits.
-
-        Variants that need less memory are considered only if memory is the limit.
-        """
-        found: list[Forecast] = []
-        for problem in self._ways(shape):
-            cut = CutSearch(problem, problem.limits).first()
-            if cut is not None:
-                found.append(problem.forecast(cut))
-            if problem.limits is None or (found and cut == CutSearch(problem, None).first()):
-                break
-        return min(found, key=_seconds, default=None)
 
     def _ways(self, shape: PlanShape) -> Iterator[OnCluster]:
         """Yield variants in the order of their times: with recomputation, and with 1F1B, which holds least."""
@@ -265,12 +252,27 @@ class _PlanSearch:
         chosen = choose_advance(plan.stages, parts, costs, pipelines=plan.pipelines, memory_limit_bytes=limit)
         return [0, chosen.advance]
 
-    def _nothing_fits(self, shapes: Sequence[PlanShape]) -> ValueError:
-        """Return the error with the memory that the smallest plans need."""
-        few = [s for s in shapes if s.stages == 1 or s.pipelines == min(self._space.pipelines)]
-        searches = (CutSearch(on, on.limits) for shape in few for on in self._ways(shape))
-        _, size, limit = min(search.excess(search.min_memory()) for search in searches)
-        return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
+
+def fastest_first_cut(ways: Iterable[OnCluster]) -> Forecast | None:
+    """Return the fastest variant of a plan that fits, with a first cut; None if none fits.
+
+    Later variants need less memory, and are considered only if memory is the limit.
+    """
+    found: list[Forecast] = []
+    for problem in ways:
+        cut = CutSearch(problem, problem.limits).first()
+        if cut is not None:
+            found.append(problem.forecast(cut))
+        if problem.limits is None or (found and cut == CutSearch(problem, None).first()):
+            break
+    return min(found, key=_seconds, default=None)
+
+
+def nothing_fits(problems: Iterable[OnCluster]) -> ValueError:
+    """Return the error with the memory that the smallest of these plans needs."""
+    searches = (CutSearch(problem, problem.limits) for problem in problems)
+    _, size, limit = min(search.excess(search.min_memory()) for search in searches)
+    return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")
 
 
 def fits(f: Forecast, cluster: Cluster) -> bool:

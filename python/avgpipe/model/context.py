@@ -243,9 +243,10 @@ def callers_generators() -> dict[str, Any]:
     return states
 
 
-def generators() -> dict[str, Any]:
-    """Return the states of all generators that a forward may use, by name."""
-    return {**callers_generators(), "torch": torch.default_generator.get_state()}
+def generators(*devices: torch.device) -> dict[str, Any]:
+    """Return the states of all generators that a forward on the host, and ``devices``, may use, by name."""
+    torchs = {str(d): generator_of(d).get_state() for d in devices if d.type != "cpu"}
+    return {**callers_generators(), "torch": torch.default_generator.get_state(), **torchs}
 
 
 def set_generators(states: dict[str, Any]) -> None:
@@ -257,17 +258,16 @@ def set_generators(states: dict[str, Any]) -> None:
     if numpy := sys.modules.get("numpy"):
         put["numpy.random"] = numpy.random.set_state
     for name, state in states.items():
-        put[name](state)
+        (put.get(name) or generator_of(torch.device(name)).set_state)(state)
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return the generators that were used between two states."""
     same: dict[str, Callable[[Any, Any], bool]] = {
         "random": lambda a, b: bool(a == b),
-        "torch": torch.equal,
         "numpy.random": lambda a, b: bool(a[2:] == b[2:] and (a[1] == b[1]).all()),
     }
-    return [name for name in before if not same[name](before[name], after[name])]
+    return [name for name in before if not same.get(name, torch.equal)(before[name], after[name])]
 
 
 # ---- modes -----------------------------------------------------------------------------------------------------------

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
-from avgpipe.files import finite
 from avgpipe.pipeline import Pipeline
 from avgpipe.report.course import Course, Totals, Validations, parse_target
 from avgpipe.report.rows import RowMaker
@@ -56,28 +55,6 @@ class Results(Protocol):
 
     def validation(self, row: Mapping[str, Any]) -> None:
         """Record a finished validation."""
-
-
-class KeptResults:
-    """Keeps the rows of a run, as in its metrics.jsonl, and passes each on to a function."""
-
-    def __init__(self, on_result: Callable[[Mapping[str, Any]], None] | None = None) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self._on_result = on_result
-
-    def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
-        self._add("train", row)
-
-    def validating(self, batches: Iterable[Any], most: int | None) -> Iterator[Any]:
-        return islice(batches, most)
-
-    def validation(self, row: Mapping[str, Any]) -> None:
-        self._add("valid", row)
-
-    def _add(self, kind: str, row: Mapping[str, Any]) -> None:
-        self.rows.append(finite({"kind": kind, **row}))
-        if self._on_result is not None:
-            self._on_result(self.rows[-1])
 
 
 def batches_of_run(workload: Workload, course: Course) -> int:

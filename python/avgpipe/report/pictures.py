@@ -165,9 +165,6 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Sequence[Point]]], by: 
     dress(axes)
 
 
-Bar = tuple[float | None, float | None, float | None]  # a value, and the least and greatest of several seeds
-
-
 # ---- a profile -------------------------------------------------------------------------------------------------------
 
 

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -96,20 +98,23 @@ def _weights_of(model: Model, layers: Sequence[nn.Module], stage: int) -> dict[s
     return {entry.names[0]: state[entry.local] for entry in model.entries[stage]}
 
 
-class _LoopCall(NamedTuple):
+@dataclass
+class LoopCall:
     """Batches of one loader.
 
     Attributes:
         session: distinguishes batches of equal numbers, which are repeated after a load.
+        seen: how many were looked at, counting those of earlier calls that are one loop with this.
+        due: batches before this number are not compared.
         begun: the number after the newest batch here; 0 before the first one.
-        seen: how many have begun here.
         has_ended: whether the loader has ended, on this rank.
     """
 
     session: int = 0
     name: str = "train"
-    begun: int = 0
     seen: int = 0
+    due: float = 0
+    begun: int = 0
     has_ended: bool = False
 
     @property
@@ -126,6 +131,9 @@ class Alike:
         generation: how often lost ranks were replaced. A new rank runs its script from the beginning, and may
             pass loops that the others have finished. So after a replacement only the batches of the current loop are
             compared.
+
+    Attributes:
+        here: the loop that runs; replaced as a whole, as a thread reads it.
     """
 
     def __init__(
@@ -133,33 +141,41 @@ class Alike:
     ) -> None:
         self._world, self._fail = world, fail
         self._is_on, self._generation = is_on and world.size > 1, generation
-        self._loop = _LoopCall()  # replaced as a whole, as a thread reads it
+        self.here = self._loop_call()
+
+    def _loop_call(self, session: int = 0, name: str = "train", seen: int = 0) -> LoopCall:
+        return LoopCall(session, name, seen, 0 if self._is_on else math.inf)
 
     def begin_anew(self) -> None:
         """Prepare for another loader, or for batch numbers that are repeated; every rank calls this."""
-        loop = self._loop
-        self._loop = _LoopCall(loop.session + bool(loop.seen or loop.has_ended))
-        self._is_on &= not self._generation or not self._loop.session
+        session = self.here.session + bool(self.here.begun or self.here.has_ended)
+        self._is_on &= not self._generation or not session
+        self.here = self._loop_call(session)
 
     @contextmanager
     def loop(self, name: str, seen: int = 0) -> Iterator[None]:
         """Number the batches inside separately from others of this session, after ``seen`` of their kind."""
-        before, was_on = self._loop, self._is_on
-        self._loop, self._is_on = _LoopCall(before.session, name, seen=seen), was_on and not self._generation
+        before, was_on = self.here, self._is_on
+        self._is_on &= not self._generation
+        self.here = self._loop_call(before.session, name, seen)
         try:
             yield
         finally:
-            self._loop, self._is_on = before, was_on
+            self.here, self._is_on = before, was_on
 
     def batch(self, number: int, inputs: Any, targets: Any) -> None:
-        """Compare a batch that begins here; ValueError if another rank has a different one."""
-        if not self._is_on:
-            return
-        loop = self._loop = self._loop._replace(begun=number + 1, seen=self._loop.seen + 1)
-        if loop.seen <= _FIRST or not number & (number - 1) or not number % _EVERY:
+        """Compare a batch that begins here, if it is due; ValueError if another rank has a different one."""
+        loop = self.here
+        loop.begun, loop.seen = number + 1, loop.seen + 1
+        is_due = loop.seen <= _FIRST or not number & (number - 1) or not number % _EVERY
+        if self._is_on and is_due:
             self._compare(
                 f"{loop.session}/{loop.name}/{number}", f"batch {number} of {loop.name}", inputs, targets
             )
+        if not self._is_on:
+            loop.due = math.inf
+        elif loop.seen >= _FIRST:
+            loop.due = min(1 << number.bit_length(), (number // _EVERY + 1) * _EVERY)
 
     def _compare(self, name: str, what: str, inputs: Any, targets: Any) -> None:
         mine = {"inputs": mark(inputs), "targets": mark(targets)}
@@ -186,17 +202,17 @@ class Alike:
 
     def end(self, number: int) -> None:
         """Publish that the loader here has ended before a batch of this number."""
-        loop = self._loop
+        loop = self.here
         if not self._is_on or self._generation or loop.has_ended:
             return
-        self._loop = loop._replace(has_ended=True)
+        loop.has_ended = True
         rank, at = self._first(loop.end, number)
         if at != number:
             raise self._other_end(rank, at, f"at batch {number}")
 
     def look(self) -> None:
         """Check whether this rank has begun a batch that another one lacks; called regularly by a thread."""
-        loop = self._loop
+        loop = self.here
         if not self._is_on or not loop.begun or loop.has_ended:
             return
         with suppress(RuntimeError):  # the store does not answer: next time

@@ -25,13 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from avgpipe.device import free_bytes, generators_of
 from avgpipe.errors import reason
 from avgpipe.links.link import tensors_of, wanting_gradients
-from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, batch_size, sizes_of, split, to_device
+from avgpipe.model.batch import batch_size, sizes_of, split, to_device
 from avgpipe.model.compiled import copied, is_compiled, original, sharing_copy
 from avgpipe.model.context import (
-    CallerGenerators,
     Modes,
     Position,
     callers_generators,
+    generators,
     key_layers,
     moved,
     position,
@@ -70,47 +70,23 @@ _USABLE = 0.5  # of the free memory
 
 
 class StageAudit:
-    """Compares a model with its stages.
+    """Compares a model with its stages, on the first rank. ``spec``: what is trained, and how."""
 
-    Args:
-        model: as it was given.
-        layers: of the whole model, with the very parameters and buffers of ``model``.
-        bounds: first layer of each stage, then the number of layers.
-        recomputes: whether stages run again in the backward.
-        keeps_modes: whether modules in evaluation mode stay in it in training.
-        autocast: the dtype of ``torch.autocast`` in training.
-        device: where stages run.
-        check: "first-batch", "every" or "full"; see Pipeline.
-        batch_dims: the dimensions of the samples of a batch.
-        cuts: whether batches are split into micro-batches.
-        copies: whether there are several copies of a stage's weights, one per pipeline or version.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module | Sequence[nn.Module],
-        layers: Sequence[nn.Module],
-        bounds: Sequence[int],
-        *,
-        recomputes: bool,
-        keeps_modes: bool,
-        autocast: torch.dtype | None,
-        device: torch.device,
-        check: str,
-        batch_dims: BatchDims = SAMPLES_FIRST,
-        cuts: bool = False,
-        copies: bool = False,
-    ) -> None:
-        self._model, self._call = whole_of(model, layers)
+    def __init__(self, spec: Spec) -> None:
+        options, plan, layers = spec.options, spec.plan, spec.layers
+        self._options, self._device = options, spec.device
+        self._inputs_dim = options.batch_dims.inputs
+        # Whether stages run again in the backward, batches are split, and a stage's weights have several copies.
+        self._recomputes, self._cuts = options.recompute != "never", plan.micro_batches > 1
+        self._copies = plan.pipelines > 1 or bool(plan.replication) or (plan.weights or "flush") != "flush"
+        self._model, self._call = whole_of(spec.given, layers)
         self._is_of_blocks = isinstance(layers, Whole)
         self._is_recorded = not self._is_of_blocks and not is_chain(self._model)
         self._stages: list[nn.Module] = [
-            nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(bounds)
+            nn.ModuleList(stage_layers(layers, a, b)) for a, b in pairwise(spec.model.bounds)
         ]
-        self._recomputes, self._keeps_modes, self._device = recomputes, keeps_modes, device
-        self._autocast, self._check, self._looked = autocast, check, 0
+        self._looked = 0
         self.is_over = False  # whether no later batch is compared
-        self._batch_dims, self._cuts, self._copies = batch_dims, cuts, copies
         self._parameters: dict[int, nn.Parameter] = {}  # of the copies, by those of the model
         self._originals: dict[int, nn.Parameter] = {}
         self._written: set[str] = set()  # names of parameters that a forward has changed; "" for inputs
@@ -121,20 +97,20 @@ class StageAudit:
 
     def look(self, batch: int, inputs: Any) -> None:
         """Compare on the inputs of a batch, if it is due; ValueError if the stages compute something else."""
-        is_due = not self._looked or self._check == "full" or (self._check == "every" and not batch % _EVERY)
-        if not is_due:
+        check = self._options.check
+        if self._looked and check != "full" and (check != "every" or batch % _EVERY):
             return
         self._looked += 1
         if self._left_out is not None:
             _log.info("stages are not compared with the model: %s", self._left_out)
         else:
-            dims = self._batch_dims
-            samples = inputs if self._check == "full" else _few(inputs, dims.inputs)
+            samples = inputs if check == "full" else _few(inputs, self._inputs_dim)
             around = Outside(self._model.modules())
             with self._putting_back():
                 self._compare(batch, to_device(samples, self._device))
                 if self._cuts and self._left_out is None and self._looked == 1:
-                    self._cut_into_micro_batches(to_device(_few(inputs, dims.inputs, _CUT, 2), self._device))
+                    few = _few(inputs, self._inputs_dim, _CUT, 2)
+                    self._cut_into_micro_batches(to_device(few, self._device))
             if self._looked == 1 and (name := around.changed()) is not None:
                 _log.warning(
                     "a forward changes the variable %r outside of the model, as a count of calls: it runs once for "
@@ -144,7 +120,7 @@ class StageAudit:
                 )
             if self._left_out is not None and self._looked == 1:
                 _log.warning("stages are not compared with the model: %s", self._left_out)
-        if self._left_out is not None or self._check == "first-batch":
+        if self._left_out is not None or check == "first-batch":
             self._model, self._stages = nn.Module(), []  # frees copies of modules
             self.is_over = True
 
@@ -240,12 +216,11 @@ class StageAudit:
 
     def _cut_into_micro_batches(self, inputs: Any) -> None:
         """Warn of a model that computes something else of samples in micro-batches than of all at once."""
-        dims = self._batch_dims
-        samples = batch_size(inputs, dims.inputs)
+        samples = batch_size(inputs, self._inputs_dim)
         if samples < 2:
             return
         parts = max(2, samples // 2)
-        pieces, sizes = split(inputs, parts, samples, dims.inputs), sizes_of(samples, parts)
+        pieces, sizes = split(inputs, parts, samples, self._inputs_dim), sizes_of(samples, parts)
         coins = self._coins
         training = not (self._draws or coins)  # each micro-batch draws its own random numbers
         try:
@@ -282,12 +257,12 @@ class StageAudit:
         Returns:
             The outcome for the samples, and whether random numbers were drawn.
         """
-        model, dim = self._copy(self._model, training), self._batch_dims.outputs
+        model, dim = self._copy(self._model, training), self._options.batch_dims.outputs
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        states = self._begin()
+        self._begin()
         outputs, gradients = list[list[torch.Tensor]](), dict[str, torch.Tensor]()
         for m, (piece, size) in enumerate(zip(pieces, sizes)):
             set_position(Position(batch=0, micro_batch=m))
@@ -308,56 +283,60 @@ class StageAudit:
         set_position(Position(batch=0))
         joined = [torch.cat(column, dim).detach() for column in zip(*outputs)]
         outcome = Outcome(joined, {n: some(g) for n, g in gradients.items()}, dict(model.named_buffers()))
-        return outcome, self._has_drawn(states)
+        return outcome, bool(self._drawn())
 
     @contextmanager
     def _putting_back(self) -> Iterator[None]:
         """Make the parameters of the copies, and restore the random generators afterwards."""
-        self._drawn, self._written, self._foreign = callers_generators(), set(), []
+        self._begun, self._written, self._foreign = generators(self._device), set(), []
         self._touched: set[str] = set()  # names of parameters that a forward has written to, changed or not
         modules = (self._model, *self._stages)
         self._originals = {id(p): p for m in modules for p in m.parameters()}
         self._parameters = {of: _leaf(p, self._device) for of, p in self._originals.items()}
-        before = set_position(Position(batch=0))
+        before, kept = set_position(Position(batch=0)), self._begun
         try:
-            with CallerGenerators(self._device):
-                yield
+            yield
         finally:
             set_position(before)
-            set_generators(self._drawn)
+            set_generators(kept)
             self._parameters, self._originals, self._foreign = {}, {}, []
 
     def _copy(self, module: nn.Module, training: bool) -> nn.Module:
         """Copy a module. All copies share their parameters, which a run begins with their first values."""
         buffers = {id(t): t.detach().clone().to(self._device) for t in module.buffers()}
         made = copied(module, self._parameters | buffers)
-        Modes(made, self._keeps_modes).train(training)
+        Modes(made, self._options.keeps_modes).train(training)
         return made
 
-    def _begin(self) -> list[torch.Tensor]:
-        """Seed all generators alike for each run, and undo what the last run wrote; return torch's states."""
+    def _begin(self) -> None:
+        """Seed all generators alike for each run, and undo what the last run wrote."""
         with torch.no_grad():
             for of, original in self._originals.items():
                 if not _is_as(self._parameters[of], original):
                     self._parameters[of].copy_(original)
         key_layers(self._device, None)
+        set_generators(self._begun)
         seed_generators(self._device, 0)
-        set_generators(self._drawn)
-        return [generator.get_state() for generator in generators_of(self._device)]
+        self._begun = generators(self._device)
+
+    def _drawn(self) -> list[str]:
+        """Name the generators that were used since the last :meth:`_begin`."""
+        return moved(self._begun, generators(self._device))
 
     @contextmanager
     def _running(self, learns: bool) -> Iterator[None]:
-        casts = learns and self._autocast is not None
+        dtype = self._options.autocast if learns else None
         with (
             torch.set_grad_enabled(learns),
-            torch.autocast(self._device.type, self._autocast) if casts else nullcontext(),
+            nullcontext() if dtype is None else torch.autocast(self._device.type, dtype),
         ):
             yield
 
     def _run_model(self, inputs: Any, training: bool = True, learns: bool = True) -> Outcome:
         model = self._copy(self._model, training)
         learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        states, given = self._begin(), _cloned(inputs)
+        self._begin()
+        given = _cloned(inputs)
         versions = {name: p._version for name, p in model.named_parameters()}
         begun = [t._version for t in tensors_of(given) if not t.is_inference()]
         with self._running(learns):
@@ -372,8 +351,9 @@ class StageAudit:
             known = {id(t) for t in (*model.parameters(), *into, *leaves_of(into))}
             self._foreign = [t for t in leaves_of(output) if id(t) not in known]
         if training:
-            self._coins = moved(self._drawn, callers_generators())
-            self._draws = self._has_drawn(states)
+            drawn = self._drawn()
+            self._coins = [name for name in drawn if name in callers_generators()]
+            self._draws = len(drawn) > len(self._coins)
         found = _gradients(output, list(learning.values()), None)
         gradients = {name: some(grad) for name, grad in zip(learning, found) if grad is not None}
         return Outcome([t.detach() for t in output], gradients, dict(model.named_buffers()))
@@ -392,23 +372,15 @@ class StageAudit:
                 if p.is_floating_point() or p.is_complex():
                     p.mul_(1 + 0.1 * n / len(parameters)).add_(0.01 * n / len(parameters))
         before = {name: parameters[name].detach().clone() for name in names}
-        with (
-            suppress(Exception),
-            self._running(learns=True),
-        ):  # the model may not run with other weights
+        with suppress(Exception), self._running(learns=True):  # it may not run with other weights
             self._call(model, _cloned(inputs))
         return {name for name in names if not _is_as(parameters[name], before[name])}
 
     @property
     def _rounding(self) -> Rounding:
         """The least tolerance for rounding: larger if layers compute in 16 bits, by option or the caller."""
-        is_cast = self._autocast is not None or torch.is_autocast_enabled(self._device.type)
+        is_cast = self._options.autocast is not None or torch.is_autocast_enabled(self._device.type)
         return TO_16_BITS if is_cast else (0.0, 0.0)
-
-    def _has_drawn(self, before: list[torch.Tensor]) -> bool:
-        """Whether the states of torch's generators differ from ``before``."""
-        now = [generator.get_state() for generator in generators_of(self._device)]
-        return not all(map(torch.equal, before, now))
 
     def _run_stages(self, inputs: Any, training: bool, learns: bool, again: bool) -> Outcome:
         """``again``: stages run once more in their backward."""
@@ -569,21 +541,3 @@ def _seed(output: torch.Tensor, dim: int, first: int, samples: int) -> torch.Ten
 
 def _cloned(inputs: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
-
-
-def audit_of(spec: Spec) -> StageAudit:
-    """Return the audit of what a spec trains; for the first rank."""
-    options, plan = spec.options, spec.plan
-    return StageAudit(
-        spec.given,
-        spec.layers,
-        spec.model.bounds,
-        recomputes=plan.recompute != "never",
-        keeps_modes=options.keeps_modes,
-        autocast=options.autocast,
-        device=spec.device,
-        check=options.check,
-        batch_dims=options.batch_dims,
-        cuts=plan.micro_batches > 1,
-        copies=plan.pipelines > 1 or plan.replication is not None or (plan.weights or "flush") != "flush",
-    )

@@ -139,22 +139,9 @@ class DeferredBatchNorm(_BatchNorm):
                 running.copy_(torch.lerp(running.double(), batch, factor))
 
 
-class DeferredBatchNorm1d(DeferredBatchNorm, nn.BatchNorm1d):
-    pass
-
-
-class DeferredBatchNorm2d(DeferredBatchNorm, nn.BatchNorm2d):
-    pass
-
-
-class DeferredBatchNorm3d(DeferredBatchNorm, nn.BatchNorm3d):
-    pass
-
-
 _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {
-    nn.BatchNorm1d: DeferredBatchNorm1d,
-    nn.BatchNorm2d: DeferredBatchNorm2d,
-    nn.BatchNorm3d: DeferredBatchNorm3d,
+    kind: type(f"Deferred{kind.__name__}", (DeferredBatchNorm, kind), {})
+    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 }
 
 

@@ -29,17 +29,14 @@ class SharedBatches:
     """Combines the lanes' values of each batch, for one stage replica."""
 
     def __init__(self) -> None:
-        self._lanes: list[Lane] = []
+        self.lanes: list[Lane] = []
         self._norms: dict[int, torch.Tensor] = {}  # squared, by batch
         self._left: dict[int, int] = {}  # by batch, how many lanes have not taken the norm
-
-    def join(self, lane: Lane) -> None:
-        self._lanes.append(lane)
 
     @contextmanager
     def _reading(self, here: Lane) -> Iterator[None]:
         """Order a device's reads inside after the other lanes' work, and their next work after the reads."""
-        others = [lane for lane in self._lanes if lane is not here]
+        others = [lane for lane in self.lanes if lane is not here]
         for lane in others:
             here.wait_for(lane)
         yield
@@ -50,7 +47,7 @@ class SharedBatches:
 
     def knows_counts(self, batch: int) -> bool:
         """Whether the losses of all shares are known."""
-        states = (lane.state_of(batch) for lane in self._lanes)
+        states = (lane.state_of(batch) for lane in self.lanes)
         return all(state is not None and state.outcome is not None for state in states)
 
     def factor(self, here: Lane, state: BatchState) -> torch.Tensor | None:
@@ -58,29 +55,29 @@ class SharedBatches:
         weights, own = state.work.weights, state.outcome
         if own is None or not own.dim() or weights is None or not weights.scale:
             return None
-        states = [lane.state_of(state.work.batch) for lane in self._lanes]
+        states = [lane.state_of(state.work.batch) for lane in self.lanes]
         outcomes = [one.outcome for one in states if one is not None and one.outcome is not None]
         with self._reading(here):
             count = torch.stack([outcome[2].to(own.device) for outcome in outcomes if outcome.dim()]).sum()
-        factor = own[1] * own[2] * len(self._lanes) / (weights.scale * count)
+        factor = own[1] * own[2] * len(self.lanes) / (weights.scale * count)
         return torch.where(own[2] > 0, factor, 0.0)  # a share that counts nothing has no gradient
 
     # ---- the norm ----------------------------------------------------------------------------------------------------
 
     def has_gradients(self, batch: int) -> bool:
         """Whether the gradients of all shares are complete, or their norm is known."""
-        return batch in self._norms or all(lane.has_gradient(batch) for lane in self._lanes)
+        return batch in self._norms or all(lane.has_gradient(batch) for lane in self.lanes)
 
     def squared_norm(self, here: Lane, batch: int, without: Collection[int]) -> torch.Tensor:
         """Return the squared norm, float64 []. ``without``: parameters that another stage counts."""
         if batch not in self._norms:
             with self._reading(here):  # before the others change their gradients
-                self._norms[batch], self._left[batch] = self._norm(batch, without), len(self._lanes)
+                self._norms[batch], self._left[batch] = self._norm(batch, without), len(self.lanes)
         self._left[batch] -= 1
         return self._norms[batch] if self._left[batch] else self._norms.pop(batch)
 
     def _norm(self, batch: int, without: Collection[int]) -> torch.Tensor:
-        arenas = [lane.finish_gradient(batch) for lane in self._lanes]
+        arenas = [lane.finish_gradient(batch) for lane in self.lanes]
         means = []
         for n, parameters in enumerate(zip(*(arena.parameters for arena in arenas))):
             grads = [p.grad for p in parameters if p.grad is not None]
@@ -91,7 +88,7 @@ class SharedBatches:
                 means.append(total)
         if means:
             return arenas[0].squared_norm(means) / len(arenas) ** 2
-        device = self._lanes[0].trained.stage.device
+        device = self.lanes[0].trained.stage.device
         return torch.zeros((), dtype=torch.float64, device=device)
 
 

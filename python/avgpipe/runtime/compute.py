@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -15,17 +14,16 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 
 from avgpipe.device import ReadyOnEvent, has_streams
 from avgpipe.errors import PipelineError, StageError, reason
-from avgpipe.links.link import Key, Link, Mailbox, Message, detached, tensors_of, wanting_gradients
+from avgpipe.links.link import Message, detached, tensors_of, wanting_gradients
 from avgpipe.model.batch import LossWeights, sample_count, to_device
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import Position
 from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.ranks.environment import named
 from avgpipe.runtime.branches import Branches
-from avgpipe.runtime.loss import is_mean_by_kind, loss_of
+from avgpipe.runtime.loss import Metrics, from_message, is_mean_by_kind, loss_of, to_message
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import Metrics, from_message, to_message
-from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.stage import shown_shapes
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version
@@ -205,43 +203,6 @@ class BatchState:
     def learn(self, message: Sequence[Any]) -> None:
         """Set the outcome and the metrics from a message that :meth:`message` made on another stage."""
         self.outcome, self.metrics = from_message(message)
-
-
-class Step(NamedTuple):
-    """A step of a stage. ``micro_batch``: -1 if it has none. ``begins``: whether it begins its batch here."""
-
-    kind: StepKind
-    stage: int
-    batch: int
-    micro_batch: int
-    needs: tuple[Key, ...]
-    begins: bool = False
-
-    @property
-    def priority(self) -> tuple[bool, int, int]:
-        """The smallest runs first: backwards and updates, then the oldest batch, then the last stage."""
-        return self.kind is StepKind.FORWARD, self.batch, -self.stage
-
-    def __str__(self) -> str:
-        action = self.kind.value if self.micro_batch < 0 else f"{self.kind.value}{self.micro_batch}"
-        return f"{action} of batch {self.batch}"
-
-
-class Port:
-    """Receives and sends a stage replica's messages. ``sent_at``: when the step began to send, in seconds."""
-
-    def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
-        self.take, self.receive, self.messages = mailbox.take, mailbox.receive, mailbox.messages
-        self.links, self._pipeline, self._replica = links, route.pipeline, route.replica
-        self.sent_at: float | None = None
-
-    def send(self, message: Message, to: int, batch: int, micro_batch: int, value: Any) -> None:
-        self.send_as(Key(message, self._pipeline, self._replica, to, batch, micro_batch), value)
-
-    def send_as(self, key: Key, value: Any) -> None:
-        if self.sent_at is None:
-            self.sent_at = time.perf_counter()
-        self.links[key.target].send(key, value)
 
 
 class Given(NamedTuple):
@@ -499,9 +460,8 @@ class Compute:
             elif roots:
                 run_backward(roots, grads)
         except RuntimeError as error:
-            if (explained := _explained(error, step)) is None:
-                raise
-            raise explained from error
+            _explain(error, step)
+            raise
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:
@@ -525,9 +485,8 @@ class Compute:
         try:
             state.deferred.pop(step.micro_batch).run()
         except RuntimeError as error:
-            if (explained := _explained(error, step)) is None:
-                raise
-            raise explained from error
+            _explain(error, step)
+            raise
 
     def _check_learns(self, state: BatchState) -> None:
         """Refuse a batch whose losses give no gradient; for a share, one in an earlier batch is enough."""
@@ -555,14 +514,14 @@ class Compute:
         return [edge for edge, _ in pairs], [grad for _, grad in pairs]
 
 
-def _explained(error: RuntimeError, step: Step) -> StageError | None:
-    if "a second time" not in str(error):
-        return None
-    return StageError(
-        f"the backward of {step} reaches a graph whose backward has run: the loss, or a layer, uses a tensor of an "
-        "earlier forward, such as one kept by a hook or in an attribute. Each micro-batch has a forward and a backward "
-        "of its own: detach() what is kept, or let the model return it"
-    )
+def _explain(error: RuntimeError, step: Step) -> None:
+    """Raise an error in plain words for one that torch does not explain."""
+    if "a second time" in str(error):
+        raise StageError(
+            f"the backward of {step} reaches a graph whose backward has run: the loss, or a layer, uses a tensor of an "
+            "earlier forward, such as one kept by a hook or in an attribute. Each micro-batch has a forward and a "
+            "backward of its own: detach() what is kept, or let the model return it"
+        ) from error
 
 
 def _edges(value: Any) -> list[GradientEdge]:

@@ -75,7 +75,7 @@ def run_evaluation(
         # Numbered over all evaluations: a process may still wait for a result of the previous one.
         for batch, (inputs, targets) in enumerate(batches, worker.evaluated):
             worker.evaluated = batch + 1
-            worker.alike.batch(batch, inputs, targets)
+            worker.compare(batch, inputs, targets)
             samples = sample_count(inputs, is_whole=micro_batches == 1, dims=dims)
             parts = min(micro_batches, samples)
             collecting = collector() if first_replicas[-1] in worker.held else None

@@ -29,8 +29,8 @@ from avgpipe.model.batch import (
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.runtime.compute import BatchState, Work
+from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.outcome import BatchEnd
 from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
 

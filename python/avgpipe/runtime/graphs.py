@@ -27,10 +27,11 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import free_cached, generators_of
+from avgpipe.device import free_cached
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
-from avgpipe.model.context import Position, position, set_position
+from avgpipe.links.link import tensors_of
+from avgpipe.model.context import Position, generators, moved, position, set_position
 from avgpipe.runtime.stage import Stage
 from avgpipe.runtime.streams import captured
 
@@ -122,19 +123,14 @@ def check_capturable(stage: Stage) -> None:
 
 
 def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
-    """Whether a forward advances the device's generator or the host's; its changes of buffers are undone."""
-    device = layers.stage.device
-    buffers = [(b, b.clone()) for b in layers.buffers()]
-
-    def states() -> list[torch.Tensor]:
-        return [generator.get_state() for generator in generators_of(device)]
-
-    before = states()
+    """Whether a forward uses a generator; its changes of buffers are undone."""
+    device, buffers = layers.stage.device, [(b, b.clone()) for b in layers.buffers()]
+    before = generators(device)
     with torch.no_grad():
         layers(*tensors)
         for buffer, kept in buffers:
             buffer.copy_(kept)
-    return any(not torch.equal(a, b) for a, b in zip(before, states()))
+    return bool(moved(before, generators(device)))
 
 
 class _Layers(nn.Module):
@@ -146,19 +142,16 @@ class _Layers(nn.Module):
         super().__init__()
         self.layers = stage.layers
         self.__dict__["stage"] = stage  # not as a submodule: its parameters are registered once already
-        self._leaves, self._structure = pytree.tree_flatten(value)
-        self._leaves = [None if isinstance(x, torch.Tensor) else (x,) for x in self._leaves]
+        self._given = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
+        self._made: Any = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        stream = iter(tensors)
-        leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._leaves]
-        value = pytree.tree_unflatten(leaves, self._structure)
+        value = _filled(self._given, tensors)
         value = self.stage.inputs.run(self._run, value, position(), self.stage.training, True)
         if self.stage.statistics is not None:
             self.stage.statistics.end_forward()
-        results, self._result = pytree.tree_flatten(value)
-        self._plain = [None if isinstance(x, torch.Tensor) else (x,) for x in results]
-        return tuple(x for x in results if isinstance(x, torch.Tensor))
+        self._made = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
+        return tuple(tensors_of(value))
 
     def _run(self, value: Any, place: Position) -> Any:
         if self.stage.statistics is not None:
@@ -169,9 +162,16 @@ class _Layers(nn.Module):
 
     def result(self, tensors: Any) -> Any:
         """Return the value whose tensors the last forward returned."""
-        stream = iter(tensors)
-        leaves = [next(stream) if leaf is None else leaf[0] for leaf in self._plain]
-        return pytree.tree_unflatten(leaves, self._result)
+        return _filled(self._made, tensors)
+
+
+_HERE = object()  # in place of a tensor
+
+
+def _filled(form: Any, tensors: Iterable[torch.Tensor]) -> Any:
+    """Return a value with these tensors in place of its marks."""
+    rest = iter(tensors)
+    return pytree.tree_map(lambda leaf: next(rest) if leaf is _HERE else leaf, form)
 
 
 class _Captured:

@@ -17,9 +17,9 @@ import torch
 
 from avgpipe.elastic.flat import Arena
 from avgpipe.links.link import Key, Message
-from avgpipe.runtime.compute import BatchState, Compute, Port, Step, Work
-from avgpipe.runtime.outcome import end_message
-from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.compute import BatchState, Compute, Work
+from avgpipe.runtime.loss import end_message
+from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import SCALING, Update
 from avgpipe.schedule import Action, Kind, Row, RowCursor
@@ -67,7 +67,7 @@ class Lane:
         self._place = route.replica, route.pipeline
         self._shared = shared
         if shared is not None:
-            shared.join(self)
+            shared.lanes.append(self)
             update.share_factor = partial(shared.factor, self)
             update.squared_norm = partial(shared.squared_norm, self)
         # Called just before each step of training.
@@ -139,7 +139,9 @@ class Lane:
             return False  # the earlier batch's update goes first
         if not step.begins:
             return True
-        return self.trained.settled and self.trained.has_made(self._in_flight[step.batch].version.number)
+        versions = self.trained.versions
+        is_made = versions is None or self._in_flight[step.batch].version.number <= versions.newest
+        return self.trained.settled and is_made
 
     def advance(self, step: Step) -> None:
         """Perform a step; the messages that it needs must have arrived."""
@@ -169,7 +171,8 @@ class Lane:
             self.compute.evaluate(state, step)
             state.computing_left -= 1
         else:
-            self.trained.show(state.version)
+            if self.trained.versions is not None:
+                self.trained.versions.show(state.version)
             if kind is StepKind.FORWARD:
                 if step.begins and self.trained.loss_scale is not None:
                     state.loss_scale = self.trained.loss_scale.at(state.version.number)

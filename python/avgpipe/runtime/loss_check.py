@@ -17,11 +17,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import generators_of
 from avgpipe.errors import StageError
 from avgpipe.links.link import tensors_of, wanting_gradients
 from avgpipe.model.batch import SAMPLES_FIRST, BatchDims, LossFn, batch_size, dims_in, split
-from avgpipe.model.context import callers_generators, moved, set_generators
+from avgpipe.model.context import generators, moved, set_generators
 from avgpipe.model.outside import leaves_of
 from avgpipe.runtime.loss import Loss, loss_of
 from avgpipe.runtime.options import Callers
@@ -54,11 +53,10 @@ class _Again:
         if isinstance(loss_fn, nn.Module):  # the caller's module keeps its state unchanged
             with suppress(Exception):
                 self._loss_fn = copy.deepcopy(loss_fn)
-        self._drawn = [(g, g.get_state()) for g in generators_of(device)]
-        self._callers = callers_generators()
+        self._device, self._begun = device, generators(device)
 
     def __call__(self, output: Any, target: Any) -> Loss:
-        self.put_back()
+        set_generators(self._begun)
         outputs = pytree.tree_map_only(torch.Tensor, _wanting, output)
         with torch.enable_grad():
             loss = loss_of(self._loss_fn, outputs, pytree.tree_map_only(torch.Tensor, torch.clone, target))
@@ -67,13 +65,10 @@ class _Again:
     @property
     def has_drawn(self) -> bool:
         """Whether the last call has drawn random numbers."""
-        is_still = all(torch.equal(g.get_state(), state) for g, state in self._drawn)
-        return not is_still or bool(moved(self._callers, callers_generators()))
+        return bool(moved(self._begun, generators(self._device)))
 
     def put_back(self) -> None:
-        set_generators(self._callers)
-        for generator, state in self._drawn:
-            generator.set_state(state)
+        set_generators(self._begun)
 
 
 class LossCheck:
@@ -92,8 +87,7 @@ class LossCheck:
         callers: Callers | None = None,
     ) -> None:
         self._loss_fn, self._dims, self.weighs = loss_fn, dims, weighs
-        self._callers = {id(p): name for name, of in (callers or {}).items() if (p := of()) is not None}
-        self._given = callers or {}
+        self._callers = {id(of()): (name, of) for name, of in (callers or {}).items()}
         self._first: int | None = None  # batch
         self._batch: int | None = None  # that ``_parts`` are from
         self._is_looked_at = False
@@ -127,14 +121,14 @@ class LossCheck:
                 "would reach nothing that is trained. Let the model return what the loss needs of it, or use an "
                 "option of the optimizer, such as weight_decay, for a penalty on weights"
             )
-        self._callers, self._given = {}, {}
+        self._callers = {}
         return loss
 
     def _caller_in(self, loss: torch.Tensor, ends: set[Any]) -> str | None:
         """Return the name of a parameter of the caller's model that the loss depends on directly, or None."""
         for variable in leaves_of([loss], ends):
-            name = self._callers.get(id(variable))
-            if name is not None and self._given[name]() is variable:
+            name, of = self._callers.get(id(variable), ("", lambda: None))
+            if of() is variable:
                 return name
         return None
 
@@ -160,10 +154,9 @@ class LossCheck:
             return
         parts, self._parts, self._is_looked_at = self._parts, [], True
         output, target = self._joined(parts)
-        others = [_small] if self._tries(_spread, output, target, samples) else [_as_it_is]
-        for spread in others:
-            if not self.done:
-                self._tries(spread, output, target, samples)
+        other = _small if self._tries(_spread, output, target, samples) else lambda *part: part
+        if not self.done:
+            self._tries(other, output, target, samples)
 
     def _is_due(self, batch: int, target: Any) -> bool:
         self._first = batch if self._first is None else self._first
@@ -340,10 +333,6 @@ def _small(output: Any, target: Any) -> _Part:
 
     output, target = _spread(output, target)
     return pytree.tree_map_only(torch.Tensor, small, output), target
-
-
-def _as_it_is(output: Any, target: Any) -> _Part:
-    return output, target
 
 
 def _join(values: Sequence[Any], dims: Any) -> Any:

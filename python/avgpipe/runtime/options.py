@@ -62,7 +62,7 @@ class TrainingOptions:
         batch_dims: the dimensions of the samples of a batch.
         callers: parameters of the caller's own model.
         groups: by name, the options that ``optimizer`` gives each parameter when it gets all of them at once;
-            see :mod:`avgpipe.runtime.together`.
+            see :mod:`avgpipe.runtime.optimizers`.
         extensions: what else was given, see :class:`avgpipe.runtime.options.Extension`.
     """
 

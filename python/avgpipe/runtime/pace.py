@@ -10,13 +10,10 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from avgpipe.errors import PeerLost, PipelineTimeout
-from avgpipe.links.link import Key, Mailbox
-from avgpipe.ranks.environment import is_replaceable
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.scheduler import Scheduler
@@ -25,10 +22,8 @@ from avgpipe.units import format_seconds
 
 _log = logging.getLogger("avgpipe")
 
-SLOW, WELL = (
-    1.5,
-    1.2,
-)  # slowdowns against itself and the others: above the first a worker is slow, below the second well again
+# Slowdowns against itself and the others: above the first a worker is slow, below the second well again.
+SLOW, WELL = 1.5, 1.2
 IN_A_ROW = 5  # readings that must agree, and the first ones that later ones are compared with
 _WINDOW_S = 5.0  # of one reading, or longer, until there are enough actions of each kind
 _ENOUGH = 5
@@ -151,68 +146,3 @@ class Stragglers:
             f"{self._names[n]} takes {now / expected:.1f} times as long for a micro-batch as {than} "
             f"({format_seconds(now)}, not {format_seconds(expected)}){more}"
         )
-
-
-# ---- waits -----------------------------------------------------------------------------------------------------------
-
-
-_DESCRIBED_RANKS = 4  # whose last action an error adds
-_LOOK_S = 0.02
-_REPORT_S = 1.0  # after a broken connection, for the first report of a failure
-
-
-class Waiting:
-    """The waits of one worker, each with the time limit of its world."""
-
-    def __init__(self, mailbox: Mailbox, world: World, placement: Placement) -> None:
-        self._mailbox, self._world, self._placement = mailbox, world, placement
-
-    def named(self, keys: Sequence[Key]) -> str:
-        """Name the awaited messages in words."""
-        if not keys:
-            return "the other pipelines of this worker to finish their round of averaging"
-        key, name = keys[0], self._placement.name
-        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.target)})"
-
-    def wait(
-        self,
-        keys: Sequence[Key],
-        arrived: Callable[[], bool] | None,
-        awaited: Callable[[], Sequence[Key]] | None,
-        complains: Callable[[], bool],
-    ) -> None:
-        """Wait as :meth:`avgpipe.runtime.scheduler.Scheduler.wait_for` describes.
-
-        ``complains``: called at the timeout; reports the missing messages to a process that will send them or
-        cancel the wait. False if there is none.
-        """
-        if awaited is None:
-            awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
-        if arrived is None:
-            arrived = lambda: not awaited()  # noqa: E731
-        try:
-            while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
-                if not complains():
-                    raise PipelineTimeout(self._describe(keys))
-        except PeerLost as loss:
-            raise self._final_loss(loss) from None
-
-    def _final_loss(self, loss: PeerLost) -> PeerLost:
-        """Prefer the first report: the first broken connection may be to a rank that only failed in turn."""
-        within_s = 0.0 if is_replaceable() else _REPORT_S  # a replaced rank needs no report
-        deadline = time.monotonic() + within_s
-        while (first := self._world.reported()) is None and time.monotonic() < deadline:
-            time.sleep(_LOOK_S)
-        return first or loss
-
-    def _describe(self, keys: Sequence[Key]) -> str:
-        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self.named(keys)}"
-        if not keys:
-            return head
-        rank = self._placement.rank_of(keys[0].source)
-        seen = [self._world.last_seen(rank)]
-        # That rank may wait too, for another one: the rank at the end of the chain is busy, or hangs.
-        others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
-        waits = "waiting for"
-        seen += [text for text in map(self._world.last_seen, others) if waits not in text][:_DESCRIBED_RANKS]
-        return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"

@@ -72,8 +72,7 @@ class Policy:
     def froze(self, names: Sequence[str], flag: bool) -> None:
         """React to parameters of these names that require gradients from now on, or do not."""
 
-    # ---- pipelines that join and leave
-    # -------------------------------------------------------------------------------
+    # ---- pipelines that join and leave -------------------------------------------------------------------------------
 
     @property
     def is_new(self) -> bool:

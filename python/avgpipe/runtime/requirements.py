@@ -271,8 +271,8 @@ def check_dense(made: Sequence[Any], *, alone: bool) -> None:
         )
 
 
-def check_lr_scheduler(made: Any) -> None:
-    """Refuse a schedule whose step needs arguments. ``made``: what the caller's function returned."""
+def checked_schedule(made: Any) -> Any:
+    """Return ``made``, which the caller's function returned; refuse a schedule whose step needs arguments."""
     if not callable(getattr(made, "step", None)):
         raise TypeError(
             f"lr_scheduler must return something with a method step, not {_kind(made)}; for several schedules return "
@@ -283,6 +283,7 @@ def check_lr_scheduler(made: Any) -> None:
             f"{type(made).__name__}.step needs a metric, which a batch does not have: leave lr_scheduler out, make one "
             "for each of pipeline.optimizers, and step these with what evaluate() returns"
         )
+    return made
 
 
 def _ranks() -> int:

@@ -6,13 +6,15 @@ come from, follows from the placement alone, so every rank computes the same cha
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import lcm
+from typing import Any, NamedTuple
 
-from avgpipe.links.link import Channel, Key, Message
+from avgpipe.links.link import Channel, Key, Link, Mailbox, Message
 from avgpipe.model.parts import NO_SKIPS, Skips
 from avgpipe.runtime.placement import Placement
 
@@ -44,6 +46,26 @@ class StepKind(str, Enum):
     RECEIVE_LOSS = "receive loss"
 
     __hash__ = str.__hash__  # an Enum's own is slow
+
+
+class Step(NamedTuple):
+    """A step of a stage. ``micro_batch``: -1 if it has none. ``begins``: whether it begins its batch here."""
+
+    kind: StepKind
+    stage: int
+    batch: int
+    micro_batch: int
+    needs: tuple[Key, ...]
+    begins: bool = False
+
+    @property
+    def priority(self) -> tuple[bool, int, int]:
+        """The smallest runs first: backwards and updates, then the oldest batch, then the last stage."""
+        return self.kind is StepKind.FORWARD, self.batch, -self.stage
+
+    def __str__(self) -> str:
+        action = self.kind.value if self.micro_batch < 0 else f"{self.kind.value}{self.micro_batch}"
+        return f"{action} of batch {self.batch}"
 
 
 @dataclass(frozen=True)
@@ -232,6 +254,23 @@ class Route:
         if self.evaluates and (self.placement.is_dedicated or self.pipeline == self.placement.evaluates):
             found += [Channel.of(key) for key in self.evaluation_needs(0, 0)]
         return list(dict.fromkeys(found))
+
+
+class Port:
+    """Receives and sends a stage replica's messages. ``sent_at``: when the step began to send, in seconds."""
+
+    def __init__(self, route: Route, mailbox: Mailbox, links: dict[int, Link]) -> None:
+        self.take, self.receive, self.messages = mailbox.take, mailbox.receive, mailbox.messages
+        self.links, self._pipeline, self._replica = links, route.pipeline, route.replica
+        self.sent_at: float | None = None
+
+    def send(self, message: Message, to: int, batch: int, micro_batch: int, value: Any) -> None:
+        self.send_as(Key(message, self._pipeline, self._replica, to, batch, micro_batch), value)
+
+    def send_as(self, key: Key, value: Any) -> None:
+        if self.sent_at is None:
+            self.sent_at = time.perf_counter()
+        self.links[key.target].send(key, value)
 
 
 def loss_key(placement: Placement, rank: int, pipeline: int, batch: int) -> Key:

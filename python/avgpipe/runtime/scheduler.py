@@ -15,18 +15,16 @@ from typing import TYPE_CHECKING, Any
 from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]  # missing in torch's stubs
 from torch.profiler import record_function
 
-from avgpipe.errors import PipelineTimeout
+from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World, since
-from avgpipe.runtime.compute import Step
 from avgpipe.runtime.lane import Lane, Queue
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.route import StepKind
+from avgpipe.runtime.route import Step, StepKind
 from avgpipe.schedule.row import Event, EventKind
 
 if TYPE_CHECKING:
-    from avgpipe.runtime.pace import Waiting
     from avgpipe.runtime.streams import DeviceClock, Row
 
 _KEPT_EVENTS = 20_000
@@ -40,6 +38,9 @@ _SEND = EventKind.SEND.value
 _ACTIONS = {kind: kind.name.lower().replace("_", " ") for kind in StepKind}
 _POLL_S = 50e-6  # between two queries of a device's progress
 _SHORTEST_HOST_S = 20e-6  # a shorter time between two steps is the scheduler itself
+_DESCRIBED_RANKS = 4  # whose last action an error adds
+_LOOK_S = 0.02
+_REPORT_S = 1.0  # after a broken connection, for the first report of a failure
 
 
 class Scheduler:
@@ -60,12 +61,11 @@ class Scheduler:
         self._left_at: float | None = None  # when run_until last returned to its caller
         self._doing: tuple[str, float] = ("nothing yet", time.monotonic())
         self._running: tuple[Lane, Step] | None = None
-        self._waiting: Waiting | None = None  # made at the first wait
         # Like Event, but on the clock of time.perf_counter, and cheap, as there are tens of thousands.
         self._events: deque[Row] = deque(maxlen=_KEPT_EVENTS)
         self.background: Callable[[], bool] = lambda: False  # like ``idle``, for every run
-        # Called at the timeout of a wait: whether it reported the missing messages to a process that handles
-        # it.
+        # Called at the timeout of a wait: reports the missing messages to a process that will send them or
+        # cancel the wait; False if there is none.
         self.complains: Callable[[], bool] = lambda: False
 
     def forget(self) -> None:
@@ -138,7 +138,7 @@ class Scheduler:
             for fault in probe.at("averaging", **place):
                 fault.damage(lane)
 
-    def run_until_done(self, event: Any, recorded: bool = True) -> None:
+    def run_until_done(self, event: Any) -> None:
         """Run steps until the device has completed the work before ``event``.
 
         The host polls instead of blocking in one call: it receives messages meanwhile, and if the device
@@ -158,7 +158,7 @@ class Scheduler:
             return True
 
         self._left_at = None  # the caller has run no code since the run before
-        self.run_until(event.query, pause, recorded=recorded)
+        self.run_until(event.query, pause)
 
     def stalled(self) -> bool:
         """Whether every pipeline waits for something, or has no work."""
@@ -259,13 +259,45 @@ class Scheduler:
 
         ``awaited()``: all missing messages (default: those of ``keys``).
         """
-        if self._waiting is None:
-            from avgpipe.runtime.pace import Waiting
-
-            self._waiting = Waiting(self._mailbox, self._world, self._placement)
+        if awaited is None:
+            awaited = lambda: [k for k in keys if k not in self._mailbox]  # noqa: E731
+        if arrived is None:
+            arrived = lambda: not awaited()  # noqa: E731
         self._running = None
-        self._rest(f"waiting for {self._waiting.named(keys)}")
-        self._waiting.wait(keys, arrived, awaited, self.complains)
+        self._rest(f"waiting for {self._named(keys)}")
+        try:
+            while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
+                if not self.complains():
+                    raise PipelineTimeout(self._describe(keys))
+        except PeerLost as loss:
+            raise self._final_loss(loss) from None
+
+    def _named(self, keys: Sequence[Key]) -> str:
+        """Name the awaited messages in words."""
+        if not keys:
+            return "the other pipelines of this worker to finish their round of averaging"
+        key, name = keys[0], self._placement.name
+        return f"{key} from {name(key.source)} (pipeline {key.pipeline}, {name(key.target)})"
+
+    def _final_loss(self, loss: PeerLost) -> PeerLost:
+        """Prefer the first report: the first broken connection may be to a rank that only failed in turn."""
+        within_s = 0.0 if probe.is_replaceable() else _REPORT_S  # a replaced rank needs no report
+        deadline = time.monotonic() + within_s
+        while (first := self._world.reported()) is None and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+        return first or loss
+
+    def _describe(self, keys: Sequence[Key]) -> str:
+        head = f"rank {self._world.rank} waited {self._world.timeout_s:g} s for {self._named(keys)}"
+        if not keys:
+            return head
+        rank = self._placement.rank_of(keys[0].source)
+        seen = [self._world.last_seen(rank)]
+        # That rank may wait too, for another one: the rank at the end of the chain is busy, or hangs.
+        others = [r for r in range(self._world.size) if r not in (rank, self._world.rank)]
+        waits = "waiting for"
+        seen += [text for text in map(self._world.last_seen, others) if waits not in text][:_DESCRIBED_RANKS]
+        return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"
 
     def _rest(self, doing: str) -> None:
         self._doing = doing, time.monotonic()

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
 import torch
 
-from avgpipe.device import ReadyOnEvent, has_streams
-from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError, reason
+from avgpipe.device import has_streams
+from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.model.context import CallerModes, evaluated_in
 from avgpipe.model.layers import outside_of
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.alike import check_weights
-from avgpipe.runtime.audit import audit_of
+from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.feed import Prefetch
-from avgpipe.runtime.options import Extension, StepGradients
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.requirements import warn_of_waits
@@ -51,7 +50,7 @@ class Session:
 
     def __init__(self, spec: Spec, policy: Policy) -> None:
         self.spec, self.policy = spec, policy
-        self.loader = Prefetch(self._copy_ahead, spec.options.accumulate)
+        self.loader = Prefetch(lambda batches: self.worker.copy_ahead(batches), spec.options.accumulate)
         self.auto: Any = None
         self.open()
 
@@ -91,13 +90,14 @@ class Session:
             made = named("avgpipe.runtime.integrity:Verification")
             self.verification = made(self.worker, options.verify_every, per_round)
         self.policy.opened(self)
-        self._extend()
+        for extension in options.extensions:
+            extension.opened(self)
         self.feed = self.policy.make_feed(self)
 
     def _audit(self) -> None:
         """Have the stages compared with the model; not again where a first batch was compared before this opening."""
         if not self.world.rank and not self._is_audited:
-            self.worker.audit = audit_of(self.spec)
+            self.worker.audit = StageAudit(self.spec)
         outside = outside_of(self.spec.given, self.spec.layers)
         self.worker.outside = outside if outside.reads else None
 
@@ -127,16 +127,6 @@ class Session:
             world.require_same("evaluation mode of modules", json.dumps(evaluated_in(spec.layers)))
         return placement
 
-    def _extend(self) -> None:
-        """Connect the extensions with this rank's part."""
-        extensions = self.spec.options.extensions
-        for extension in extensions:
-            extension.opened(self)
-        seen_by = [e for e in extensions if type(e).before_step is not Extension.before_step]
-        for lane in self.worker.lanes.values() if seen_by else ():
-            names = self.spec.model.trainable[lane.route.stage]
-            lane.update.show_gradients(partial(_show, seen_by), names)
-
     def _check_shared(self) -> None:
         """Refuse stages that have filled their own copies of a tied parameter differently."""
         try:
@@ -151,9 +141,6 @@ class Session:
         except BaseException:
             self.worker.close(_FAILED_PATIENCE_S)
             raise
-
-    def _copy_ahead(self, batches: Sequence[tuple[Any, Any]]) -> ReadyOnEvent | None:
-        return self.worker.copy_ahead(batches)
 
     # ---- batches -----------------------------------------------------------------------------------------------------
 
@@ -240,19 +227,6 @@ class Session:
         for row in self.worker.rows:
             row.resume(self.feed.next_turn)
         self.feed.resume()
-
-
-def _show(extensions: Sequence[Extension], step: StepGradients) -> None:
-    for extension in extensions:
-        try:
-            extension.before_step(step)
-        except PipelineError:
-            raise
-        except Exception as error:
-            raise StageError(
-                f"stage {step.stage}, batch {step.batch} of pipeline {step.pipeline}: {type(extension).__name__} "
-                f"failed before the step: {reason(error)}"
-            ) from error
 
 
 def recovering(call: _Call) -> _Call:

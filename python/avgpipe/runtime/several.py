@@ -9,28 +9,24 @@ from typing import Any
 
 import torch
 
-from avgpipe.runtime.optimizers import checked_schedule, listed, members_of
+from avgpipe.runtime.optimizers import listed, members_of
 from avgpipe.runtime.options import SchedulerFn
+from avgpipe.runtime.requirements import checked_schedule
 
 
 def joined(members: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> Optimizers:
     """Join optimizers, of which each parameter must have exactly one; ValueError otherwise."""
-    _check_shared_out(members, parameters)
-    return Optimizers(members)
-
-
-def _check_shared_out(made: Sequence[torch.optim.Optimizer], parameters: dict[str, torch.Tensor]) -> None:
-    """Raise ValueError unless each parameter is in exactly one optimizer."""
-    counts = Counter(id(p) for one in made for group in one.param_groups for p in group["params"])
+    counts = Counter(id(p) for one in members for group in one.param_groups for p in group["params"])
     for found, what in (
         ([name for name, p in parameters.items() if not counts[id(p)]], "none has"),
         ([name for name, p in parameters.items() if counts[id(p)] > 1], "several have"),
     ):
         if found:
             raise ValueError(
-                f"of the {len(made)} optimizers, {what} {listed(found)}: put every trainable parameter into exactly "
+                f"of the {len(members)} optimizers, {what} {listed(found)}: put every trainable parameter into exactly "
                 "one, and freeze parameters that must not change"
             )
+    return Optimizers(members)
 
 
 class Optimizers(torch.optim.Optimizer):

@@ -19,6 +19,7 @@ from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model, learning_tensors
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import named
+from avgpipe.runtime.optimizers import groups_of_whole, warn_of_steps
 from avgpipe.runtime.options import TrainingOptions, callers
 from avgpipe.runtime.requirements import (
     check_carries,
@@ -28,7 +29,6 @@ from avgpipe.runtime.requirements import (
     check_options,
     warn_of_hooks,
 )
-from avgpipe.runtime.together import groups_of_whole, warn_of_steps
 
 if TYPE_CHECKING:
     from avgpipe.model.compiler import Compiler

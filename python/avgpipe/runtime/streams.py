@@ -24,7 +24,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -144,15 +144,13 @@ class LaneStream:
             if updates:
                 self._stream.record_event(self._averaged)
 
-    @contextmanager
-    def averaging(self) -> Iterator[None]:
-        """Issue the block's work on this stream outside of any step, as a part of the chain of updates.
+    def averaging(self) -> AbstractContextManager[Any]:
+        """Return the context that issues work on this stream outside of any step, as a part of the chain of updates.
 
         If updates arrive from other processes, this is the only lane of its reference here: the chain is its
         stream.
         """
-        with self._stream:
-            yield
+        return self._stream  # type: ignore[no-any-return]
 
     def wait_for(self, other: LaneStream) -> None:
         """Order what this lane issues next after what the other lane has issued."""

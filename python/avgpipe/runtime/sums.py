@@ -10,9 +10,9 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from avgpipe.links.link import Message, on_wire
-from avgpipe.runtime.compute import BatchState, Port, Step
-from avgpipe.runtime.outcome import Metrics
-from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.compute import BatchState
+from avgpipe.runtime.loss import Metrics
+from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -13,7 +13,8 @@ from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
-from avgpipe.rules import CORRECTIONS, Correction
+from avgpipe.rules import CORRECTIONS
+from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
@@ -23,32 +24,12 @@ from avgpipe.schedule.row import Version
 if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
     from avgpipe.elastic.versions import Versions, WeightAverage
-    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.prepared import Prepared
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
-class LateGradients(NamedTuple):
-    """What a stage does about gradients of weights that are older than its newest.
-
-    Attributes:
-        correction: of the steps with such gradients.
-        delay: how many updates they are late.
-        warmup_rounds: batches at the beginning in which they are not.
-    """
-
-    correction: Correction | None = None
-    delay: int = 0
-    warmup_rounds: int = 0
-
-    @classmethod
-    def of(cls, plan: Plan, stage: int) -> LateGradients:
-        correction = None if plan.correction is None else CORRECTIONS[plan.correction]
-        return cls(correction, plan.delays[stage], plan.warmup_rounds or 0)
-
-
-_ON_TIME = LateGradients()
+_ALONE = Plan(stages=1)
 
 
 class TrainedStage:
@@ -56,8 +37,7 @@ class TrainedStage:
 
     Args:
         reference: None with one pipeline: then its own weights are evaluated and saved.
-        versioned: whether batches run on older weights than the newest.
-        late: what is done about gradients of older weights.
+        plan: says on which versions of the weights batches run, and what corrects their late gradients.
         loss_scale: of a last stage, if losses are scaled.
         hooks: by parameter, see :meth:`run_hooks`.
         ema: an average of the weights over updates; None without one, or if the reference keeps it.
@@ -72,8 +52,7 @@ class TrainedStage:
         lr_scheduler: SchedulerFn | None,
         reference: Reference | None,
         arena: Arena,
-        versioned: bool = False,
-        late: LateGradients = _ON_TIME,
+        plan: Plan = _ALONE,
         loss_scale: LossScale | None = None,
         hooks: Sequence[Sequence[Hook]] = (),
         ema: WeightAverage | None = None,
@@ -84,7 +63,7 @@ class TrainedStage:
         self.prepared = prepared
         self.versions: Versions | None = None
         self._corrected: CorrectedSteps | None = None
-        self._warmup_rounds, self._ema = late.warmup_rounds, ema
+        self._warmup_rounds, self._ema = plan.warmup_rounds or 0, ema
         self.optimizer: torch.optim.Optimizer | None = None
         self.elastic: ElasticAveraging | None = None
         self.lr_scheduler = None
@@ -96,30 +75,30 @@ class TrainedStage:
             check_modes(
                 self._modes,
                 alone=reference is None,
-                corrected=late.correction is not None,
+                corrected=plan.correction is not None,
                 has_ema=ema is not None,
             )
             for one in self._modes:
                 one.train()
-            if versioned:
-                self._keep_versions(self.optimizer, late)
+            if plan.weights != "flush":
+                self._keep_versions(inner, plan)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = schedule_of(lr_scheduler, self.optimizer, inner)
 
-    def _keep_versions(self, optimizer: torch.optim.Optimizer, late: LateGradients) -> None:
+    def _keep_versions(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
         from avgpipe.elastic.correction import CorrectedSteps, WeightPrediction
         from avgpipe.elastic.versions import Versions, refuse_hidden_weights
 
         arena = self._arena
         refuse_hidden_weights(optimizer, arena)
-        correction = late.correction
-        predicts = correction is not None and correction.predicts
+        correction = None if plan.correction is None else CORRECTIONS[plan.correction]
+        predicts, delay = correction is not None and correction.predicts, plan.delays[self.stage.index]
         self.versions = Versions(arena, WeightPrediction(optimizer, arena) if predicts else None)
-        if correction is not None and not predicts and late.delay:
-            self._corrected = CorrectedSteps(correction, late.delay, optimizer, arena)
+        if correction is not None and not predicts and delay:
+            self._corrected = CorrectedSteps(correction, delay, optimizer, arena)
 
     @property
     def arena(self) -> Arena:
@@ -153,10 +132,6 @@ class TrainedStage:
     def settled(self) -> bool:
         """Whether the weights are final for the next batch: no pull of an unfinished round is due."""
         return self.elastic is None or self.elastic.settled
-
-    def has_made(self, version: int) -> bool:
-        """Whether the weights include this many updates, as far as versions are counted."""
-        return self.versions is None or version <= self.versions.newest
 
     def take_grads(self) -> list[torch.Tensor | None]:
         """Remove the parameters' gradients and return them."""
@@ -195,11 +170,6 @@ class TrainedStage:
     def updates(self) -> int:
         """How many updates the weights include, as far as versions are counted."""
         return self.versions.newest if self.versions is not None else 0
-
-    def show(self, version: Version) -> None:
-        """Make the layers compute with this version of the weights, if there are several."""
-        if self.versions is not None:
-            self.versions.show(version)
 
     @property
     def reference_update(self) -> list[torch.Tensor] | None:

@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from avgpipe.device import current_stream, has_streams, used_on
+from avgpipe.errors import PipelineError, StageError, reason
 from avgpipe.links.link import Message
-from avgpipe.runtime.compute import BatchState, Port, Step
+from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.loss import NonfiniteNotice
-from avgpipe.runtime.options import StepGradients, TrainingOptions
-from avgpipe.runtime.route import Route, StepKind
+from avgpipe.runtime.options import Extension, StepGradients, TrainingOptions
+from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.schedule.row import Version
 
@@ -41,10 +42,11 @@ class Update:
         shared: for every other stage, the parameters of this stage that it holds too: indices into its flat
             buffers' parameters, in an order that both use.
         group_sum: sums gradients over ranks; None if the stage's replicas are all in this process.
-        names: of the parameters, if those without a gradient in the first batch are to be reported.
+        names: of the parameters.
         isolated: the pipelines of other processes, if they are isolated.
 
     Attributes:
+        reports_unseen: whether parameters without a gradient in the next batch are reported.
         share_factor: returns the factor on the gradient of a share of a batch; None: the one in its outcome.
         divides_alone: whether this process does not know the other pipelines' counts in batches that they
             share.
@@ -67,9 +69,8 @@ class Update:
         self.share_factor: Callable[[BatchState], torch.Tensor | None] = lambda state: None
         self.divides_alone = False
         self.squared_norm: Callable[[int, Collection[int]], torch.Tensor] = self._own_norm
-        self._unseen = names
-        self._see: Callable[[StepGradients], Any] | None = None
-        self._names: Sequence[str] = ()
+        self.reports_unseen, self._names = False, names
+        self._seen_by = [e for e in options.extensions if type(e).before_step is not Extension.before_step]
         self._isolated = isolated
         self._trained, self._route, self._port = trained, route, port
         self._group_sum, self._notice = group_sum, notice
@@ -128,15 +129,21 @@ class Update:
             self._trained.scale_grads(shares)
         self._trained.run_hooks()
 
-    def show_gradients(self, see: Callable[[StepGradients], Any], names: Sequence[str]) -> None:
-        """Call ``see`` before each step. ``names``: of the parameters."""
-        self._see, self._names = see, names
-
     def _show(self, batch: int) -> None:
+        """Show the gradients to extensions, before a step."""
         parameters = zip(self._names, self._trained.arena.parameters)
         gradients = {name: p.grad for name, p in parameters if p.grad is not None}
-        assert self._see is not None
-        self._see(StepGradients(batch, self._trained.pipeline, self._route.stage, gradients))
+        pipeline, stage = self._trained.pipeline, self._route.stage
+        for extension in self._seen_by:
+            try:
+                extension.before_step(StepGradients(batch, pipeline, stage, gradients))
+            except PipelineError:
+                raise
+            except Exception as error:
+                raise StageError(
+                    f"stage {stage}, batch {batch} of pipeline {pipeline}: {type(extension).__name__} failed before "
+                    f"the step: {reason(error)}"
+                ) from error
 
     # ---- norm and step -------------------------------------------------------------------------------------------
 
@@ -173,7 +180,7 @@ class Update:
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum acts
             self._trained.zero_grads()
-        elif self._unseen:
+        elif self.reports_unseen:
             self._name_those_without_gradients(step.batch)
         norm = state.norm
         if self._notice.watches and self._on_cpu:  # on a device, the host would have to wait
@@ -182,7 +189,7 @@ class Update:
         if norm is not None and self._limit is not None and not skips:
             # like clip_grad_norm_ of torch
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
-        if self._see is not None and not skips:
+        if self._seen_by and not skips:
             self._show(step.batch)
         self.skipped += skips
         self._port.sent_at = None  # passing on the norm before the step is not counted as sending
@@ -196,9 +203,9 @@ class Update:
             self._isolated.tell(state)
 
     def _name_those_without_gradients(self, batch: int) -> None:
-        names, self._unseen = self._unseen, ()
+        self.reports_unseen = False
         parameters = self._trained.arena.parameters
-        without = [name for name, p in zip(names, parameters) if p.grad is None and p.requires_grad]
+        without = [name for name, p in zip(self._names, parameters) if p.grad is None and p.requires_grad]
         if without:
             shown = ", ".join(map(repr, without[:_SHOWN])) + (" and others" if len(without) > _SHOWN else "")
             _log.warning(

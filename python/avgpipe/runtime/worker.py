@@ -27,17 +27,17 @@ from avgpipe.ranks.world import Notice, World
 from avgpipe.rules import RULES
 from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
-from avgpipe.runtime.compute import Compute, Port
+from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
-from avgpipe.runtime.loss import NonfiniteNotice
+from avgpipe.runtime.loss import LossScale, NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
-from avgpipe.runtime.route import Route, channels_into
+from avgpipe.runtime.route import Port, Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
 from avgpipe.runtime.spec import Spec
 from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.trained_stage import LateGradients, TrainedStage
+from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.update import Update
 from avgpipe.schedule import Schedule
 
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.group_sum import GroupSum
-    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
     from avgpipe.runtime.streams import LaneStream, Streams
@@ -106,7 +105,9 @@ class Worker:
         self.device, self.model = device, spec.model
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
-        self.preemption = Notice() if world.size == 1 else self._preemption(world)
+        self.preemption: Notice = (
+            Notice() if world.size == 1 else named("avgpipe.ranks.preemption:Preemption")(world)
+        )
         self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
         self._plan, self._options = spec.running, options
@@ -159,12 +160,6 @@ class Worker:
         if self.world.size > 1:
             self._watch(cast("Met", self.world))
 
-    @staticmethod
-    def _preemption(world: World) -> Notice:
-        from avgpipe.ranks.preemption import Preemption  # agrees with other ranks
-
-        return Preemption(world)
-
     def _watch(self, world: Met) -> None:
         """Watch the other ranks: whether they live, and how fast they are."""
         from avgpipe.ranks.met import Watchdog
@@ -182,7 +177,7 @@ class Worker:
 
     def look(self, batch: int, given: Sequence[tuple[Any, Any]]) -> None:
         """Check that all ranks have the same batch, and that the stages compute what the model does."""
-        self.alike.batch(batch, *zip(*given))
+        self.compare(batch, *zip(*given))
         self._check_outside()
         for inputs, _ in given:
             refuse_graphs(inputs)
@@ -190,6 +185,14 @@ class Worker:
             self.audit.look(batch, given[0][0])
             if self.audit.is_over:
                 self.audit = None
+
+    def compare(self, batch: int, inputs: Any, targets: Any) -> None:
+        """Compare a batch that begins with that of other ranks, if it is due."""
+        here = self.alike.here
+        if batch < here.due:
+            here.begun = batch + 1  # read by the watchdog, as another rank's loader may have ended before
+        else:
+            self.alike.batch(batch, inputs, targets)
 
     def _check_outside(self) -> None:
         if self.outside is not None and (name := self.outside.changed()) is not None:
@@ -315,7 +318,7 @@ class Worker:
             ema = self.emas[replica] = ema or WeightAverage(arenas[0].weights, options.ema_decay)
         optimizer = maker_of(options.optimizer, self.model.trainable[k], options.groups)
         self.references[replica] = same or self._reference(arenas[0], pipelines, optimizer, ema)
-        late = LateGradients.of(plan, k)
+        scale = options.loss_scale if k == self.model.stages - 1 else None
         for i, stage, arena, inside in zip(pipelines, stages, arenas, prepared):
             self.trained[replica, i] = TrainedStage(
                 stage,
@@ -324,9 +327,8 @@ class Worker:
                 options.lr_scheduler,
                 self.references[replica],
                 arena,
-                versioned=plan.weights != "flush",
-                late=late,
-                loss_scale=self._loss_scale() if k == self.model.stages - 1 else None,
+                plan,
+                loss_scale=None if scale is None else LossScale(scale, plan.weights != "flush"),
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
                 prepared=inside,
@@ -348,15 +350,6 @@ class Worker:
                     "let it do the same in each of them"
                 )
         return any(form != WHOLE for of_rank in found for form in of_rank.values())
-
-    def _loss_scale(self) -> LossScale | None:
-        scale = self._options.loss_scale
-        if scale is None:
-            return None
-        made: LossScale = named("avgpipe.runtime.loss_scale:LossScale")(
-            None if scale == "dynamic" else float(scale), self._plan.weights != "flush"
-        )
-        return made
 
     def _reference(
         self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: WeightAverage | None
@@ -409,9 +402,10 @@ class Worker:
         shared, placement = self.model.shared[route.stage], self.placement
         first = placement.pipelines[0]
         is_first = route.pipeline == first and route.replica in placement.first_replicas(first)
-        names = self.model.trainable[route.stage] if is_first and options.check != "off" else ()
         is_shared = plan.shares > 1 and len(placement.pipelines_of(route.replica)) > 1
+        names = self.model.trainable[route.stage]
         update = Update(trained, route, shared, options, port, group_sum, self.notice, names, isolated)
+        update.reports_unseen = is_first and options.check != "off"
         update.divides_alone = plan.shares > 1 and not is_shared and route.pipeline == first
         return Lane(
             trained,
@@ -454,14 +448,9 @@ class Worker:
                 schedule.rows[schedule.worker_of(0)],
                 self._plan.warmup_rounds or 0,
             )
-            for worker in self._workers
+            for worker in sorted({self.placement.worker_of(replica) for replica in self.held})
             for i in self.placement.pipelines_of(self.placement.workers[worker][0])
         ]
-
-    @property
-    def _workers(self) -> list[int]:
-        """The workers of the plan that this process runs."""
-        return sorted({self.placement.worker_of(replica) for replica in self.held})
 
     def follow(self, schedule: Schedule) -> None:
         """Switch to another schedule of the same stages; no batch is in flight."""
@@ -512,10 +501,10 @@ class Worker:
         for stream in streams:
             stream.end()
 
-    def wait_for_device(self, recorded: bool = True) -> None:
+    def wait_for_device(self) -> None:
         """Wait until the device has completed all work of the caller's stream; run other steps meanwhile."""
         if self.streams is not None:
-            self.scheduler.run_until_done(current_stream(self.device).record_event(), recorded)
+            self.scheduler.run_until_done(current_stream(self.device).record_event())
 
     def running(self, harmless: type[Exception] | tuple[()] = ()) -> Running:
         """Report failures inside to the other ranks, and end this worker, except for ``harmless`` exceptions.

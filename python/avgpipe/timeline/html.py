@@ -1,34 +1,19 @@
-"""Timelines as interactive pages, and in notebooks."""
+"""Timelines as interactive pages."""
 
 from __future__ import annotations
 
-import base64
-import io
 import os
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
-from avgpipe.schedule.row import COMPUTE_KINDS, EventKind
 from avgpipe.timeline.explain import explain, with_waits
-from avgpipe.timeline.page import Bars, Block, Page, Section, Table, Text, Timelines
-from avgpipe.timeline.plot import lanes_of, look_of, plot_timeline, readable_view, word_of
-from avgpipe.timeline.timeline import StageTime, Timeline
-from avgpipe.units import format_bytes, format_seconds
+from avgpipe.timeline.page import Bars, Block, Page, Section, Text, Timelines
+from avgpipe.timeline.plot import lanes_of, look_of, readable_view, word_of
+from avgpipe.timeline.timeline import StageTime, Timeline, computing
 
 EVENTS = 24_000  # of all timelines of a page, about 25 bytes each
 _BINS = 400  # bins of the strip over the whole record
 _US = 1e6
-
-# Parts of a row's time, in words, with their field of a StageTime.
-_COMPUTED = {
-    EventKind.FORWARD: "forward",
-    EventKind.BACKWARD: "backward",
-    EventKind.BACKWARD_INPUT: "backward, inputs",
-    EventKind.BACKWARD_WEIGHT: "backward, weights",
-    EventKind.UPDATE: "update",
-    EventKind.AVERAGE: "averaging",
-}
 
 
 def write_html(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -99,7 +84,7 @@ def time_bars(timelines: Mapping[str, Timeline], places: Mapping[str, int]) -> B
 
 def _shares(row: StageTime, makespan_s: float) -> dict[str, float]:
     """Return the shares of a worker's time by words, in the order in which they are drawn."""
-    spent = {_COMPUTED[EventKind(kind)]: s for kind, s in row.compute_s.items()}
+    spent = {word_of((kind, "")): s for kind, s in row.compute_s.items()}
     spent["sending"] = row.send_s
     spent["waiting for an activation"] = row.recv_s.get("F", 0.0)
     spent["waiting for a gradient"] = row.recv_s.get("B", 0.0)
@@ -156,14 +141,8 @@ def _busy_bins(timeline: Timeline, begin_s: float) -> list[list[int]]:
     """Return the computing share of each of ``_BINS`` equal parts of the record, in percent, by row."""
     width_s = max(timeline.makespan_s, 1e-9) / _BINS
     bins = [[0.0] * _BINS for _ in range(timeline.stages)]
-    reached = [begin_s] * timeline.stages
-    computed = (event for event in timeline.events if event.kind in COMPUTE_KINDS)
-    for event in sorted(computed, key=lambda event: event.start_s):
-        start_s, reached[event.worker] = (
-            max(event.start_s, reached[event.worker]),
-            max(event.end_s, reached[event.worker]),
-        )
-        _add(bins[event.worker], (start_s - begin_s) / width_s, (event.end_s - begin_s) / width_s)
+    for row, start_s, end_s in computing(timeline):
+        _add(bins[row], (start_s - begin_s) / width_s, (end_s - begin_s) / width_s)
     return [[min(100, round(100 * share)) for share in row] for row in bins]
 
 
@@ -171,39 +150,3 @@ def _add(row: list[float], start: float, end: float) -> None:
     """Add a span, in widths of bins, to the bins that it touches."""
     for n in range(int(start), min(len(row), int(end) + 1)):
         row[n] += max(0.0, min(end, n + 1) - max(start, n))
-
-
-# ---- notebooks -------------------------------------------------------------------------------------------------------
-
-
-def png(timeline: Timeline) -> bytes:
-    """Return the picture of the last batches."""
-    buffer = io.BytesIO()
-    plot_timeline(timeline).savefig(buffer, format="png", dpi=90)
-    return buffer.getvalue()
-
-
-def notebook_html(timeline: Timeline) -> str:
-    """Return the picture, a row of figures per worker, and the advice of ``explain()``."""
-    picture = base64.b64encode(png(timeline)).decode()
-    made = worker_table(timeline)
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in made.headings)
-    rows = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in made.rows)
-    body = "".join(f"<tr>{row}</tr>" for row in rows)
-    advice = explain(timeline).rpartition("\n")[2]
-    return (
-        f'<img alt="{escape(repr(timeline))}" src="data:image/png;base64,{picture}">'
-        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(advice)}</p>"
-    )
-
-
-def worker_table(timeline: Timeline) -> Table:
-    """Make a table with a row per worker: its busy share and its activities."""
-    headings = ("worker", "busy", "computing", "waiting", "sending", "host", "peak memory")
-    rows = []
-    for row, busy in zip(timeline.breakdown(), timeline.worker_busy_fraction):
-        peaks = timeline.peak_memory_bytes
-        spent = row.busy_s, sum(row.recv_s.values()), row.send_s, sum(row.host_s.values())
-        memory = "-" if peaks is None else format_bytes(peaks[row.stage])
-        rows.append((timeline.label(row.stage), f"{100 * busy:.0f} %", *map(format_seconds, spent), memory))
-    return Table(headings, tuple(rows))

@@ -14,7 +14,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from importlib import resources
 from typing import Any, Literal
 
@@ -65,14 +65,6 @@ class Chart:
 
     kind = "chart"
 
-    def data(self) -> dict[str, Any]:
-        lines = [{**vars(line), **_rounded(line)} for line in self.lines]
-        return {"id": self.id, "title": self.title, "unit": self.unit, "scale": self.scale, "lines": lines}
-
-
-def _rounded(line: Line) -> dict[str, Any]:
-    return {name: rounded(getattr(line, name)) for name in ("samples", "seconds", "values")}
-
 
 @dataclass(frozen=True)
 class Bars:
@@ -93,10 +85,6 @@ class Bars:
 
     kind = "bars"
 
-    def data(self) -> dict[str, Any]:
-        parts = [{"name": name, "shares": rounded(shares)} for name, shares in self.parts.items()]
-        return {"id": self.id, "title": self.title, "rows": self.rows, "runs": self.runs, "parts": parts}
-
 
 @dataclass(frozen=True)
 class Timelines:
@@ -108,9 +96,6 @@ class Timelines:
     note: str = ""
 
     kind = "timelines"
-
-    def data(self) -> dict[str, Any]:
-        return {"id": self.id, "title": self.title, "timelines": self.timelines}
 
 
 @dataclass(frozen=True)
@@ -175,13 +160,10 @@ class Page:
     def html(self) -> str:
         """Return the document; LibraryNotFound without plotly and Jinja."""
         scripts = [plotly_js(), _static("page.js")]
-        blocks = [block for section in self.sections for block in section.blocks]
-        data: dict[str, Any] = {"runs": self.runs, "charts": [], "bars": [], "timelines": []}
-        for block in blocks:
-            if isinstance(block, Chart | Bars | Timelines):
-                data[{Chart: "charts", Bars: "bars", Timelines: "timelines"}[type(block)]].append(
-                    block.data()
-                )
+        data: dict[str, Any] = {"runs": self.runs, "chart": [], "bars": [], "timelines": []}
+        for block in (block for section in self.sections for block in section.blocks):
+            if block.kind in data:
+                data[block.kind].append(chart_data(block))
         jinja = library("jinja2", "a page", _PACKAGES)
         template = jinja.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
         filled: str = template.from_string(_static("page.html")).render(
@@ -222,12 +204,15 @@ def policy(scripts: Sequence[str]) -> str:
     )
 
 
-def rounded(values: Sequence[float | None]) -> list[float | None]:
-    """Round to the digits that a chart can show; infinities and NaN become gaps."""
-    return [
-        None if v is None or not math.isfinite(v) else v if isinstance(v, int) else float(f"{v:.{_DIGITS}g}")
-        for v in values
-    ]
+def chart_data(value: Any) -> Any:
+    """Return a value for JSON, with the digits that a chart can show; infinities and NaN become gaps."""
+    if isinstance(value, float):
+        return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, list | tuple):
+        return [chart_data(item) for item in value]
+    if is_dataclass(value):
+        value = vars(value)
+    return {k: chart_data(item) for k, item in value.items()} if isinstance(value, Mapping) else value
 
 
 def _static(name: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import io
 import math
 import os
@@ -184,13 +183,7 @@ def _last(timeline: Timeline, batches: int) -> tuple[View, int]:
 
 
 def _hue(pipeline: int) -> tuple[str, str]:
-    """Return light and dark of a pipeline's hue; past the chosen hues, evenly spread ones."""
-    from matplotlib.colors import to_hex
-
-    if 0 <= pipeline < len(HUES):
-        return HUES[pipeline]
-    angle = pipeline * 0.618034 % 1.0  # steps of the golden ratio keep new hues far from earlier ones
-    return to_hex(colorsys.hls_to_rgb(angle, 0.82, 0.6)), to_hex(colorsys.hls_to_rgb(angle, 0.4, 0.6))
+    return HUES[pipeline % len(HUES)]
 
 
 def draw_rows(axes: Axes, view: View, origin_s: float, *, labelled: bool = False) -> str:

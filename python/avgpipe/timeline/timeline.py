@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple
 
 from avgpipe.schedule.row import ACTIONS, COMPUTE_KINDS, Event, EventKind
@@ -67,12 +67,9 @@ class Timeline:
     @property
     def busy_s(self) -> list[float]:
         """Return the seconds of computing (``COMPUTE_KINDS``) per row; work that overlaps counts once."""
-        busy, reached = [0.0] * self.stages, [-math.inf] * self.stages
-        computed = (event for event in self.events if event.kind in COMPUTE_KINDS)
-        for event in sorted(computed, key=lambda event: event[5:7]):
-            if event.end_s > reached[event.worker]:
-                busy[event.worker] += event.end_s - max(event.start_s, reached[event.worker])
-                reached[event.worker] = event.end_s
+        busy = [0.0] * self.stages
+        for row, start_s, end_s in computing(self):
+            busy[row] += end_s - start_s
         return busy
 
     @property
@@ -147,39 +144,22 @@ class Timeline:
 
     def _repr_png_(self) -> bytes:
         """Show the picture in a notebook."""
-        from avgpipe.timeline.html import png
-
-        return png(self)
-
-    def _repr_html_(self) -> str:
-        """Show the picture and a row per worker in a notebook."""
-        from avgpipe.timeline.html import notebook_html
-
-        return notebook_html(self)
+        buffer = io.BytesIO()
+        self.plot().savefig(buffer, format="png", dpi=90)
+        return buffer.getvalue()
 
     def __repr__(self) -> str:
         rows = "workers" if self.labels else "stages"
         return f"Timeline({rows}={self.stages}, events={len(self.events)}, makespan_s={self.makespan_s:.6g})"
 
     def __str__(self) -> str:
-        """Format a line for the run and one per row."""
+        """Format a line for the run, and one with the busy share of each row."""
         pipelines, batches = (len({event[field] for event in self.events}) for field in (1, 2))
-        lines = [
+        return (
             f"timeline: {self.stages} stages, {pipelines} pipelines, {batches} batches, "
-            f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %",
-            "stage     busy    busy s    recv s      F ms      B ms  peak MiB",
-        ]
-        for k, (own, share, busy_s) in enumerate(zip(by_row(self), self.worker_busy_fraction, self.busy_s)):
-            times = {
-                kind: [event.seconds for event in own if event.kind == kind] for kind in ("F", "B", "recv")
-            }
-            forward, backward = (f"{1e3 * fmean(times[kind]):.3f}" if times[kind] else "-" for kind in "FB")
-            memory = "-" if self.peak_memory_bytes is None else f"{self.peak_memory_bytes[k] / 2**20:.1f}"
-            lines.append(
-                f"{k:>5}  {100 * share:>5.1f} %  {busy_s:>8.3f}  {sum(times['recv']):>8.3f}  "
-                f"{forward:>8}  {backward:>8}  {memory:>8}"
-            )
-        return "\n".join(lines)
+            f"{len(self.events)} events, {self.makespan_s:.3f} s, bubbles {100 * self.bubble_fraction:.1f} %\n"
+            f"busy: {', '.join(f'{100 * share:.1f} %' for share in self.worker_busy_fraction)}"
+        )
 
 
 # ---- breakdown -----------------------------------------------------------------------------------------------
@@ -226,6 +206,17 @@ def by_row(timeline: Timeline) -> list[list[Event]]:
     for event in sorted(timeline.events, key=lambda event: event.start_s):
         rows[event.worker].append(event)
     return rows
+
+
+def computing(timeline: Timeline) -> Iterator[tuple[int, float, float]]:
+    """Yield the rows, starts and ends of stretches of computing that do not overlap."""
+    reached = [-math.inf] * timeline.stages
+    computed = (event for event in timeline.events if event.kind in COMPUTE_KINDS)
+    for event in sorted(computed, key=lambda event: event[5:7]):
+        start_s = max(event.start_s, reached[event.worker])
+        if event.end_s > start_s:
+            reached[event.worker] = event.end_s
+            yield event.worker, start_s, event.end_s
 
 
 def segments(timeline: Timeline) -> list[list[Segment]]:

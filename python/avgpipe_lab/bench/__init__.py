@@ -16,13 +16,12 @@ from avgpipe.cli.doctor import examine
 from avgpipe.cli.options import Options, words
 from avgpipe.cli.output import CommandFailed, answer, grid, running, tell
 from avgpipe.device import free_bytes
-from avgpipe.timeline.plot import dress, picture
+from avgpipe.errors import nearest
 from avgpipe.units import format_bytes, format_seconds
 
 _INTERRUPTED = 130
 _USABLE = 0.9  # share of the free memory; the rest is for allocators, compilers and other processes
 _STYLES = {"ours": "bold", "baseline": "", "limit": "dim"}
-_COLORS = {"ours": "#2a6fb0", "baseline": "#b9b9b9", "limit": "#e8e3d9"}
 
 
 Role = Literal["ours", "baseline", "limit"]
@@ -108,32 +107,20 @@ def table(section: Mapping[str, Any]) -> Group:
     made = grid(cells, styles=[_STYLES[row["role"]] for row in rows])
     notes = [section["asks"], f"limit: {section['limit']}" if section["limit"] else ""]
     notes += [f"left out: {skipped['name']}: {skipped['reason']}" for skipped in section["skipped"]]
-    return Group(Text(_title(section), style="bold"), made, Text("\n".join(filter(None, notes))), "")
+    return Group(Text(title(section), style="bold"), made, Text("\n".join(filter(None, notes))), "")
 
 
-def _title(section: Mapping[str, Any]) -> str:
+def title(section: Mapping[str, Any]) -> str:
     case, size = section["case"], section.get("elements")
     elements = "" if size is None or case == format_bytes(size) else f", {size / 1e6:g} M elements"
     return f"{section['question']}, {case}{elements}"
 
 
-def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None:
-    """Draw a panel for each section, with a bar for each row."""
-    heights = [0.95 + 0.27 * len(section["rows"]) for section in sections]
-    with picture(path, 7.6, sum(heights) + 0.4) as figure:
-        panels = figure.subplots(len(sections), 1, squeeze=False, gridspec_kw={"height_ratios": heights})
-        for section, axes in zip(sections, panels.flat):
-            rows = section["rows"]
-            rates = [row["gb_per_s"] for row in rows]
-            colors = [_COLORS[row["role"]] for row in rows]
-            bars = axes.barh([row["name"] for row in rows], rates, color=colors)
-            times = [format_seconds(row["median_ms"] / 1e3) for row in rows]
-            axes.bar_label(bars, [f" {t}, {rate:.3g} GB/s" for t, rate in zip(times, rates)], fontsize=7.5)
-            dress(axes, grid="x")
-            axes.set_xlim(0, 1.36 * max(rates))  # room for the labels behind the bars
-            axes.invert_yaxis()
-            axes.set_title(_title(section), loc="left", fontsize=9.5)
-        figure.suptitle(f"{heading}; GB/s of the bytes that the work must move", fontsize=10)
+def check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse a name that is not among the known ones. ValueError."""
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{option} {name}: {nearest(name, tuple(known))}")
 
 
 def check_memory(option: str, value: int, bytes_each: float, device: str = "cpu") -> None:
@@ -159,13 +146,10 @@ def measuring() -> Iterator[None]:
 
 
 def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], notes: str = "") -> None:
-    """Print the result of ``avgpipe bench NAME``, as one JSON object or as tables; and draw it with ``--plot``."""
+    """Print the result of ``avgpipe bench NAME``, as one JSON object or as tables."""
     facts = examine().facts
     facts["machine"]["threads"] = getattr(config, "threads", 1)
     command = shlex.join(["avgpipe", "bench", name, *words(config.complete)])
-    if picture_file := getattr(config, "plot", None):
-        with running():
-            plot(sections, command, picture_file)
     found = {"command": command, **facts, "sections": sections}
     machine = f"{facts['machine']['cpu']}, {facts['machine']['cores']} cores"
     machine += f", torch {facts['versions']['torch']}"

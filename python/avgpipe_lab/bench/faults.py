@@ -10,17 +10,15 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import Any
 
 import typer
 from rich.text import Text
 
 from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, answer, arguments, grid, tell
-from avgpipe.errors import nearest
 from avgpipe.faults.fault import KINDS
 from avgpipe.units import format_seconds
-from avgpipe_lab.bench import measuring
+from avgpipe_lab.bench import check_names, measuring
 from avgpipe_lab.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
 from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun, play
 from avgpipe_lab.bench.chaos.judge import Verdict, judge
@@ -42,7 +40,7 @@ def run(config: FaultsConfig) -> None:
     command = shlex.join(["avgpipe", "bench", "faults", *words({**given, "seed": seed})])
     print(f"seed {seed}: {command}", file=sys.stderr, flush=True)
     verdicts: list[Verdict] = []
-    undisturbed: dict[str, dict[str, Any]] = {}
+    undisturbed: dict[str, dict[int, float]] = {}
     began = time.monotonic()
     with measuring():
         for name, link, scenario in _scenarios(config, seed, began):
@@ -51,22 +49,24 @@ def run(config: FaultsConfig) -> None:
                 undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
             tell(f"{name}: {scenario.faults}")
             seen = play(scenario, shape)
-            verdict = judge(seen, shape, undisturbed[scenario.way]["losses"])
+            verdict = judge(seen, shape, undisturbed[scenario.way])
             verdicts.append(verdict)
             _say(verdict, scenario, seen)
     seconds = time.monotonic() - began
-    found = {"command": command, "seed": seed, "seconds": seconds, **_facts(verdicts, seconds, undisturbed)}
+    faults = sum(len(verdict.faults) for verdict in verdicts)
+    found = {"command": command, "seed": seed, "seconds": seconds, "faults": faults}
     violations = [
         f"{v.name}: {column}: {text}" for v in verdicts for column, texts in v.wrong.items() for text in texts
     ]
     found |= {"violations": violations, "runs": [vars(verdict) for verdict in verdicts]}
-    lines = [f"{len(violations)} broken promises" if violations else "no broken promises"]
+    counts = f"{faults} faults in {len(verdicts)} runs and {seconds:.0f} s"
+    broken = f"{len(violations)} broken promises" if violations else "no broken promises"
     answer(
         config.json,
         found,
         Text(command, style="bold"),
         grid(_rows(verdicts), texts=2),
-        Text("\n".join([_NOTES, *_loss_lines(found), *lines, *violations])),
+        Text("\n".join([_NOTES, counts, broken, *violations])),
     )
     if violations:
         raise typer.Exit(FAILED)
@@ -74,14 +74,9 @@ def run(config: FaultsConfig) -> None:
 
 def check(config: FaultsConfig) -> None:
     """Refuse unknown names with ValueError."""
-    for option, names, known in (
-        ("--kinds", config.kinds, tuple(KINDS)),
-        ("--ways", config.ways, WAYS),
-        ("--links", config.links, ("auto", "shm", "gloo")),
-    ):
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{option} {name}: {nearest(name, known)}")
+    check_names("--kinds", config.kinds, tuple(KINDS))
+    check_names("--ways", config.ways, WAYS)
+    check_names("--links", config.links, ("auto", "shm", "gloo"))
     if config.stages == 1 and config.kinds and set(config.kinds) <= set(OF_LINES):
         raise ValueError(
             f"--kinds {','.join(config.kinds)}: these faults need messages between stages, and --stages is 1"
@@ -105,13 +100,12 @@ def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[
             return
 
 
-def _undisturbed(way: str, shape: RunShape) -> dict[str, Any]:
-    """Return the losses by batch of a run without faults, and of its evaluations."""
+def _undisturbed(way: str, shape: RunShape) -> dict[int, float]:
+    """Return the losses by batch of a run without faults."""
     seen = play(Scenario(f"{way} undisturbed", way), shape)
     if seen.failure is not None:  # without it there is nothing to compare with
         raise seen.failure
-    losses, curve = ({e["batch"]: e["loss"] for e in seen.of(event)} for event in ("result", "evaluation"))
-    return {"losses": losses, "curve": curve}
+    return {event["batch"]: event["loss"] for event in seen.of("result")}
 
 
 def _say(verdict: Verdict, scenario: Scenario, seen: SeenRun) -> None:
@@ -148,30 +142,3 @@ def _rows(verdicts: Sequence[Verdict]) -> list[dict[str, str]]:
         row["trained again"] = str(sum(verdict.repeated for verdict in some))
         rows.append(row | {column: str(sum(bool(v.wrong.get(column)) for v in some)) for column in _WRONG})
     return rows
-
-
-def _facts(
-    verdicts: Sequence[Verdict], seconds: float, undisturbed: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    faults = sum(len(verdict.faults) for verdict in verdicts)
-    curves = {
-        way: {
-            "undisturbed": one["curve"],
-            "disturbed": [verdict.curve for verdict in verdicts if verdict.way == way and verdict.faults],
-        }
-        for way, one in undisturbed.items()
-    }
-    return {"faults": faults, "mean_seconds_between": seconds / faults if faults else None, "curves": curves}
-
-
-def _loss_lines(found: dict[str, Any]) -> list[str]:
-    lines = [f"{found['faults']} faults in {len(found['runs'])} runs and {found['seconds']:.0f} s"]
-    for way, curves in found["curves"].items():
-        lines.append(
-            f"{way}: loss by number of batches: without faults; in runs with faults median, least, most"
-        )
-        for batch, loss in curves["undisturbed"].items():
-            some = [curve[batch] for curve in curves["disturbed"] if batch in curve]
-            others = f"{statistics.median(some):.4f}, {min(some):.4f}, {max(some):.4f}" if some else "-"
-            lines.append(f"  {batch:4d}: {loss:.4f}; {others}")
-    return lines

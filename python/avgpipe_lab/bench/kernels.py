@@ -19,8 +19,7 @@ from torch.utils.benchmark import Timer
 import avgpipe_ext as ext
 from avgpipe.cli.output import arguments, tell
 from avgpipe.cli.resolve import check_device
-from avgpipe.errors import nearest
-from avgpipe_lab.bench import Way, check_memory, measuring, report, summarise
+from avgpipe_lab.bench import Way, check_memory, check_names, measuring, report, summarise
 from avgpipe_lab.commands import KernelsConfig
 
 _WHOLE = "'s step, the update for the reference and the pull (staleness 1): in one pass, or apart?"
@@ -81,9 +80,7 @@ def run(config: KernelsConfig) -> None:
 def check(config: KernelsConfig) -> None:
     """Refuse an unknown benchmark, and sizes that exceed the memory. ValueError."""
     check_device(config.device)
-    for name in config.only:
-        if name not in QUESTIONS:
-            raise ValueError(f"--only {name}: no such benchmark, {nearest(name, tuple(QUESTIONS))}")
+    check_names("--only", config.only, tuple(QUESTIONS))
     check_memory(
         "--elements", max(config.elements), _ARRAYS * getattr(torch, config.dtype).itemsize, config.device
     )

@@ -26,7 +26,7 @@ from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.units import format_bytes
-from avgpipe_lab.bench import Role, Way, measuring, report, summarise
+from avgpipe_lab.bench import Role, Way, check_names, measuring, report, summarise
 from avgpipe_lab.commands import SchedulesConfig
 
 SCHEDULES = (
@@ -186,9 +186,7 @@ def _check(config: SchedulesConfig) -> None:
     if size < _LEAST_ACTIVATION_BYTES or size % 4:
         least = f"must be a multiple of 4 bytes and at least {_LEAST_ACTIVATION_BYTES}"
         raise ValueError(f"--activation {size}: {least}")
-    for name in config.rows:
-        if name not in (*ROWS, ALL):
-            raise ValueError(f"--rows {name}: no such row, use some of {','.join(ROWS)}, or {ALL}")
+    check_names("--rows", config.rows, (*ROWS, ALL))
 
 
 # ---- on every rank ---------------------------------------------------------------------------------------------------

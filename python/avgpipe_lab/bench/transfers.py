@@ -21,7 +21,7 @@ from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.units import format_bytes
 from avgpipe_ext import ring
-from avgpipe_lab.bench import Way, check_memory, measuring, report, summarise
+from avgpipe_lab.bench import Way, check_memory, check_names, measuring, report, summarise
 from avgpipe_lab.commands import TransfersConfig
 
 LINKS = TransfersConfig.links
@@ -57,9 +57,7 @@ def check(config: TransfersConfig) -> None:
     """Refuse values that are out of range, and links that this machine does not have. ValueError."""
     if not config.links:
         raise ValueError(f"--links: name some of {','.join(LINKS)}")
-    for name in config.links:
-        if name not in LINKS:
-            raise ValueError(f"--links {name}: no such link, use some of {','.join(LINKS)}")
+    check_names("--links", config.links, LINKS)
     for size in config.sizes:
         if size < _WORD_BYTES or size % _WORD_BYTES:
             raise ValueError(f"--sizes {size}: must be multiples of {_WORD_BYTES} bytes, and at least one")

@@ -1,41 +1,135 @@
-"""``avgpipe compare``: runs ``avgpipe train`` with several systems on the same work."""
+"""``avgpipe compare`` and ``avgpipe.compare``: run ``avgpipe train`` with several systems on the same work."""
 
 from __future__ import annotations
 
-import json
+import os
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from avgpipe.cli.config import ProfilingOptions, TrainConfig, WorkloadOptions
-from avgpipe.cli.measuring import profile_of
-from avgpipe.cli.options import words
-from avgpipe.cli.output import FAILED, arguments, running, say, show, tell
+from avgpipe.cli.config import TrainConfig
+from avgpipe.cli.output import FAILED, arguments, running, say, show
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
+from avgpipe.errors import check_count
 from avgpipe.files import strict_json, write_atomically
-from avgpipe.measure.search import profiled_sizes
-from avgpipe.plan import Plan
-from avgpipe.planning.profile import Profile
-from avgpipe.ranks.environment import cores
-from avgpipe.report.course import read_metrics
+from avgpipe.report.course import Course
 from avgpipe.systems import SYSTEMS
-from avgpipe.tasks import check_workload, find_workload
+from avgpipe.tasks import find_workload
+from avgpipe.tasks.task import Task
 from avgpipe.timeline.timeline import Timeline
-from avgpipe.units import duration
-from avgpipe_lab.commands import CompareConfig
+from avgpipe_lab.commands import CompareConfig, check_systems
 from avgpipe_lab.compare import text as text_of
-from avgpipe_lab.compare.comparison import INTERRUPTED, OK, Comparison, SystemResult
+from avgpipe_lab.compare.comparison import Comparison, SystemResult
 from avgpipe_lab.compare.pictures import plot_timelines
-from avgpipe_lab.compare.process import Caught, Runner, noting_signals, run_in_process, verdict
-from avgpipe_lab.compare.study import Ended, Study, options_of
+from avgpipe_lab.compare.process import Runner, noting_signals, run_in_process
+from avgpipe_lab.compare.study import Study, folder_of, options_of
 
 _FILE_COLUMNS = 140  # width of a table that is not printed on a terminal
 _NO_STAGES = tuple(name for name, row in SYSTEMS.items() if "stages" in row)
+_WHOLE = Course()
+_COMPARES = "AVGPIPE_COMPARES"  # set while a script compares, and in its workers
+
+
+def compare(
+    make: Callable[[], Task],
+    systems: Sequence[str] = ("avgpipe", "gpipe", "dapple", "data-parallel"),
+    *,
+    workers: int = 2,
+    pipelines: int | None = None,
+    micro_batches: int | None = None,
+    course: Course = _WHOLE,
+    seeds: int = 1,
+    memory_limit_bytes: int | None = None,
+    device: str = "cpu",
+    timeout_s: float = 300,
+    out: str | os.PathLike[str] | None = None,
+) -> Comparison:
+    """Train a task with each system in turn, on the same data, seeds and number of workers, and compare.
+
+    It is ``avgpipe compare path/to/script.py:make`` from Python. A run that fails becomes a row with the reason, and
+    the others continue. Progress is printed on standard error.
+
+    Args:
+        make: Makes the task, here and in each worker, which imports it by its name, after ``torch.manual_seed`` with
+            the run's seed. Without ``held_out`` only speed and memory are compared.
+        systems: Names of systems, see the reference.
+        workers: Workers of each system: its stages, or its replicas if it has no stages.
+        pipelines: Pipelines, of systems that leave them open; None: 2, or the tuner's choice.
+        micro_batches: Micro-batches, of systems that split batches; None: 4, or the tuner's choice.
+        course: How long each run trains, how often it validates, and the seed of the first one.
+        seeds: Runs of each system, with seeds counted up; figures are medians, with the least and greatest value.
+        memory_limit_bytes: Memory of a worker, on the CPU of its whole process. With it each system gets the plan that
+            a profile predicts to be the fastest one that fits; a run that used more is not ranked.
+        device: Where to compute.
+        timeout_s: Longest wait for another worker, in seconds.
+        out: New folder for what ``avgpipe compare`` writes; None: nothing is kept but the result.
+
+    Returns:
+        A comparison, which prints as a table with notes and advice; its ``plot`` and ``plot_curves`` draw it.
+
+    Raises:
+        ValueError: An argument or the task is wrong, workers cannot import ``make``, or no system can run.
+        RuntimeError: The script calls this where it is imported: it must do so under ``if __name__ == "__main__":``.
+        KeyboardInterrupt: A signal ended it; ``out`` has the results so far.
+        PipelineError: Profiling failed.
+    """
+    sizes = {"workers": workers, "seeds": seeds, "pipelines": pipelines, "micro_batches": micro_batches}
+    others = {"memory_limit_bytes": memory_limit_bytes, "device": device, "timeout_s": timeout_s}
+    with _folder(out) as folder:
+        config = _config(_reference(make), systems, sizes, {**vars(course), **others, "out": folder})
+        check(config)
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        found, study = _compared(config)
+    if study.caught:
+        raise KeyboardInterrupt
+    return found
+
+
+@contextmanager
+def _folder(out: str | os.PathLike[str] | None) -> Iterator[str]:
+    """Return a folder for the results; RuntimeError within an import of the script by a comparison of its own."""
+    if _COMPARES in os.environ:
+        raise RuntimeError(
+            'compare was called by an import of the script: call it under if __name__ == "__main__":'
+        )
+    os.environ[_COMPARES] = "1"
+    try:
+        with tempfile.TemporaryDirectory(prefix="avgpipe-") as folder:
+            yield str(out or folder)
+    finally:
+        del os.environ[_COMPARES]
+
+
+def _config(
+    workload: str, systems: Sequence[str], sizes: Mapping[str, int | None], others: Mapping[str, Any]
+) -> CompareConfig:
+    """Return the options of the command for the arguments of :func:`compare`; ValueError for wrong ones."""
+    check_systems("systems", systems)
+    given = {name: value for name, value in sizes.items() if value is not None}
+    for name, count in given.items():
+        check_count(name, count)
+    given |= {name: value for name, value in others.items() if value is not None}
+    return CompareConfig.of(workload=workload, systems=tuple(systems), stages=given.pop("workers"), **given)
+
+
+def _reference(make: Callable[[], Task]) -> str:
+    """Return the name by which workers find a function. ValueError if they cannot."""
+    module = sys.modules[getattr(make, "__module__", __name__)]
+    name, file = getattr(make, "__qualname__", ""), getattr(module, "__file__", None)
+    if not name.isidentifier() or file is None:
+        raise ValueError(
+            f"make={make!r}: workers import it by its name, so it must be a function of a module or of the script, "
+            "not a lambda, a nested function or one of an interactive session"
+        )
+    spec = module.__spec__
+    return f"{spec.name if spec is not None and '.' in spec.name else file}:{name}"
 
 
 def run(asked: CompareConfig) -> None:
@@ -67,7 +161,7 @@ def check(config: CompareConfig) -> None:
         )
     check_folder(settings)
     check_device(settings.device)
-    plans = CommandStudy(config).asked_plans().values()
+    plans = Study(config).asked_plans().values()
     refused = [plan.reason for plan in plans if isinstance(plan, SystemResult)]
     if len(refused) == len(plans):
         raise ValueError(f"no system can run: {refused[0]}")
@@ -75,13 +169,9 @@ def check(config: CompareConfig) -> None:
 
 def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
     """Run all systems, fill the folder, print. Exits with 1 if no system finished, as after a signal."""
-    study = CommandStudy(config, runner)
-    plans = study.plans()
-    with noting_signals(study.caught):
-        found = study.compare(plans)
-        text = write_results(config, found, study.is_interrupted)
+    found, study = _compared(config, runner)
     if config.json:
-        sys.stdout.write(text)
+        sys.stdout.write((Path(config.out) / "compare.json").read_text())
     else:
         best = ["*: the best of its column"] if len(found.ranked) > 1 else []
         notes = [*best, *text_of.notes(found), text_of.advice(found), f"folder: {config.out}"]
@@ -96,109 +186,21 @@ def answer(config: CompareConfig, runner: Runner = run_in_process) -> None:
         raise typer.Exit(FAILED)
 
 
-# ---- the options of a run --------------------------------------------------------------------------------------------
-
-
-def _options(config: CompareConfig, system: str, out: Path) -> dict[str, Any]:
-    # The copy for a thread that writes the checkpoint would count as the system's memory.
-    return {**options_of(config, system), "wait_for_checkpoints": True, "out": str(out)}
-
-
-def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Path:
-    """Return the folder of a run; with several seeds each has one within the system's folder."""
-    home = Path(config.out) / system
-    return home if seed is None or config.seeds == 1 else home / f"seed-{seed}"
-
-
-def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = None) -> list[str]:
-    """Return the words after ``avgpipe`` of a run; ``plan``: the file with the tuned plan."""
-    options = _options(config, system, folder_of(config, system, seed))
-    if config.seeds > 1:
-        options["seed"] = seed
-    if plan is not None:
-        options["plan"] = str(plan)
-    return ["train", options.pop("workload"), *words(options)]
-
-
-# ---- one after the other ---------------------------------------------------------------------------------------------
-
-
-class CommandStudy(Study):
-    """A comparison whose runs are ``avgpipe train`` in a process and a folder of their own.
-
-    Attributes:
-        caught: The signals that have arrived; the remaining runs are then left out.
-    """
-
-    def __init__(self, config: CompareConfig, runner: Runner = run_in_process) -> None:
-        super().__init__(config, find_workload(config.workload).name)
-        self._runner = runner
-        self.caught: Caught = []
-
-    @property
-    def is_interrupted(self) -> bool:
-        return bool(self.caught)
-
-    def say(self, line: str) -> None:
-        tell("")
-        print(line, file=sys.stderr, flush=True)
-
-    def plan(self, system: str) -> Plan:
-        options = _options(self.config, system, folder_of(self.config, system))
-        return resolve(TrainConfig.of(**options)).to_plan()  # as far as known without the data
-
-    def profile(self) -> tuple[Profile, int]:
-        """Profile the workload, and write the profile to the folder."""
-        config = self.config
-        batch_size = check_workload(config.workload, config.build_options()).batch_size
-        asked = {
-            f.name: getattr(config, f.name) for f in fields(WorkloadOptions) if f.name in config.explicit
-        }
-        profiling = ProfilingOptions.of(**{**asked, "workload": config.workload})
-        self.say(f"profiling for about {profiling.budget_s:g} s, to choose plans")
-        at_once = min(config.stages, cores()) if config.device == "cpu" else 1
-        profile = profile_of(profiling, profiled_sizes(batch_size), at_once)
-        profile.save(Path(config.out) / "profile.json")
-        return profile, batch_size
-
-    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
-        config, file = self.config, None
-        out = folder_of(config, system, seed)
-        log = out.with_name(f"{out.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
-        if config.tunes:
-            file = Path(config.out) / f"{system}-plan.json"
-            plan.save(file)
-        if not sys.stderr.isatty():
-            self.say(place)
-        code = self._runner(words_of(config, system, seed, file), log, self.caught, _ticking(place, log))
-        rows, summary = read_metrics(out), out / "summary.json"
-        if summary.is_file():  # it finished, whatever the exit code
-            return Ended(OK, summary=json.loads(summary.read_text()), rows=rows)
-        status, reason = (INTERRUPTED, "") if self.caught else verdict(code, _said(log))
-        return Ended(status, reason, rows=rows)
-
-
-def _said(log: Path) -> str:
-    return log.read_text(errors="replace").rstrip() if log.is_file() else ""
-
-
-def _ticking(place: str, log: Path) -> Callable[[], None]:
-    """Return a function that shows the time of a run and the last line of its log."""
-    begun = time.monotonic()
-
-    def tick() -> None:
-        last = "".join(_said(log).splitlines()[-1:])
-        tell(f"{place}, {duration(time.monotonic() - begun)}: {last}")
-
-    return tick
+def _compared(config: CompareConfig, runner: Runner = run_in_process) -> tuple[Comparison, Study]:
+    """Run all systems, and fill the folder."""
+    study = Study(config, runner)
+    plans = study.plans()
+    with noting_signals(study.caught):
+        found = study.compare(plans)
+        write_results(config, found, bool(study.caught))
+    return found, study
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -> str:
-    """Write compare.json, compare.md and the pictures; returns the content of compare.json."""
+def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -> None:
+    """Write compare.json, compare.md and the pictures of all systems, also of those that did not finish."""
     facts = {f.name: getattr(found, f.name) for f in fields(found) if f.name != "outcomes"}
     content = {
         "workload": config.workload,
@@ -211,24 +213,17 @@ def write_results(config: CompareConfig, found: Comparison, interrupted: bool) -
         "advice": text_of.advice(found),
         "out": config.out,
     }
-    text = strict_json(content, indent=2) + "\n"
-    write_atomically(Path(config.out) / "compare.json", text)
-    write_atomically(Path(config.out) / "compare.md", text_of.markdown(found))
-    _write_pictures(config, found)
-    return text
-
-
-def _write_pictures(config: CompareConfig, found: Comparison) -> None:
-    """Draw the results of all systems, also of those that did not finish."""
-    out, timelines = Path(config.out), {}
-    for outcome in found.outcomes:
-        home = folder_of(config, outcome.system)
-        paths = [*home.glob("timeline.json"), *sorted(home.glob("seed-*/timeline.json"))]
-        if paths:
-            timelines[outcome.label] = Timeline.from_chrome_trace(paths[0])
+    out = Path(config.out)
+    write_atomically(out / "compare.json", strict_json(content, indent=2) + "\n")
+    write_atomically(out / "compare.md", text_of.markdown(found))
     if found.ranked:
         found.plot(out / "bars.png")
     if any(row["kind"] == "train" for o in found.outcomes for rows in o.rows for row in rows):
         found.plot_curves(out / "curves.png")
+    timelines = {}
+    for outcome in found.outcomes:
+        home = folder_of(config, outcome.system)
+        if paths := [*home.glob("timeline.json"), *sorted(home.glob("seed-*/timeline.json"))]:
+            timelines[outcome.label] = Timeline.from_chrome_trace(paths[0])
     if timelines:
         plot_timelines(timelines, f"{found.what}, {found.workers} workers", out / "timelines.png")

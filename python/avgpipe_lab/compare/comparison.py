@@ -6,19 +6,23 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import gt, lt
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.report.course import parse_target
+from avgpipe.report.pictures import COLORS, WIDTH_IN, Curve, plot_curves
+from avgpipe.timeline.plot import INK, dress, picture
 from avgpipe.units import format_bytes
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Status of a system. Only OK ones are ranked.
 OK, DOES_NOT_FIT, REFUSED, OUT_OF_MEMORY = "ok", "does not fit", "refused", "out of memory"
 KILLED, FAILED, INTERRUPTED, NOT_RUN = "killed", "failed", "interrupted", "not run"
-_DERIVED = ("epoch_seconds", "samples_per_second", "epochs_to_target")
+_DERIVED = ("epoch_seconds", "samples_per_second")
 # Figures that may differ between seeds.
 _OF_RUNS = (
     *("epochs", "batches", "samples", "train_seconds", "samples_to_target", "seconds_to_target"),
@@ -72,11 +76,6 @@ class Figures:
     @property
     def samples_per_second(self) -> float | None:
         return self.samples / self.train_seconds if self.train_seconds > 0 and self.samples else None
-
-    @property
-    def epochs_to_target(self) -> float | None:
-        """Return the epochs to the target; a run ends when it reaches its target."""
-        return None if self.seconds_to_target is None else self.epochs
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {name: getattr(self, name) for name in _DERIVED}
@@ -202,14 +201,12 @@ class Comparison:
     target: float | str | None = None
     memory_limit_bytes: int | None = None
 
-    def better(self, metric: float, other: float) -> bool:
-        return metric < other if self.lower_is_better else metric > other
-
     @property
     def beaten_trivial(self) -> bool:
         """Return whether some system learned more than the trivial answer; true if there is none."""
+        better = lt if self.lower_is_better else gt
         return self.trivial is None or any(
-            self.better(metric, self.trivial) for metric in self.known("best_metric").values()
+            better(m, self.trivial) for m in self.known("best_metric").values()
         )
 
     @property
@@ -249,16 +246,28 @@ class Comparison:
         return [name for name, value in values.items() if value == best and len(values) > 1]
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the effort to reach the target, else speed and best metric, as bars; written to ``path`` if given."""
-        from avgpipe_lab.compare.pictures import plot_bars  # loads matplotlib
+        """Draw the effort to reach the target, else speed and best metric, as bars; written to ``path`` if given.
 
-        keys = ("samples_per_second", "best_metric")
-        if self.target is not None:
-            keys = ("samples_to_target", "seconds_to_target")
+        A line across the end of a bar spans the least and greatest of several seeds. An unknown value has no bar.
+        """
+        effort = ("samples_to_target", "seconds_to_target")
+        keys = effort if self.target is not None else ("samples_per_second", "best_metric")
         columns = {column.key: column.heading for column in self.columns()}
-        bars = {columns[key]: {o.system: _bar(o, key) for o in self.outcomes} for key in keys}
-        heading = ". ".join(filter(None, (f"{self.what}, {self.workers} workers", self.goal)))
-        return plot_bars(bars, heading, path)
+        with picture(path, WIDTH_IN, 1.2 + 0.4 * len(self.outcomes)) as figure:
+            for axes, key in zip(figure.subplots(1, len(keys), sharey=True), keys):
+                for place, outcome in enumerate(self.outcomes):
+                    _draw_bar(axes, place, outcome, key)
+                axes.set_yticks(
+                    range(len(self.outcomes)), [o.system for o in self.outcomes], fontsize=9, color=INK
+                )
+                axes.set_ylim(len(self.outcomes) - 0.4, -0.6)
+                axes.margins(x=0.14)
+                axes.set_xlim(left=0)
+                axes.set_xlabel(columns[key], color=INK)
+                dress(axes, without=("top", "right", "left"), grid="x")
+            heading = ". ".join(filter(None, (f"{self.what}, {self.workers} workers", self.goal)))
+            figure.suptitle(heading, fontsize=10, color=INK)
+        return figure
 
     @property
     def goal(self) -> str:
@@ -270,8 +279,6 @@ class Comparison:
 
     def plot_curves(self, path: str | os.PathLike[str] | None = None) -> Figure:
         """Draw loss, metric and distances of replicas over time and samples, as far as results have ``rows``."""
-        from avgpipe.report.pictures import Curve, plot_curves  # loads matplotlib
-
         runs = {o.label: [curve for of in o.rows if (curve := Curve.of(of)).loss] for o in self.outcomes}
         curves = {label: of for label, of in runs.items() if of}
         heading = f"{self.what}, {self.workers} workers"
@@ -288,11 +295,19 @@ class Comparison:
         return [o.to_json() for o in self.outcomes]
 
 
-def _bar(outcome: SystemResult, key: str) -> tuple[float | None, float | None, float | None]:
-    """Return a figure with its least and greatest value; None for unknown values and systems without rank."""
-    if outcome.status != OK:
-        return None, None, None
-    return outcome.value(key), *(outcome.spread(key) or (None, None))
+def _draw_bar(axes: Axes, place: int, outcome: SystemResult, key: str) -> None:
+    """Draw a figure with its least and greatest value; systems without rank have none."""
+    value = outcome.value(key) if outcome.status == OK else None
+    if value is None:
+        axes.text(0, place, "  -", va="center", color=INK, fontsize=9)
+        return
+    axes.barh(place, value, height=0.62, color=COLORS[place % len(COLORS)], zorder=2)
+    ends = [value if end is None else end for end in outcome.spread(key) or ()]
+    if ends and ends[0] != ends[1]:
+        axes.plot(ends, [place, place], "|-", color=INK, linewidth=1.3, zorder=3)
+    beside = max([value, *ends]), place
+    style: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
+    axes.annotate(f"{value:.4g}", beside, (4, 0), **style)
 
 
 def format_figure(value: float) -> str:

@@ -1,4 +1,4 @@
-"""Pictures of a comparison: bars of each figure, and what the workers of each system do in the same stretch of time."""
+"""The picture of a comparison: what the workers of each system do in the same stretch of time."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median, median_low
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from avgpipe.report.pictures import COLORS, WIDTH_IN, Bar
+from avgpipe.report.pictures import WIDTH_IN
 from avgpipe.schedule.row import COMPUTE_KINDS, Event
-from avgpipe.timeline.plot import INK, View, draw_rows, dress, legend_entries, picture
+from avgpipe.timeline.plot import INK, View, draw_rows, legend_entries, picture
 from avgpipe.timeline.timeline import Timeline
 from avgpipe.units import format_seconds, time_unit
 
@@ -20,37 +20,6 @@ if TYPE_CHECKING:
 _ROW_IN, _FRAME_IN = 0.3, 0.5  # of a worker's row, and of a panel around them
 # The common stretch: two batches of the slowest system, but between three and ten of the fastest.
 _SLOWEST, _FASTEST_LEAST, _FASTEST_MOST = 2.0, 3.0, 10.0
-# Style of a text beside the end of a bar.
-_BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8, "color": INK}
-
-
-def plot_bars(
-    panels: Mapping[str, Mapping[str, Bar]], heading: str, path: str | os.PathLike[str] | None = None
-) -> Figure:
-    """Draw a panel for each figure with a bar for each system, written to ``path`` if given.
-
-    A line across the end of a bar spans the least and greatest of several seeds. An unknown value has no bar.
-    """
-    systems = max(map(len, panels.values()), default=0)
-    with picture(path, WIDTH_IN, 1.2 + 0.4 * systems) as figure:
-        for axes, (name, bars) in zip(figure.subplots(1, len(panels), sharey=True), panels.items()):
-            for place, (value, least, most) in enumerate(bars.values()):
-                if value is None:
-                    axes.text(0, place, "  -", va="center", color=INK, fontsize=9)
-                    continue
-                axes.barh(place, value, height=0.62, color=COLORS[place % len(COLORS)], zorder=2)
-                ends = [value if end is None else end for end in (least, most)]
-                if ends[0] != ends[1]:
-                    axes.plot(ends, [place, place], "|-", color=INK, linewidth=1.3, zorder=3)
-                axes.annotate(f"{value:.4g}", (max(value, *ends), place), (4, 0), **_BESIDE)
-            axes.set_yticks(range(len(bars)), list(bars), fontsize=9, color=INK)
-            axes.set_ylim(len(bars) - 0.4, -0.6)
-            axes.margins(x=0.14)
-            axes.set_xlim(left=0)
-            axes.set_xlabel(name, color=INK)
-            dress(axes, without=("top", "right", "left"), grid="x")
-        figure.suptitle(heading, fontsize=10, color=INK)
-    return figure
 
 
 class _BatchRate:

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 from avgpipe import systems
-from avgpipe.cli.config import LearningOptions
+from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
+from avgpipe.cli.measuring import profile_of
+from avgpipe.cli.options import words
+from avgpipe.cli.output import tell
+from avgpipe.cli.resolve import resolve
+from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.profile import Profile
+from avgpipe.ranks.environment import cores
+from avgpipe.report.course import read_metrics
 from avgpipe.systems import SYSTEMS
+from avgpipe.tasks import check_workload, find_workload
 from avgpipe.units import duration, format_bytes, format_seconds
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare.comparison import (
     DOES_NOT_FIT,
+    INTERRUPTED,
     NOT_RUN,
     OK,
     REFUSED,
@@ -25,16 +36,18 @@ from avgpipe_lab.compare.comparison import (
     Figures,
     SystemResult,
 )
+from avgpipe_lab.compare.process import Caught, Runner, run_in_process, verdict
 from avgpipe_lab.planning.of_system import best_of_system
 
 _COMMON = tuple(f.name for f in fields(LearningOptions) if f.name not in ("json", "given"))
 
 
-def options_of(config: CompareConfig, system: str) -> dict[str, Any]:
-    """Return the options of ``avgpipe train`` that were given and that the system does not set, and the system."""
+def options_of(config: CompareConfig, system: str, seed: int | None = None) -> dict[str, Any]:
+    """Return the options of a run: those that were given and that the system does not set, and its folder."""
     found = {name: value for name, value in config.explicit.items() if name in _COMMON}
-    sizes = sizes_of(config, system)
-    return {**found, **sizes, "system": system, "stages": config.stages}
+    found |= {**sizes_of(config, system), "system": system, "stages": config.stages}
+    # The copy for a thread that writes the checkpoint would count as the system's memory.
+    return {**found, "wait_for_checkpoints": True, "out": str(folder_of(config, system, seed))}
 
 
 def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
@@ -48,56 +61,62 @@ def sizes_of(config: CompareConfig, system: str) -> dict[str, int]:
     return {name: value for name, value in found.items() if name not in SYSTEMS[system]}
 
 
-class Ended(NamedTuple):
-    """What a run resulted in: its status with the reason, the content of its summary.json if it finished, its rows."""
+def folder_of(config: CompareConfig, system: str, seed: int | None = None) -> Path:
+    """Return the folder of a run; with several seeds each has one within the system's folder."""
+    home = Path(config.out) / system
+    return home if seed is None or config.seeds == 1 else home / f"seed-{seed}"
 
-    status: str
-    reason: str = ""
-    summary: Mapping[str, Any] | None = None
-    rows: Sequence[Mapping[str, Any]] = ()
+
+def words_of(config: CompareConfig, system: str, seed: int, plan: Path | None = None) -> list[str]:
+    """Return the words after ``avgpipe`` of a run; ``plan``: the file with the tuned plan."""
+    options = options_of(config, system, seed)
+    if config.seeds > 1:
+        options["seed"] = seed
+    if plan is not None:
+        options["plan"] = str(plan)
+    return ["train", options.pop("workload"), *words(options)]
 
 
 Plans = dict[str, Plan | SystemResult]  # of each system, or why it cannot run
 
 
-class Study(ABC):
-    """Runs systems one after the other; a subclass starts a run.
+class Study:
+    """Runs systems one after the other, each as ``avgpipe train`` in a process and a folder of its own.
 
-    Args:
-        what: Name of the workload.
+    Attributes:
+        caught: The signals that have arrived; the remaining runs are then left out.
     """
 
-    def __init__(self, config: CompareConfig, what: str) -> None:
-        self.config, self._what = config, what
+    def __init__(self, config: CompareConfig, runner: Runner = run_in_process) -> None:
+        self.config, self._runner = config, runner
         self._known: Mapping[str, Any] = {}  # summary of the first run that finished
+        self.caught: Caught = []
 
-    @abstractmethod
-    def plan(self, system: str) -> Plan:
-        """Return the plan that was asked for; ValueError or TypeError if the system cannot have it."""
-
-    @abstractmethod
-    def profile(self) -> tuple[Profile, int]:
-        """Return a profile of the model, and the samples of a batch."""
-
-    @abstractmethod
-    def train(self, system: str, seed: int, plan: Plan, place: str) -> Ended:
-        """Train to the end; ``place`` names the run among all."""
-
-    @abstractmethod
     def say(self, line: str) -> None:
-        """Report progress."""
+        tell("")
+        print(line, file=sys.stderr, flush=True)
 
-    @property
-    def is_interrupted(self) -> bool:
-        """Return whether the remaining runs are left out."""
-        return False
+    def profile(self) -> tuple[Profile, int]:
+        """Profile the workload, and write the profile to the folder."""
+        config = self.config
+        batch_size = check_workload(config.workload, config.build_options()).batch_size
+        asked = {
+            f.name: getattr(config, f.name) for f in fields(WorkloadOptions) if f.name in config.explicit
+        }
+        profiling = ProfilingOptions.of(**{**asked, "workload": config.workload})
+        self.say(f"profiling for about {profiling.budget_s:g} s, to choose plans")
+        at_once = min(config.stages, cores()) if config.device == "cpu" else 1
+        profile = profile_of(profiling, profiled_sizes(batch_size), at_once)
+        profile.save(Path(config.out) / "profile.json")
+        return profile, batch_size
 
     def asked_plans(self) -> Plans:
         """Return the plan of each system without the tuner's choices, or why it cannot run."""
         found: Plans = {}
         for system in self.config.systems:
             try:
-                found[system] = self.plan(system)
+                asked = TrainConfig.of(**options_of(self.config, system))
+                found[system] = resolve(asked).to_plan()  # as far as known without the data
             except (ValueError, TypeError) as error:
                 found[system] = SystemResult(system, REFUSED, reason=str(error))
         return found
@@ -137,10 +156,10 @@ class Study(ABC):
             ended[system][seed] = self._result(
                 system, seed, plans[system], f"{number} of {len(order)}: {name}"
             )
-        known = self._known
+        known, name = self._known, find_workload(config.workload).name
         preset, title = known.get("preset", config.preset), known.get("title")
         return Comparison(
-            what=self._what + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
+            what=name + (f" {preset}" if preset else "") + (f" ({title})" if title else ""),
             workers=config.stages,
             outcomes=tuple(SystemResult.joined(runs) for runs in ended.values()),
             metric_name=known.get("metric_name", "metric"),
@@ -151,7 +170,7 @@ class Study(ABC):
         )
 
     def _result(self, system: str, seed: int, plan: Plan | SystemResult, place: str) -> SystemResult:
-        if self.is_interrupted:
+        if self.caught:
             return SystemResult(system, NOT_RUN)
         begun = time.monotonic()
         result = plan if isinstance(plan, SystemResult) else self._trained(system, seed, plan, place)
@@ -160,17 +179,44 @@ class Study(ABC):
         return result
 
     def _trained(self, system: str, seed: int, plan: Plan, place: str) -> SystemResult:
-        ended = self.train(system, seed, plan, place)
-        rows = (ended.rows,) if ended.rows else ()
-        if ended.summary is None:
-            return SystemResult(system, ended.status, reason=ended.reason, rows=rows)
-        self._known = self._known or ended.summary
-        figures = Figures.of(ended.summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
-        warnings = (*ended.summary["warnings"], *warm_up_warnings(plan, figures.batches))
-        limit, needed = self.config.memory_limit_bytes, figures.peak_memory_bytes
+        """Train to the end; ``place`` names the run among all."""
+        config, file = self.config, None
+        out = folder_of(config, system, seed)
+        log = out.with_name(f"{out.name}.log")
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if config.tunes:
+            file = Path(config.out) / f"{system}-plan.json"
+            plan.save(file)
+        if not sys.stderr.isatty():
+            self.say(place)
+        code = self._runner(words_of(config, system, seed, file), log, self.caught, _ticking(place, log))
+        rows, ended = tuple(filter(None, [read_metrics(out)])), out / "summary.json"
+        if not ended.is_file():  # with it the run finished, whatever the exit code
+            status, reason = (INTERRUPTED, "") if self.caught else verdict(code, _said(log))
+            return SystemResult(system, status, reason=reason, rows=rows)
+        summary = json.loads(ended.read_text())
+        self._known = self._known or summary
+        figures = Figures.of(summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
+        warnings = (*summary["warnings"], *warm_up_warnings(plan, figures.batches))
+        limit, needed = config.memory_limit_bytes, figures.peak_memory_bytes
         fits = limit is None or needed <= limit
         status, reason = (OK, "") if fits else (DOES_NOT_FIT, f"needs {format_bytes(needed)}")
         return SystemResult(system, status, figures, reason, warnings, rows=rows)
+
+
+def _said(log: Path) -> str:
+    return log.read_text(errors="replace").rstrip() if log.is_file() else ""
+
+
+def _ticking(place: str, log: Path) -> Callable[[], None]:
+    """Return a function that shows the time of a run and the last line of its log."""
+    begun = time.monotonic()
+
+    def tick() -> None:
+        last = "".join(_said(log).splitlines()[-1:])
+        tell(f"{place}, {duration(time.monotonic() - begun)}: {last}")
+
+    return tick
 
 
 def warm_up_warnings(plan: Plan, batches: int) -> list[str]:

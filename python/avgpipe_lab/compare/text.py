@@ -5,7 +5,11 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Literal
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from avgpipe.units import format_bytes, format_seconds
 from avgpipe_lab.compare.comparison import (
@@ -18,10 +22,6 @@ from avgpipe_lab.compare.comparison import (
     format_figure,
 )
 
-if TYPE_CHECKING:
-    from rich.table import Table
-    from rich.text import Text
-
 CLOSE = 0.05  # runs of one system on one machine differ by this much
 _APART = f"less than {100 * CLOSE:.0f} % apart"
 _TEXTS = (0, 2)  # columns of the table that hold text
@@ -33,8 +33,6 @@ Range = tuple[float | None, float | None]  # least and greatest of several seeds
 
 def plain(comparison: Comparison) -> str:
     """Return the table, notes and advice as a text."""
-    from rich.console import Console
-
     console = Console(width=_TEXT_COLUMNS, file=io.StringIO(), highlight=False, markup=False)
     for item in (table(comparison), *notes(comparison), advice(comparison)):
         console.print(item, soft_wrap=isinstance(item, str))
@@ -167,31 +165,24 @@ def _cell(outcome: SystemResult, column: Column) -> str:
 
 def table(comparison: Comparison) -> Table:
     """Make the table for rich; a star marks the best of each column."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, heading in enumerate(headings(comparison)):
-        side: Literal["left", "right"] = "left" if number in _TEXTS else "right"
         narrow = heading.replace(", ", ",\n").replace("-", "-\n")
         lines = narrow if "," in heading else heading.replace(" ", "\n", 1)
-        made.add_column(lines, justify=side, no_wrap=number == 0, overflow="fold")
+        made.add_column(
+            lines, justify="left" if number in _TEXTS else "right", no_wrap=number == 0, overflow="fold"
+        )
     for outcome in comparison.outcomes:
-        row = cells(comparison, outcome)
-        starred = (_starred(text, best) for text, best in row)
-        texts = [Text(row[n][0]) if n in _TEXTS else cell for n, cell in enumerate(starred)]
+        row = enumerate(cells(comparison, outcome))
+        texts = [Text(text) if n in _TEXTS else _starred(text, best) for n, (text, best) in row]
         made.add_row(*texts, style="" if outcome.status == OK else "dim")
     return made
 
 
 def _starred(text: str, best: bool) -> Text:
-    """Make a cell of the table, with the ends of a figure's spread in separate lines."""
-    from rich.text import Text
-
+    """Make a cell of the table, with a figure's spread in a line below."""
     value, _, spread = text.partition(" (")
-    least, _, most = spread.partition("..")
-    below = f"\n{least}.. \n{most.rstrip(')')} " if most else ""
+    below = f"\n({spread}" if spread else ""
     return Text.assemble((f"{value}*", "bold") if best else f"{value} ", below)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint.folder import is_saved_into
-from avgpipe.report.course import number, numbers, parse_row, read_object
+from avgpipe.report.course import numbers, parse_row, read_object
 
 _RECENT = 200  # batches that the speed is measured over
 _KEPT = 400  # losses that the picture shows
@@ -43,29 +43,20 @@ class Progress:
     _marks: deque[tuple[int, int, float]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def take(self, row: Mapping[str, Any]) -> None:
-        """Add a row of metrics.jsonl; values that should be numbers and are not are ignored."""
-        batch, seconds = number(row["batch"]), number(row.get("seconds"))
-        if batch is None or seconds is None:
-            return
-        self.samples = int(number(row.get("samples")) or self.samples)
-        self.seconds = seconds
-        epoch = number(row.get("epoch"))
-        self.epoch = self.epoch if epoch is None else int(epoch)
-        total = number(row.get("total_batches"))
-        self.total = self.total if total is None else int(total)
-        if row["kind"] == "train":
-            self._take_batch(int(batch), row)
-        else:
+        """Add a row of metrics.jsonl."""
+        self.samples, self.seconds, self.epoch = row["samples"], row["seconds"], row["epoch"]
+        self.total = row.get("total_batches", self.total)
+        if row["kind"] == "valid":
             self.valid, self.before = row, self.before or row
-            told = row.get("warnings")
-            self.warnings = list(map(str, told)) if isinstance(told, list) else self.warnings
-
-    def _take_batch(self, batch: int, row: Mapping[str, Any]) -> None:
-        self.batches = max(self.batches, batch + 1)  # the share of a lost pipeline in a batch arrives later
-        self.lr = number(row.get("lr"))
+            self.warnings = row.get("warnings", self.warnings)
+            return
+        self.batches = max(
+            self.batches, row["batch"] + 1
+        )  # the share of a lost pipeline in a batch arrives later
+        self.lr = row.get("lr")
         self._marks.append((self.batches, self.samples, self.seconds))
-        loss = number(row.get("loss"))
-        if loss is not None:
+        loss = row["loss"]
+        if loss is not None:  # as one that was not finite
             before = self.losses[-1] if self.losses else loss
             self.losses.append(_SMOOTHING * before + (1 - _SMOOTHING) * loss)
 
@@ -152,19 +143,18 @@ class LiveRun:
     @property
     def busy(self) -> list[float]:
         """Return the computing share of each worker before the last validation."""
-        return numbers(self.progress.valid.get("worker_busy_fraction"))
+        return self.progress.valid.get("worker_busy_fraction") or []
 
     @property
     def peaks(self) -> list[float]:
         """Return the peak memory of each worker until the last validation."""
-        return numbers(self.progress.valid.get("peak_memory_bytes"))
+        return self.progress.valid.get("peak_memory_bytes") or []
 
     @property
     def drift(self) -> float | None:
         """Return the mean distance of the replicas from the reference, over its norm, at the last validation."""
-        distances = self.progress.valid.get("distances")
-        found = distances if isinstance(distances, dict) else {}
-        norm, of = number(found.get("norm")), numbers(found.get("to_reference"))
+        distances = self.progress.valid.get("distances", {})
+        norm, of = distances.get("norm"), numbers(distances.get("to_reference"))
         return sum(of) / len(of) / norm if norm and of else None
 
     def to_json(self) -> dict[str, Any]:

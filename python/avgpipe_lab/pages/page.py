@@ -11,7 +11,7 @@ from typing import Any, Literal
 from avgpipe import __version__
 from avgpipe.cli.output import answer, arguments, check_file, running
 from avgpipe.files import write_atomically
-from avgpipe.report.course import number, numbers
+from avgpipe.report.course import numbers
 from avgpipe.report.pictures import Curve, Point
 from avgpipe.timeline.html import timeline_sections
 from avgpipe.timeline.page import Block, Chart, Line, Page, Section, Sentences, Table
@@ -85,13 +85,13 @@ def _asked(run: Run, name: str) -> Any:
 
 
 def _figure(run: Run, name: str, form: Callable[[float], str] = format_figure) -> str | None:
-    value = number(run.summary.get(name))
+    value = run.summary.get(name)
     return None if value is None else form(value)
 
 
 def _batches(run: Run) -> str | None:
     done = run.summary.get("batches", sum(row["kind"] == "train" for row in run.rows))
-    total = next((row["total_batches"] for row in run.rows if number(row.get("total_batches"))), None)
+    total = next((row["total_batches"] for row in run.rows if row.get("total_batches")), None)
     return f"{done} of {total}, not finished" if not run.summary and total else f"{done}"
 
 
@@ -101,7 +101,7 @@ def _metric(run: Run, name: str) -> str | None:
 
 
 def _trained(run: Run) -> str | None:
-    seconds = number(run.summary.get("train_seconds", _last_row(run).get("seconds")))
+    seconds = run.summary.get("train_seconds", _last_row(run).get("seconds"))
     return None if seconds is None else duration(seconds)
 
 
@@ -109,7 +109,7 @@ def _target(run: Run) -> str | None:
     target = run.summary.get("target")
     if target is None:
         return None
-    reached = number(run.summary.get("seconds_to_target"))
+    reached = run.summary.get("seconds_to_target")
     when = f"after {duration(reached)}" if reached is not None else "not reached"
     return f"{str(target).replace('=', ' ')}: {when}"
 
@@ -130,7 +130,7 @@ _FACTS: dict[str, Callable[[Run], Any]] = {
     "schedule": lambda run: _asked(run, "schedule"),
     "batch size": lambda run: _asked(run, "batch_size"),
     "batches": _batches,
-    "samples": lambda run: number(run.summary.get("samples", _last_row(run).get("samples"))),
+    "samples": lambda run: run.summary.get("samples", _last_row(run).get("samples")),
     "training": _trained,
     "samples/s": lambda run: _figure(run, "samples_per_second"),
     "last": lambda run: _metric(run, "metric"),
@@ -166,9 +166,8 @@ def _words(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _versions(run: Run) -> dict[str, str]:
-    versions = run.summary.get("versions")
-    found = versions if isinstance(versions, dict) else {}
-    return {f"version of {name}": str(version) for name, version in found.items()}
+    versions = run.summary.get("versions", {})
+    return {f"version of {name}": str(version) for name, version in versions.items()}
 
 
 def _told(runs: Sequence[Run]) -> Section:
@@ -241,11 +240,8 @@ def _per_worker(runs: Sequence[Run], name: str, scale: float) -> list[Line]:
     for place, run in enumerate(runs):
         rows = [row for row in run.rows if numbers(row.get(name))]
         for worker in range(max((len(row[name]) for row in rows), default=0)):
-            points = [
-                Point(row["seconds"], row.get("samples", 0), scale * row[name][worker])
-                for row in rows
-                if worker < len(row[name])
-            ]
+            known = [row for row in rows if worker < len(row[name])]
+            points = [Point(row["seconds"], row["samples"], scale * row[name][worker]) for row in known]
             lines.append(_line(place, worker, f"worker {worker}", points, "marks"))
     return lines
 
@@ -254,15 +250,15 @@ def _of_rows(runs: Sequence[Run], name: str, words: str) -> list[Line]:
     """Make a line for each run whose batches have this number."""
     lines = []
     for place, run in enumerate(runs):
-        values = [(row, number(row.get(name))) for row in run.rows if row["kind"] == "train"]
-        points = [Point(row["seconds"], row.get("samples", 0), v) for row, v in values if v is not None]
+        rows = [row for row in run.rows if row["kind"] == "train" and row.get(name) is not None]
+        points = [Point(row["seconds"], row["samples"], row[name]) for row in rows]
         lines.append(_line(place, 0, words, points))
     return lines
 
 
 def _speed(place: int, run: Run) -> Line:
     """Make the line of samples per second, each point the mean over some batches."""
-    rows = [row for row in run.rows if row["kind"] == "train" and number(row.get("samples")) is not None]
+    rows = [row for row in run.rows if row["kind"] == "train"]
     step = -(-len(rows) // _SPEED_POINTS) or 1
     marks = [(0.0, 0), *((row["seconds"], row["samples"]) for row in rows[step - 1 :: step])]
     points = [Point(s, n, (n - of) / (s - begun)) for (begun, of), (s, n) in pairwise(marks) if s > begun]

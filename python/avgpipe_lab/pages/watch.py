@@ -17,7 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from avgpipe.cli.output import answer, arguments
-from avgpipe.report.course import number
 from avgpipe.units import duration, format_bytes
 from avgpipe_lab.commands import WatchConfig
 from avgpipe_lab.pages.live import LiveRun
@@ -108,7 +107,7 @@ def _what(live: LiveRun) -> str:
 
 def _facts(live: LiveRun) -> dict[str, str]:
     """Return what is known about a run, as texts by name."""
-    progress, valid = live.progress, live.progress.valid
+    progress, valid, age_s = live.progress, live.progress.valid, live.checkpoint_age_s
     of = f"/{progress.total}" if progress.total else ""
     found: dict[str, str | None] = {
         "batch": f"{progress.batches}{of}" + (f", epoch {progress.epoch}" if progress.epoch else ""),
@@ -125,7 +124,7 @@ def _facts(live: LiveRun) -> dict[str, str]:
         "before training": _validation(progress.before),
         "validation": _validation(valid) if valid.get("batch") else None,
         "updates skipped": str(valid["skipped_updates"]) if valid.get("skipped_updates") else None,
-        "checkpoint": _age(live.checkpoint_age_s),
+        "checkpoint": f"{duration(age_s)} old" if age_s is not None else None,
     }
     return {name: fact for name, fact in found.items() if fact}
 
@@ -134,15 +133,9 @@ def _maybe(value: float | None, form: str) -> str | None:
     return None if value is None else form.format(value)
 
 
-def _age(seconds: float | None) -> str | None:
-    return None if seconds is None else f"{duration(seconds)} old"
-
-
 def _validation(row: Any) -> str:
     """Format the metrics, or else the loss, of a validation, and after which batch it was."""
-    metrics = row.get("metrics")
-    named = metrics if isinstance(metrics, dict) else {}
-    values = {str(name): number(value) for name, value in named.items()} or {"loss": number(row.get("loss"))}
+    values = row.get("metrics") or {"loss": row.get("loss")}
     said = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
     when = f" after {row['batch']} batches" if row.get("batch") else ""
     return ", ".join(said) + when if said else ""

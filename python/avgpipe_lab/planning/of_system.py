@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
 from operator import attrgetter
@@ -10,10 +10,9 @@ from typing import Any
 
 from avgpipe import systems
 from avgpipe.measure.forecast import Forecast, OnCluster
-from avgpipe.measure.search import fits
+from avgpipe.measure.search import fastest_first_cut, fits, nothing_fits
 from avgpipe.plan import Plan
 from avgpipe.planning import choose_advance
-from avgpipe.planning.chain import does_not_fit
 from avgpipe.planning.cluster import Cluster
 from avgpipe.planning.cuts import Cut, CutSearch
 from avgpipe.planning.profile import Profile
@@ -57,9 +56,9 @@ def best_of_system(
         return OnCluster(profile, plan, batch_size, cluster)
 
     ways = [[on_cluster(plan) for plan in _ways(system, {**options, **size})] for size in sizes]
-    rough = sorted(filter(None, map(_rough, ways)), key=_seconds)
+    rough = sorted(filter(None, map(fastest_first_cut, ways)), key=_seconds)
     if not rough:
-        raise _nothing_fits([problem for of_size in ways for problem in of_size])
+        raise nothing_fits(problem for of_size in ways for problem in of_size)
     found = [*rough]
     for forecast in rough[:_REFINED]:
         whole = replace(forecast.plan, partition=None)
@@ -105,21 +104,6 @@ def _ways(system: str, options: Mapping[str, Any]) -> Iterator[Plan]:
         yield replace(plan, pipelines=1, spread=False, system="avgpipe") if _is_apart(system) else plan
 
 
-def _rough(ways: Sequence[OnCluster]) -> Forecast | None:
-    """Return the fastest variant that fits, with a first cut; None if none fits.
-
-    Variants that need less memory are considered only if memory is the limit.
-    """
-    found: list[Forecast] = []
-    for problem in ways:
-        cut = CutSearch(problem, problem.limits).first()
-        if cut is not None:
-            found.append(problem.forecast(cut))
-        if problem.limits is None or (found and cut == CutSearch(problem, None).first()):
-            break
-    return min(found, key=_seconds, default=None)
-
-
 def _refined(problem: OnCluster, chooses: bool) -> tuple[Cut, list[Plan]]:
     """Return the best cut of a plan, and the plan, with the best advance for the cut if it ``chooses`` that, too."""
     cut, _, _ = CutSearch(problem, problem.limits).best()
@@ -132,9 +116,3 @@ def _refined(problem: OnCluster, chooses: bool) -> tuple[Cut, list[Plan]]:
     parts, pipelines = problem.micro_batches, plan.pipelines
     chosen = choose_advance(plan.stages, parts, costs, pipelines=pipelines, memory_limit_bytes=limit)
     return cut, [plan, replace(plan, advance=chosen.advance)]
-
-
-def _nothing_fits(problems: Sequence[OnCluster]) -> ValueError:
-    searches = (CutSearch(problem, problem.limits) for problem in problems)
-    _, size, limit = min(search.excess(search.min_memory()) for search in searches)
-    return does_not_fit(limit, size, "use more workers, a smaller batch or a smaller model")

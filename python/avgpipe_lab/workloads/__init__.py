@@ -75,7 +75,6 @@ def library(name: str, user: str) -> Any:
 ALEXNET = BuiltIn("alexnet", "images")
 AWD_LSTM = BuiltIn("awd-lstm", "awd_lstm")
 BERT = BuiltIn("bert", "bert")
-CAPTIONING = BuiltIn("captioning", "captioning")
 GNMT = BuiltIn("gnmt", "gnmt")
 GPT = BuiltIn("gpt", "gpt")
 RESNET = BuiltIn("resnet", "images")

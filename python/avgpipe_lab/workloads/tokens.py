@@ -66,18 +66,15 @@ class LSTM(nn.Module):
 
 
 class Projection(nn.Module):
-    """Maps features [..., n] to [..., m] by a weight [m, n], possibly shared with a layer, and a bias [m], initially 0.
+    """Maps features [..., n] to [..., m] by a weight [m, n], possibly shared with a layer, and a bias [m]; None: 0."""
 
-    With dropout of the features.
-    """
-
-    def __init__(self, weight: nn.Parameter, bias: Tensor | None = None, dropout: float = 0.0) -> None:
+    def __init__(self, weight: nn.Parameter, bias: Tensor | None) -> None:
         super().__init__()
-        self.weight, self.dropout = weight, dropout
+        self.weight = weight
         self.bias = nn.Parameter(torch.zeros(len(weight)) if bias is None else bias.clone())
 
     def forward(self, x: Any) -> Any:
-        return F.linear(F.dropout(x, self.dropout, self.training), self.weight, self.bias)
+        return F.linear(x, self.weight, self.bias)
 
 
 class TokenLoss(nn.Module):
@@ -162,7 +159,6 @@ def beam_search(
     end: int,
     beam: int,
     max_length: int,
-    length_penalty: float = 0.6,
 ) -> list[Hypothesis]:
     """Find the best sequence for each sentence of a batch (Wu et al. 2016, section 7, without coverage penalty).
 
@@ -177,12 +173,7 @@ def beam_search(
         begin, end: the pieces that begin and end a sequence.
         beam: hypotheses kept per sentence.
         max_length: pieces of the longest sequence, without begin and end.
-        length_penalty: a in :func:`penalty`; 0: plain log-probabilities are compared.
-
-    Raises:
-        ValueError: numbers out of range, or output that is not [rows, vocabulary].
     """
-    _check_search(beam, max_length, length_penalty)
     samples = next(iter(source.values())).shape[0]
     best: dict[int, Hypothesis] = {}  # for sentences with an ended hypothesis
     ended = [0] * samples
@@ -201,16 +192,14 @@ def beam_search(
         origin, piece = index // vocabulary, index % vocabulary
         is_end = piece == end
         for row, rank in is_end[:, :beam].nonzero().tolist():
-            sentence, score = int(alive[row]), float(scores[row, rank]) / penalty(length, length_penalty)
+            sentence, score = int(alive[row]), float(scores[row, rank]) / penalty(length)
             ended[sentence] += 1
             if sentence not in best or score > best[sentence].score:
                 best[sentence] = Hypothesis(prefix[row, int(origin[row, rank]), 1:].tolist(), score)
         others = is_end.int().argsort(dim=1, stable=True)[:, : min(beam, w * (vocabulary - 1))]
         scores, origin, piece = (part.gather(1, others) for part in (scores, origin, piece))
         prefix = _extended(prefix, origin, piece)
-        unfinished = _unfinished(
-            alive, scores[:, 0] / penalty(max_length + 1, length_penalty), best, ended, beam
-        )
+        unfinished = _unfinished(alive, scores[:, 0] / penalty(max_length + 1), best, ended, beam)
         alive, prefix, scores = alive[unfinished], prefix[unfinished], scores[unfinished]
     return [best[sentence] for sentence in range(samples)]
 
@@ -232,15 +221,9 @@ def _extended(prefix: torch.Tensor, origin: torch.Tensor, piece: torch.Tensor) -
     return torch.cat((kept, piece[:, :, None]), 2)
 
 
-def _check_search(beam: int, max_length: int, length_penalty: float) -> None:
-    if beam < 1 or max_length < 0 or length_penalty < 0:
-        found = f"{beam}, {max_length} and {length_penalty}"
-        raise ValueError(f"beam must be at least 1, max_length and length_penalty at least 0, got {found}")
-
-
-def penalty(length: int, a: float) -> float:
-    """Return ((5 + length) / 6) ** a (equation 14), which divides a log-probability; ``length`` includes the end."""
-    return float(((5 + length) / 6) ** a)
+def penalty(length: int) -> float:
+    """Return ((5 + length) / 6) ** 0.6 (equation 14), which divides a log-probability; ``length`` includes the end."""
+    return float(((5 + length) / 6) ** 0.6)
 
 
 @torch.no_grad()
@@ -251,7 +234,4 @@ def _log_probabilities(predict: Predict, source: Source, alive: Tensor, prefix: 
     inputs = {name: part[rows.to(part.device)] for name, part in source.items()}
     target = prefix.flatten(0, 1).to(next(iter(inputs.values())).device)
     logits: Tensor = predict({**inputs, "target": target, "at": t - 1})
-    if logits.dim() != 2 or len(logits) != n * w:
-        shapes = f"[{n * w}, vocabulary], got {list(logits.shape)}"
-        raise ValueError(f"predict must return the logits of one position, {shapes}")
     return logits.cpu().double().log_softmax(-1).view(n, w, -1)

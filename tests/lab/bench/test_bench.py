@@ -44,12 +44,6 @@ def test_nothing_but_json_reaches_standard_output_of_the_process():
     assert stderr == ""
 
 
-def test_a_picture_is_drawn(tmp_path):
-    result = invoke(*SMALL, "--only", "step", "--plot", str(tmp_path / "a.png"))
-    assert result.exit_code == 0
-    assert (tmp_path / "a.png").stat().st_size > 10_000
-
-
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -58,7 +52,6 @@ def test_a_picture_is_drawn(tmp_path):
         (("--only", "everything"), "--only everything"),
         (("--dtype", "int8"), "unknown dtype 'int8'"),
         (("--device", "tpu"), "--device tpu: torch"),
-        (("--plot", "a.mp3"), "--plot a.mp3"),
         (("--rounds", "0"), "--rounds 0"),
     ],
 )

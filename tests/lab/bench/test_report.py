@@ -6,7 +6,7 @@ import json
 import pytest
 from rich.console import Console
 
-from avgpipe_lab.bench import Way, plot, summarise, table
+from avgpipe_lab.bench import Way, summarise, table
 
 HEAD = {
     "question": "pull",
@@ -103,8 +103,3 @@ def test_the_table_has_a_row_for_each_way_and_says_what_else_is_to_be_known(sect
     assert "1.50x" in text
     for line in ("How fast?", "limit: limit", "absent: no such library"):
         assert line in text
-
-
-def test_the_picture_is_written_in_the_format_of_its_suffix(section, tmp_path):
-    plot([section, section], "a machine", str(tmp_path / "a.svg"))
-    assert "<svg" in (tmp_path / "a.svg").read_text()

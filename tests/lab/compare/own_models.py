@@ -1,7 +1,5 @@
 """A small model and data for a comparison; what workers import."""
 
-import json
-
 import torch
 from torch import nn
 
@@ -33,20 +31,17 @@ def make(lr=0.05, **changes):
     return Task(**{**given, **changes})
 
 
-def drawn_batches(epoch):
-    """Batches without a length, in an order of no generator of their own."""
-    for n in torch.randperm(5).tolist():
-        yield data(1, n)[0]
+def to_target():
+    return make(lr=0.04, target=2.0)
 
 
-def broken(params):
+def broken():
+    return make(optimizer=_no_optimizer)
+
+
+def _no_optimizer(params):
     raise ValueError("no such optimizer")
 
 
 def no_task():
     return make_model()
-
-
-def add_line(path, system, row):
-    with open(path, "a") as file:
-        file.write(json.dumps([system, row]) + "\n")

@@ -12,16 +12,14 @@ import pytest
 import typer
 
 from avgpipe.plan import Plan
-from avgpipe.schedule.row import Event
 from avgpipe.systems import SYSTEMS
-from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare import process as processes
 from avgpipe_lab.compare import study
-from avgpipe_lab.compare.command import CommandStudy, answer, check, words_of
+from avgpipe_lab.compare.command import answer, check
 from avgpipe_lab.compare.comparison import SystemResult
 from avgpipe_lab.compare.process import noting_signals, run_in_process, verdict
-from avgpipe_lab.compare.study import warm_up_warnings
+from avgpipe_lab.compare.study import Study, warm_up_warnings, words_of
 from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 
@@ -69,7 +67,6 @@ class Faked:
             ),
         ]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        Timeline(2, (Event(0, 0, 0, 0, "F", 0.0, 1.0),)).to_chrome_trace(out / "timeline.json")
         return 0
 
     @staticmethod
@@ -275,7 +272,7 @@ def test_a_system_without_a_plan_that_fits_is_a_row_without_a_run(capsys, tmp_pa
 
     monkeypatch.setattr(study, "best_of_system", best)
     monkeypatch.setattr(study.Cluster, "like", lambda *_: None)
-    monkeypatch.setattr(CommandStudy, "profile", lambda _: (None, 16))
+    monkeypatch.setattr(Study, "profile", lambda _: (None, 16))
     runner, given = Faked(), []
 
     def run(words, *rest):
@@ -392,7 +389,7 @@ def test_signals_are_noted_only_inside_the_block():
 
 
 def test_after_a_signal_nothing_more_is_run(tmp_path):
-    asked = CommandStudy(question(tmp_path, "gpipe", "dapple"), Faked())
+    asked = Study(question(tmp_path, "gpipe", "dapple"), Faked())
     asked.caught.append(signal.SIGTERM)
     assert asked.compare(asked.plans()).outcomes == (
         SystemResult("gpipe", "not run"),
@@ -514,17 +511,8 @@ def test_two_systems_for_real(text, tmp_path):
     assert all(row["samples"] == 16 and row["samples_per_second"] > 0 for row in found["systems"])
     assert stderr.splitlines()[0] == "1 of 2: gpipe"
     assert sorted(p.name for p in out.iterdir()) == [
-        *(
-            "bars.png",
-            "compare.json",
-            "compare.md",
-            "curves.png",
-            "gpipe",
-            "gpipe.log",
-            "model-parallel",
-            "model-parallel.log",
-        ),
-        "timelines.png",
+        *("bars.png", "compare.json", "compare.md", "curves.png", "timelines.png"),
+        *("gpipe", "gpipe.log", "model-parallel", "model-parallel.log"),
     ]
 
 

@@ -53,7 +53,7 @@ def test_rows_are_read_as_they_come_and_torn_ones_once_they_are_whole(tmp_path):
     add(path, end=text[30:] + "\n")
     live.look()
     assert live.progress.batches == 1
-    add(path, end="no row\n" + json.dumps({"kind": "train", "batch": "x", "seconds": 1}) + "\n")
+    add(path, end="no row\n")
     add(path, train_row(1))
     live.look()
     assert live.progress.batches == 2
@@ -130,16 +130,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
         LiveRun(tmp_path / "none")
     with pytest.raises(ValueError, match="holds no run"):
         LiveRun(tmp_path)
-
-
-def test_values_that_are_no_numbers_are_passed_over(tmp_path):
-    path = begin(tmp_path / "run")
-    add(
-        path,
-        valid_row(3, peak_memory_bytes="x", worker_busy_fraction=[None], distances=[], total_batches="y"),
-    )
-    live = looked(path)
-    assert (live.busy, live.peaks, live.drift, live.progress.total) == ([], [], None, 1000)
 
 
 def test_a_run_without_validations_tells_its_length_all_the_same(tmp_path):

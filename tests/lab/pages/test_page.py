@@ -8,7 +8,7 @@ from html import unescape
 
 import pytest
 
-from avgpipe.timeline.page import Chart, Line, Page, Section, Sentences, policy, script_json
+from avgpipe.timeline.page import Chart, Line, Page, Section, Sentences, chart_data, policy, script_json
 from avgpipe_lab.pages.folders import Run, read_folders
 from avgpipe_lab.pages.page import report_page, thinned
 from tests.lab.pages.folders import train_row, write_run
@@ -185,7 +185,7 @@ def test_data_cannot_end_its_script():
 
 def test_what_is_not_finite_is_a_gap():
     line = Line(0, 0, "a", (1, 2), (0.1234567, 2.0), (float("nan"), None))
-    data = Chart("c", "C", "u", (line,)).data()["lines"][0]
+    data = chart_data(Chart("c", "C", "u", (line,)))["lines"][0]
     assert (data["values"], data["seconds"], data["samples"]) == ([None, None], [0.123457, 2.0], [1, 2])
 
 

@@ -224,7 +224,6 @@ WORKLOADS = {
             *("attention.output.dense", "intermediate.dense", "output.dense"),
         )
     },
-    "captioning": {f"{n}.lstm.weight_{kind}" for n in (1, 2) for kind in ("ih", "hh")},
 }
 
 
@@ -232,8 +231,7 @@ WORKLOADS = {
 def test_workloads_know_their_hidden_matrices(name: str, text_folder: Path) -> None:
     if name in ("gpt", "bert"):
         pytest.importorskip("transformers", reason="the workload's model is one of transformers")
-    data = {} if name == "captioning" else {"data": text_folder}
-    workload = build_workload(name, optimizer="muon", **data)
+    workload = build_workload(name, optimizer="muon", data=text_folder)
     assert hidden_matrices(workload.layers) == WORKLOADS[name]
     layers = workload.layers
     model = layers if isinstance(layers, nn.Module) else nn.ModuleList(layers)

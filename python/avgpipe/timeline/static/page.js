@@ -118,10 +118,12 @@
 
   // ---- where time went ----
 
+  const partsOf = (bars) => Object.entries(bars.parts).map(([name, shares]) => ({name, shares}));
+
   function drawBars(bars) {
     const rows = bars.rows.map((_, n) => n).filter((n) => !state.hidden.has(bars.runs[n]));
     const labels = rows.map((n) => plain(bars.rows[n]));
-    const traces = bars.parts.map((part) => ({
+    const traces = partsOf(bars).map((part) => ({
       type: "bar", orientation: "h", name: plain(part.name), y: labels, x: rows.map((n) => part.shares[n]),
       marker: {color: PARTS[part.name] || "#888888", line: {width: 0.5, color: css("--ground")},
         pattern: {shape: PATTERNS[part.name] || "", fgcolor: "#ffffff", size: 6, fillmode: "overlay"}},
@@ -135,8 +137,8 @@
   }
 
   function barsTable(bars) {
-    const rows = bars.rows.map((name, n) => [name, ...bars.parts.map((p) => `${(100 * p.shares[n]).toFixed(1)} %`)]);
-    return [["worker", ...bars.parts.map((part) => part.name)], rows.filter((_, n) => !state.hidden.has(bars.runs[n]))];
+    const rows = bars.rows.map((name, n) => [name, ...partsOf(bars).map((p) => `${(100 * p.shares[n]).toFixed(1)} %`)]);
+    return [["worker", ...partsOf(bars).map((part) => part.name)], rows.filter((_, n) => !state.hidden.has(bars.runs[n]))];
   }
 
   // ---- timelines ----
@@ -367,7 +369,7 @@
   let timelines = [];
 
   function drawAll() {
-    data.charts.forEach(drawChart);
+    data.chart.forEach(drawChart);
     data.bars.forEach(drawBars);
     document.querySelectorAll(".swatch").forEach((swatch, n) => { swatch.style.background = colorOf(n); });
     tables.forEach((_, figure) => fillTable(figure));
@@ -404,9 +406,9 @@
       details.addEventListener("toggle", () => fillTable(details.parentElement)));
   }
 
-  data.charts.forEach((chart) => tables.set(byId(chart.id), () => chartTable(chart)));
+  data.chart.forEach((chart) => tables.set(byId(chart.id), () => chartTable(chart)));
   data.bars.forEach((bars) => tables.set(byId(bars.id), () => barsTable(bars)));
-  byId("along").hidden = data.charts.length === 0;
+  byId("along").hidden = data.chart.length === 0;
   listen();
   drawAll();
   timelines = data.timelines.map((block) => new Timelines(block));

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from avgpipe.fault.supervise import TooFewLeft
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS
 from avgpipe_lab.bench.chaos.episode import PROMPT_S, RunShape, SeenRun
@@ -54,8 +53,6 @@ class Verdict:
         wrong: Broken promises as sentences, by the column of the table that counts them.
         ended: Whether a fault ended the run.
         repeated: Samples that a lost pipeline and then another one trained on, by the published results.
-        curve: Losses of the evaluations, by the number of batches trained before; all epochs' if the run
-            finished.
     """
 
     name: str
@@ -64,9 +61,7 @@ class Verdict:
     faults: list[dict[str, Any]] = field(default_factory=list)
     wrong: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     ended: bool = False
-    exit_codes: tuple[int, ...] = ()
     repeated: int = 0
-    curve: dict[int, float] = field(default_factory=dict)
 
 
 def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> Verdict:
@@ -75,9 +70,6 @@ def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> V
     verdict = Verdict(scenario.name, scenario.way, scenario.kind)
     verdict.faults = [_fault(event, seen, shape) for event in seen.of("fault")]
     verdict.ended = seen.failure is not None
-    if isinstance(seen.failure, RanksFailed | TooFewLeft):
-        verdict.exit_codes = seen.failure.exit_codes
-    verdict.curve = {event["batch"]: event["loss"] for event in seen.of("evaluation")}
     if seen.left:
         verdict.wrong["left over"] += seen.left
     _judge_end(verdict, seen, shape)
