@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from avgpipe.model.shrink import shrunk
 from avgpipe.model.transformers import output_of
 from benchmarks.models.catalogue import Family, class_of
+from benchmarks.models.depth import with_layers
 
 LAYERS, SAMPLES, POSITIONS, MICRO_BATCHES, STEPS = 4, 4, 9, 2, 3
 LEARNING_RATE = 0.1
@@ -35,7 +36,7 @@ def build(family: Family) -> nn.Module:
         Exception: whatever keeps it from being built, or from running.
     """
     kind = class_of(family.name)
-    config = shrunk(kind.config_class(**family.settings), layers=LAYERS)
+    config = shrunk(with_layers(kind.config_class(**family.settings), LAYERS))
     _make_certain(config)
     with torch.device("meta"):
         count = sum(p.numel() for p in kind(config).parameters())

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python -m benchmarks.tuning.traversal --workload awd-lstm
 
 ``avgpipe tune`` with two workers; then every setting of a stage on each worker is measured as the tuner measures
-(``traversal``): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
+(settings.py): numbers of pipelines and micro-batches, cuts nearest to balance, no advance, the default and the
 most. Of so many noisy measurements the least is lower than it should be. So in the end the tuned plan, the runner-up,
 the five best settings, max-num and max-size train in turn, a slice of a second each, over and over. Rows with the same
 schedule train once. "In turns": of each slice the ratio to the median of its turn, and of these ratios the median; the
@@ -13,11 +13,10 @@ machine's pace, which changes between turns, is not in it.
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import statistics
-import tempfile
-from contextlib import redirect_stdout
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,15 +54,33 @@ def main() -> None:
 
 
 def tuned(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What ``avgpipe tune`` finds, and how long every setting takes."""
-    from avgpipe.cli.config import TuneConfig, parse_counts
-    from avgpipe.cli.tune import run
+    """What ``avgpipe tune`` finds, with the baselines and every setting, measured alike."""
+    from avgpipe.cli.config import TuneConfig
+    from avgpipe.cli.measuring import cluster_of, profile_of, trial_of
+    from avgpipe.measure.search import Space, profiled_sizes
+    from avgpipe.measure.tune import TunedPlan, study, timed_row
+    from avgpipe.ranks.environment import cores
+    from avgpipe.tasks import check_workload
+    from benchmarks.tuning.settings import extremes, settings
 
-    sizes = {"workers": WORKERS, "micro_batches": parse_counts("--micro-batches", arguments.micro_batches)}
-    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()) as printed:
-        what = {"workload": arguments.workload, "preset": arguments.preset, "out": f"{folder}/plan.json"}
-        run(TuneConfig(**what, **sizes, json=True), baselines=True, traversal=True)
-    found: dict[str, Any] = json.loads(printed.getvalue())
+    counts = tuple(map(int, arguments.micro_batches.split(",")))
+    config = TuneConfig(
+        workload=arguments.workload, preset=arguments.preset, workers=WORKERS, micro_batches=counts
+    )
+    batch_size = check_workload(config.workload, config.build_options()).batch_size
+    begin = time.perf_counter()
+    profile = profile_of(config, profiled_sizes(batch_size), min(WORKERS, cores()))
+    profile_s = time.perf_counter() - begin
+    space = Space(profile, cluster_of(config, profile), batch_size, config.pipelines, counts)
+    measure = partial(trial_of, config)
+    found = study(space, measure, trials=config.trials, say=print, profile_s=profile_s).to_json()
+    begin = time.perf_counter()
+    baselines = [timed_row(TunedPlan(what, f), measure, print) for what, f in extremes(space).items()]
+    found["seconds"]["baselines_s"] = time.perf_counter() - begin
+    begin = time.perf_counter()
+    every = [timed_row(TunedPlan("traversal", f), measure, print) for f in settings(space)]
+    found["seconds"]["traversal_s"] = time.perf_counter() - begin
+    found["baselines"] = [row.to_json() for row in (*baselines, *sorted(every, key=lambda row: row.batch_s))]
     return found
 
 

@@ -44,8 +44,6 @@ def test_a_plan_from_a_profile(profile, tmp_path):
         "pipeline",
         "one device",
         "data parallel",
-        "max-num",
-        "max-size",
         "runner-up",
         "Advice: use the",
     ):

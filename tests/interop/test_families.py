@@ -8,6 +8,7 @@ import torch
 from avgpipe.model.layers import layers_of
 from avgpipe.model.shrink import shrunk
 from avgpipe.model.transformers import output_of
+from benchmarks.models.depth import with_layers
 from tests.interop.families import FAMILIES, batch, tiny
 from tests.interop.models import pipeline_of, transformers
 
@@ -69,7 +70,7 @@ def test_what_later_blocks_share_comes_to_their_stage(name):
         pytest.skip(f"this release of transformers has no {name}")
     default = kind.config_class()
     torch.manual_seed(0)
-    model = kind(shrunk(getattr(default, "text_config", None) or default, layers=4)).double()
+    model = kind(shrunk(with_layers(getattr(default, "text_config", None) or default, 4))).double()
     assert_equal(model, trained(model, 2), stages=2, micro_batches=2)
 
 

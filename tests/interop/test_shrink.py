@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from avgpipe.model.shrink import shrunk
+from benchmarks.models.depth import with_layers
 from tests.interop.models import transformers
 
 _WORDS = torch.tensor([[5, 6, 7, 8, 9, 10]])
@@ -32,7 +33,7 @@ def test_defaults_of_families_make_tiny_models_that_run(name):
         pytest.skip(f"this release of transformers has no {name}")
     kind = getattr(transformers, name)
     default = kind.config_class()
-    config = shrunk(getattr(default, "text_config", None) or default, layers=2)
+    config = shrunk(with_layers(getattr(default, "text_config", None) or default, 2))
     model = kind(config).eval()
     assert parameters_of(model) < 8e6
     more = {"decoder_input_ids": _WORDS} if config.is_encoder_decoder else {}
@@ -44,7 +45,7 @@ def test_defaults_of_families_make_tiny_models_that_run(name):
 def test_the_original_stays_as_it_is():
     config = transformers.LlamaConfig()
     before = config.to_dict()
-    assert shrunk(config, layers=2) is not config
+    assert shrunk(with_layers(config, 2)) is not config
     assert config.to_dict() == before
 
 
@@ -67,14 +68,14 @@ def test_flags_multipliers_and_the_ratio_of_heads_stay():
 def test_one_layer_of_each_kind_is_kept_in_their_order():
     kinds = ["sliding_attention"] * 5 + ["full_attention"]
     config = transformers.Gemma3TextConfig(num_hidden_layers=12, layer_types=kinds * 2)
-    assert shrunk(config, layers=1).layer_types == ["sliding_attention", "full_attention"]
-    assert shrunk(config, layers=4).layer_types == ["sliding_attention"] * 3 + ["full_attention"]
-    assert shrunk(config, layers=4).num_hidden_layers == 4
+    assert shrunk(with_layers(config, 1)).layer_types == ["sliding_attention", "full_attention"]
+    assert shrunk(with_layers(config, 4)).layer_types == ["sliding_attention"] * 3 + ["full_attention"]
+    assert shrunk(with_layers(config, 4)).num_hidden_layers == 4
     assert shrunk(config).layer_types == config.layer_types
 
 
 def test_every_stack_is_cut():
-    small = shrunk(transformers.BartConfig(encoder_layers=6, decoder_layers=4), layers=3)
+    small = shrunk(with_layers(transformers.BartConfig(encoder_layers=6, decoder_layers=4), 3))
     assert (small.encoder_layers, small.decoder_layers) == (3, 3)
 
 
@@ -82,7 +83,7 @@ def test_numbers_of_layers_are_those_that_are_kept():
     config = transformers.Qwen2MoeConfig(
         num_hidden_layers=24, mlp_only_layers=[0, 1, 23], max_window_layers=12
     )
-    small = shrunk(config, layers=4)
+    small = shrunk(with_layers(config, 4))
     assert small.mlp_only_layers == [0, 1]
     assert small.max_window_layers == 2
 
@@ -111,14 +112,14 @@ def test_what_is_not_as_wide_as_the_model_stays_so():
 def test_sections_of_rotary_embeddings_fit():
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
     config = transformers.Qwen2VLTextConfig(rope_parameters=rope)
-    model = transformers.Qwen2VLTextModel(shrunk(config, layers=2))
+    model = transformers.Qwen2VLTextModel(shrunk(with_layers(config, 2)))
     with torch.no_grad():
         assert model(input_ids=_WORDS)[0].isfinite().all()
 
 
 def test_parts_are_made_tiny_too():
     config = transformers.CLIPConfig()
-    small = shrunk(config, layers=2)
+    small = shrunk(with_layers(config, 2))
     for part in (small.text_config, small.vision_config):
         assert part.num_hidden_layers == 2
         assert part.hidden_size < 200

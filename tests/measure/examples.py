@@ -36,5 +36,5 @@ def row(
     return TunedPlan(what, Forecast(plan, predicted_s, sizes), trial, failure)
 
 
-def tuning(*rows: TunedPlan, baselines: tuple[TunedPlan, ...] = (), excluded: int = 0) -> TuningResult:
-    return TuningResult(rows, baselines, 8, 2, 12, excluded, {"search_s": 0.5, "traversal_s": 60.0})
+def tuning(*rows: TunedPlan, excluded: int = 0) -> TuningResult:
+    return TuningResult(rows, 8, 2, 12, excluded, {"search_s": 0.5})

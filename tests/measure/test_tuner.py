@@ -1,12 +1,12 @@
-"""The study: what is timed, how rows are ranked, and the baselines."""
+"""The study: what is timed, and how rows are ranked."""
 
 from dataclasses import replace
 
 import pytest
 
 from avgpipe.errors import PipelineError
-from avgpipe.measure.search import MAX_NUM, MAX_SIZE, Space, search, settings
-from avgpipe.measure.tune import DATA_PARALLEL, ONE_DEVICE, PIPELINE, TRAVERSAL, Trial, study
+from avgpipe.measure.search import Space, search
+from avgpipe.measure.tune import DATA_PARALLEL, ONE_DEVICE, PIPELINE, Trial, study
 from tests.measure.examples import cluster, heavy
 
 SPACE = Space(heavy(), cluster(2), 4, (1, 2), (1, 2, 4))
@@ -68,44 +68,10 @@ def test_a_plan_that_cannot_be_timed_here_stays_a_prediction():
     assert [r.trial is not None for r in found.rows[:2]] == [True, False]
 
 
-def test_the_extremes_have_all_workers_and_as_many_pipelines_as_fit():
-    found = study(SPACE)
-    plans = {r.what: r.plan for r in found.baselines}
-    assert (plans[MAX_NUM].stages, plans[MAX_NUM].pipelines, plans[MAX_NUM].micro_batches) == (2, 2, 4)
-    assert (plans[MAX_SIZE].stages, plans[MAX_SIZE].pipelines, plans[MAX_SIZE].micro_batches) == (2, 2, 2)
-    # Two layers a stage: one pipeline has weights, gradients and optimizer state of 4,000 bytes a layer.
-    tight = study(TIGHT)
-    assert {r.plan.pipelines for r in tight.baselines} == {1}
-
-
-def test_baselines_are_timed_when_asked_for():
-    found = study(SPACE, Measured(), trials=1, baselines=True)
-    assert all(r.trial for r in found.baselines)
-    assert {"search_s", "trials_s", "baselines_s"} == set(found.seconds)
-
-
-def test_traversal_times_every_setting():
-    measure = Measured()
-    found = study(SPACE, measure, trials=1, traversal=True)
-    rows = [r for r in found.baselines if r.what == TRAVERSAL]
-    assert [r.forecast for r in rows] == sorted(settings(SPACE), key=lambda f: f.batch_s)
-    assert all(r.trial for r in rows)
-
-
-def test_the_settings_of_a_traversal():
-    """Two stages: three cuts of four layers; M = 1 has one schedule, M = 2 two, M = 4 three; two share M = 2 and 4."""
-    found = settings(SPACE)
-    kinds = [(f.plan.pipelines, f.plan.micro_batches, f.plan.advance, tuple(f.plan.partition)) for f in found]
-    assert len(set(kinds)) == len(kinds) == (1 + 2 + 3 + 2 + 3) * 3
-    # What does not fit is no setting: three layers on a stage need 12,000 bytes.
-    assert {tuple(f.plan.partition) for f in settings(TIGHT)} == {(2,)}
-
-
 def test_the_record_has_everything():
-    found = study(SPACE, Measured(), trials=1, baselines=True).to_json()
+    found = study(SPACE, Measured(), trials=1).to_json()
     assert found["plan"]["stages"] == 2
     assert found["advice"].startswith("Advice: ")
-    assert len(found["baselines"]) == 2
     first = found["rows"][0]
     assert first["what"] == PIPELINE
     assert first["measured_batch_s"] == first["predicted_batch_s"]

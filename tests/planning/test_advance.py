@@ -109,7 +109,7 @@ def test_memory_limits_the_advance():
     assert limited.peak_in_flight[0] <= 4
     assert limited.best_seconds > free.best_seconds
     assert limited.default_seconds == free.default_seconds
-    assert "within 1 % of the best under the memory limit, " in limited.explain()
+    assert "within 1 % of the best under the memory limit, " in str(limited)
 
 
 def test_a_limit_that_nothing_reaches_changes_nothing():

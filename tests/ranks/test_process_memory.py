@@ -109,17 +109,16 @@ def test_freed_memory_can_be_returned() -> None:
     """In a process of its own, which keeps 200 MiB until then."""
     code = """
 import torch
-from avgpipe.measure.workers import _resident_bytes
-from avgpipe.ranks.process import keep_freed_memory, return_freed_memory
+from avgpipe.ranks.environment import keep_freed_memory, return_freed_memory, status_bytes
 
 assert keep_freed_memory()
-before = _resident_bytes()
+before = status_bytes("VmRSS")
 blocks = [torch.ones(2**18) for _ in range(200)]
 last = torch.ones(2**18)  # above them: the heap cannot shrink
 del blocks
-kept = _resident_bytes()
+kept = status_bytes("VmRSS")
 return_freed_memory()
-print((kept - before) >> 20, (_resident_bytes() - before) >> 20)
+print((kept - before) >> 20, (status_bytes("VmRSS") - before) >> 20)
 """
     others = {name: value for name, value in os.environ.items() if name not in NAMES}
     done = subprocess.run(

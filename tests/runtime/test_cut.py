@@ -1,8 +1,7 @@
-"""The cut of a model, as it is printed and drawn, and the names of a model that a list of layers is made of."""
+"""The cut of a model, as it is printed, and the names of a model that a list of layers is made of."""
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan, Source
-from avgpipe.measure.cut_picture import plot_cut
-from avgpipe.model.cut import Cut, expected_traffic
+from avgpipe.model.cut import expected_traffic
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model
 from tests.options import grouped
@@ -133,47 +131,6 @@ def check_on_ranks() -> bool:
 @pytest.mark.promise
 def test_a_rank_knows_what_it_sends() -> None:
     assert run(2, check_on_ranks, timeout_s=110) == [True, True]
-
-
-# ---- the picture ---------------------------------------------------------------------------------------------------
-
-
-def words_of(figure: Any) -> list[str]:
-    axes = figure.axes[0]
-    return [text.get_text() for text in axes.texts]
-
-
-def test_the_picture_has_a_bar_for_each_layer_and_its_stages(tmp_path: Path) -> None:
-    with pipeline_of(Language(), 3, example_inputs=TOKENS) as pipeline:
-        figure = pipeline.plot(tmp_path / "cut.png")
-    axes: Any = figure.axes[0]
-    assert (tmp_path / "cut.png").stat().st_size > 1000
-    assert [label.get_text() for label in axes.get_xticklabels()][:2] == ["embed", "blocks.0"]
-    assert sum(len(bars) for bars in axes.containers) == 6
-    assert words_of(figure).count("384 B") == 2
-    assert [words.splitlines()[1] for words in words_of(figure) if "\n" in words] == ["32 %", "38 %", "30 %"]
-
-
-def test_of_many_layers_some_are_named() -> None:
-    cut = Cut(tuple(f"layers.{n}" for n in range(400)), (1,) * 400, (1.0,) * 400, (0, 100, 250, 400))
-    figure = plot_cut(cut)
-    ticks = figure.axes[0].get_xticks().tolist()
-    assert {0, 100, 250} < set(ticks)
-    assert len(ticks) < 120
-    assert min(b - a for a, b in pairwise(ticks)) >= 4
-    assert words_of(figure).count("?") == 2
-
-
-def test_skips_are_arrows_on_lines_of_their_own() -> None:
-    traffic = {(0, 1): 10, (1, 2): 20, (2, 3): 30, (0, 2): 40, (1, 3): 50, (0, 3): 60}
-    cut = Cut(("a", "b", "c", "d"), (1,) * 4, (1.0,) * 4, (0, 1, 2, 3, 4), traffic)
-    heights: dict[str, float] = {}
-    for text in plot_cut(cut).axes[0].texts:
-        if text.get_text().endswith(" B"):
-            heights[text.get_text()] = text.xy[1]  # type: ignore[attr-defined]
-    assert heights["10 B"] == heights["20 B"] == heights["30 B"]
-    assert heights["40 B"] == heights["50 B"], "one ends where the other begins"
-    assert heights["10 B"] > heights["40 B"] > heights["60 B"]
 
 
 # ---- names of a model ----------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from avgpipe.cli.resolve import pipeline_options, profile_options
 from avgpipe.device import own_device, select
 from avgpipe.measure.forecast import Forecast
 from avgpipe.measure.profiler import profile, with_workers
-from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, in_the_long_run, rounds_of
+from avgpipe.measure.tune import ROUNDS, Trial, batches_of_round, rounds_of
 from avgpipe.measure.workers import WorkerCosts, costs_here
 from avgpipe.model.batch import plain
 from avgpipe.pipeline import Pipeline
@@ -170,7 +170,8 @@ def layers_of_workload(
 
 def trial_of(config: ProfilingOptions, forecast: Forecast) -> Trial:
     """Train for some seconds, if the forecast is right. PipelineError when a worker fails."""
-    plan, batches = forecast.plan, batches_of_round(forecast)
+    # Without warm-up rounds, which wait: the timing is of the steady state.
+    plan, batches = replace(forecast.plan, warmup_rounds=0), batches_of_round(forecast)
     arguments = {"config": config.to_json(), "plan": plan.to_json(), "batches": batches}
     limit_s = _STARTING_S + 20 * (ROUNDS + 1) * (batches + 2 * plan.pipelines) * forecast.batch_s
     found = run_on_ranks(
@@ -185,6 +186,6 @@ def tried(config: str, plan: str, batches: int) -> dict[str, Any]:
     torch.set_num_threads(asked.threads)
     workload, batch = build(asked)
     options = pipeline_options(asked, workload)
-    with Pipeline(workload.layers, in_the_long_run(Plan.from_json(plan)), **options) as pipeline:
+    with Pipeline(workload.layers, Plan.from_json(plan), **options) as pipeline:
         rounds_s = rounds_of(pipeline, batch, batches)
         return {"rounds_s": rounds_s, "memory_bytes": peak_memory_bytes(pipeline.device)}

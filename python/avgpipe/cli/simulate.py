@@ -34,7 +34,7 @@ def run(config: SimulateConfig) -> None:
         _to_json(config, schedule, choice, timeline) | {"steady_batch_s": steady_s},
         f"{schedule.name}: stages {schedule.stages}, micro-batches {schedule.micro_batches}, "
         f"pipelines {pipelines}",
-        *([] if choice is None else [choice.explain()]),
+        *([] if choice is None else [str(choice)]),
         f"steady state: {1000 * steady_s:.1f} ms per batch",
         f"in flight per pipeline: {', '.join(map(str, schedule.worker_peak_in_flight))}",
         str(timeline),

@@ -88,7 +88,7 @@ def _why_not_timed(config: TuneConfig) -> str:
 
 
 def table(found: TuningResult) -> Table:
-    made = grid([_cells(found, row) for row in (*found.rows, *found.baselines)])
+    made = grid([_cells(found, row) for row in found.rows])
     made.columns[0].no_wrap = True
     made.columns[4].justify, made.columns[4].no_wrap = "left", False  # a long cut is wrapped
     return made

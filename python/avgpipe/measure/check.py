@@ -51,6 +51,7 @@ from avgpipe.runtime.options import Extension, OptimizerFn, SchedulerFn
 
 _EXACT = 1e-8  # tolerance relative to the largest compared number, in float64, after all batches
 _ROUNDED = 1e-3  # the same if float64 is not possible
+_ONE_PIPELINE = {"pipelines": 1, "rule": None, "alpha": None, "staleness": 1, "period": 1}
 
 
 @dataclass
@@ -216,50 +217,24 @@ def _strict(plan: Plan, both: _Both) -> tuple[Plan, list[str]]:
             f"{plan.batch!r} and period {plan.period}"
         )
         changes |= {"batch": "global", "staleness": 0, "rule": "mean-gradient", "alpha": None, "period": 1}
-        changes |= {"micro_batches": max(plan.micro_batches, plan.pipelines), "warmup_rounds": 0}
+        changes |= {"micro_batches": max(plan.micro_batches, plan.pipelines)}
     if plan.weights != "flush":
         reasons.append(
             f"gradients are of weights up to {max(plan.delays)} updates old (schedule {plan.schedule!r})"
         )
-        changes |= {
-            "schedule": "1f1b",
-            "weights": None,
-            "correction": None,
-            "warmup_rounds": 0,
-            "advance": None,
-        }
+        changes |= {"schedule": "1f1b", "weights": None, "correction": None, "advance": None}
     if plan.micro_batches > 1 and both.normalises:
         reasons.append(
             f"BatchNorm normalises by the statistics of each of {plan.micro_batches} micro-batches"
         )
-        changes |= {
-            "micro_batches": 1,
-            "pipelines": 1,
-            "replication": None,
-            "spread": False,
-            "isolate": False,
-        }
-        changes |= {
-            "batch": "global",
-            "rule": None,
-            "alpha": None,
-            "staleness": 1,
-            "period": 1,
-            "warmup_rounds": 0,
-        }
+        changes |= {"micro_batches": 1, "replication": None, "spread": False, "isolate": False}
+        changes |= {**_ONE_PIPELINE, "batch": "global"}
     if both.precision.wire_dtype is not None:
         reasons.append("activations and gradients are sent in 16 bits (wire_dtype)")
     if both.clip is not None and plan.shares > 1 and (plan.spread or plan.isolate):
         reasons.append("clip_grad_norm limits the gradient of each pipeline's share of a batch")
-        changes |= {
-            "pipelines": 1,
-            "rule": None,
-            "alpha": None,
-            "staleness": 1,
-            "period": 1,
-            "warmup_rounds": 0,
-        }
-    return (replace(plan, system="avgpipe", **changes) if changes else plan), reasons
+        changes |= _ONE_PIPELINE
+    return (replace(plan, system="avgpipe", warmup_rounds=0, **changes) if changes else plan), reasons
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

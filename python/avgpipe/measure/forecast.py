@@ -12,8 +12,7 @@ from avgpipe.plan import Plan
 from avgpipe.planning import Costs, steady_batch_s
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.cluster import Cluster, ring_s
-from avgpipe.planning.cuts import Cut
-from avgpipe.planning.partition import Training
+from avgpipe.planning.cuts import Cut, Training
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.rules import RULES
 from avgpipe.schedule import build_schedule

@@ -31,6 +31,7 @@ from avgpipe.measure.updates import Updates
 from avgpipe.measure.workers import WorkerCosts, measure_workers
 from avgpipe.model.batch import LossFn
 from avgpipe.model.context import CallerGenerators
+from avgpipe.model.cut import names_of_layers
 from avgpipe.model.layers import layers_of
 from avgpipe.model.model import Model
 from avgpipe.model.parts import Skips
@@ -57,7 +58,6 @@ def profile(
     autocast: torch.dtype | None = None,
     threads: int = 1,
     budget_s: float = 30.0,
-    worker_loads: tuple[str, dict[str, Any]] | None = None,
     layers_only: bool = False,
 ) -> Profile:
     """Measure a model that a ``Pipeline`` takes, layer by layer; the model and random generators stay unchanged.
@@ -73,8 +73,6 @@ def profile(
         autocast: Dtype for ``torch.autocast``, see ``avgpipe.Precision``.
         threads: Threads of torch on the CPU.
         budget_s: Approximate seconds for measuring the layers; more if three sweeps take longer.
-        worker_loads: A function, as "module:name", and its arguments: called in the process whose memory is taken
-            as that of a worker without a stage; its result is kept, such as the data and the whole model.
         layers_only: Leave out what other processes measure: the runtime, a worker's memory and the link.
 
     Raises:
@@ -95,14 +93,15 @@ def profile(
         if isinstance(loss, nn.Module):
             loss.to(where)
         updates = Updates(optimizer, where, clip_grad_norm)
-        new_sweep = lambda: Sweep(_stage(layers, where), layer_names(layers), loss, autocast)  # noqa: E731
-        rows, facts = _rows(model, layers, batches, new_sweep, updates, budget_s)
+        names = names_of_layers(model, layers)
+        new_sweep = lambda: Sweep(_stage(layers, where), names, loss, autocast)  # noqa: E731
+        rows, facts = _rows(model, layers, names, batches, new_sweep, updates, budget_s)
     name = type(model).__name__ if isinstance(model, nn.Module) else f"list of {len(layers)} layers"
     on = f"cpu: {cpu_model()}, threads: {threads}" if on_host else device_name(where)
     found = Profile(name, on, tuple(sizes), rows, ties=_ties(layers), step_s=updates.step_s, **facts)
     if layers_only:
         return found
-    return with_workers(found, measure_workers(layers, threads, on_host and link is None, worker_loads), link)
+    return with_workers(found, measure_workers(layers, threads, on_host and link is None), link)
 
 
 def _check_numbers(micro_batch_sizes: Sequence[int], numbers: Mapping[str, float | None]) -> None:
@@ -118,6 +117,7 @@ def _check_numbers(micro_batch_sizes: Sequence[int], numbers: Mapping[str, float
 def _rows(
     model: nn.Module | Sequence[nn.Module],
     layers: Sequence[nn.Module],
+    names: Sequence[str],
     batches: Any,
     new_sweep: Callable[[], Sweep],
     updates: Updates,
@@ -129,7 +129,7 @@ def _rows(
     share_s = _UPDATES_SHARE * budget_s / len(layers)
     rows = tuple(
         _row(name, layer, {**measured, **updates.measure(layer, own, share_s)._asdict()})
-        for name, layer, own, measured in zip(layer_names(layers), layers, whole.trainable, by_layer)
+        for name, layer, own, measured in zip(names, layers, whole.trainable, by_layer)
     )
     return rows, facts
 
@@ -230,10 +230,3 @@ def _ties(layers: Sequence[nn.Module]) -> tuple[Tie, ...]:
         if len(found) > 1:
             shared[tuple(found)] += p.nbytes
     return tuple(Tie(found, size) for found, size in sorted(shared.items()))
-
-
-def layer_names(layers: Sequence[nn.Module]) -> list[str]:
-    """Name each layer: of a traced model by its first module, else by index and class."""
-    calls = [getattr(layer, "calls", None) for layer in layers]
-    named = [call if isinstance(call, str) else "" for call in calls]
-    return [call or f"{n} {type(layer).__name__}" for n, (call, layer) in enumerate(zip(named, layers))]

@@ -18,7 +18,7 @@ from avgpipe.device import has_streams
 from avgpipe.errors import PipelineError
 from avgpipe.measure import profiler
 from avgpipe.measure.forecast import Forecast
-from avgpipe.measure.search import PIPELINES, Space, extremes, profiled_sizes, search, settings
+from avgpipe.measure.search import PIPELINES, Space, profiled_sizes, search
 from avgpipe.measure.workers import measure_workers
 from avgpipe.model.batch import LossFn, plain, sample_count
 from avgpipe.model.layers import layers_of
@@ -31,7 +31,6 @@ from avgpipe.ranks.world import World, meet
 from avgpipe.runtime.options import OptimizerFn
 
 ONE_DEVICE, DATA_PARALLEL, PIPELINE = "one device", "data parallel", "pipeline"
-TRAVERSAL = "traversal"
 CLOSE = 0.05  # plans on one machine vary by this much from run to run
 ROUNDS = 3
 _ROUND_S = 1.0
@@ -113,7 +112,8 @@ def _timed_here(
     """Time a plan that uses all ranks of this run; all get the times of the first rank."""
     if forecast.plan.workers != world.size:
         return None
-    with Pipeline(model, in_the_long_run(forecast.plan), example_inputs=batch[0], **options) as pipeline:
+    plan = replace(forecast.plan, warmup_rounds=0)  # they wait, and the timing is of the steady state
+    with Pipeline(model, plan, example_inputs=batch[0], **options) as pipeline:
         rounds_s = rounds_of(pipeline, batch, batches_of_round(forecast))
     return Trial(statistics.median(world.gather(rounds_s)[0]))
 
@@ -147,15 +147,9 @@ def profile_together(
         layers_only=True,
         **options,
     )
-    return (
-        _with_workers(found, layers_of(model, inputs), options["device"], link) if world.rank == 0 else found
-    )
-
-
-def _with_workers(
-    found: Profile, layers: Sequence[nn.Module], device: torch.device | str, link: LinkProfile | None
-) -> Profile:
-    on_host = not has_streams(torch.device(device))
+    if world.rank != 0:
+        return found
+    layers, on_host = layers_of(model, inputs), not has_streams(torch.device(options["device"]))
     measured = measure_workers(layers, torch.get_num_threads(), on_host and link is None)
     known = profiler.with_workers(found, measured, link)
     if not on_host:
@@ -187,11 +181,6 @@ def batches_of_round(forecast: Forecast) -> int:
     in_round = forecast.plan.batches_per_round
     each = math.ceil(_ROUND_S / max(forecast.batch_s, 1e-9) / in_round)
     return in_round * min(_MOST, max(_LEAST, each))
-
-
-def in_the_long_run(plan: Plan) -> Plan:
-    """Return a plan without warm-up rounds, which wait: the timing is of the steady state, most of a training."""
-    return replace(plan, warmup_rounds=0)
 
 
 def rounds_of(pipeline: Pipeline, batch: Any, batches: int, rounds: int = ROUNDS) -> list[float]:
@@ -232,7 +221,7 @@ class TunedPlan:
     """A plan with its prediction and measurement.
 
     Attributes:
-        what: ONE_DEVICE, DATA_PARALLEL, PIPELINE, or a baseline.
+        what: ONE_DEVICE, DATA_PARALLEL or PIPELINE.
         trial: The measurement; None: not timed.
         failure: Why timing failed, if it was tried.
     """
@@ -273,14 +262,13 @@ class TuningResult:
     """The plans found.
 
     Attributes:
-        rows: The best first, by measurement; plans that were only predicted follow. Without baselines.
+        rows: The best first, by measurement; plans that were only predicted follow.
         considered: Number of sizes of plans considered.
         excluded: Number of those evaluated that did not fit into the memory.
         seconds: Seconds spent on each step.
     """
 
     rows: tuple[TunedPlan, ...]
-    baselines: tuple[TunedPlan, ...]
     batch_size: int
     workers: int
     considered: int
@@ -305,7 +293,6 @@ class TuningResult:
             "advice": advice(self),
             **{name: getattr(self, name) for name in same},
             "rows": [row.to_json() for row in self.rows],
-            "baselines": [row.to_json() for row in self.baselines],
         }
 
 
@@ -349,8 +336,6 @@ def study(
     measure: Measure | None = None,
     *,
     trials: int = 3,
-    baselines: bool = False,
-    traversal: bool = False,
     say: Say = lambda line: None,
     profile_s: float | None = None,
 ) -> TuningResult:
@@ -362,8 +347,6 @@ def study(
             only.
         trials: Number of plans to time, besides the best of each simpler kind: the advice compares
             measurements.
-        baselines: Whether to time max-num and max-size, too.
-        traversal: Whether to time every setting, as a baseline.
         say: Called with progress messages.
         profile_s: Seconds that the profile took, if it was made for this call.
 
@@ -371,31 +354,20 @@ def study(
         ValueError: Nothing fits into the memory.
     """
     seconds = {} if profile_s is None else {"profile_s": profile_s}
-
-    def timed(step: str, forecasts: Sequence[TunedPlan]) -> list[TunedPlan]:
-        assert measure is not None
-        begin = time.perf_counter()
-        found = [_timed(row, measure, say) for row in forecasts]
-        seconds[step] = time.perf_counter() - begin
-        return found
-
     begin = time.perf_counter()
     found = search(space)
     seconds["search_s"] = time.perf_counter() - begin
     rows = [TunedPlan(_kind_of(f.plan), f) for f in found.ranked]
-    others = [TunedPlan(what, f) for what, f in extremes(space).items()]
     if measure is not None:
         simpler = [row for row in rows[trials:] if row.plan.stages == 1]
         chosen = [*rows[:trials], *simpler] if trials else []
-        rows = timed("trials_s", chosen) + [row for row in rows if row not in chosen]
-        if baselines:
-            others = timed("baselines_s", others)
-        if traversal:
-            every = timed("traversal_s", [TunedPlan(TRAVERSAL, f) for f in settings(space)])
-            others += sorted(every, key=lambda row: row.batch_s)
+        begin = time.perf_counter()
+        timed = [timed_row(row, measure, say) for row in chosen]
+        seconds["trials_s"] = time.perf_counter() - begin
+        rows = timed + [row for row in rows if row not in chosen]
     rows.sort(key=lambda row: (row.trial is None, bool(row.failure), row.batch_s))
     sizes = space.batch_size, space.cluster.workers, found.considered, found.excluded
-    return TuningResult(tuple(rows), tuple(others), *sizes, seconds)
+    return TuningResult(tuple(rows), *sizes, seconds)
 
 
 def _kind_of(plan: Plan) -> str:
@@ -404,7 +376,8 @@ def _kind_of(plan: Plan) -> str:
     return DATA_PARALLEL if plan.stages == 1 else PIPELINE
 
 
-def _timed(row: TunedPlan, measure: Measure, say: Say) -> TunedPlan:
+def timed_row(row: TunedPlan, measure: Measure, say: Say) -> TunedPlan:
+    """Return a row with its measurement, or the reason why there is none."""
     plan, width = row.plan, (row.plan.replication or [1])[0]
     stages = f"K = {plan.stages}" + (f" x {width}" if width > 1 else "")
     say(f"timing {stages}, N = {plan.pipelines}, M = {plan.micro_batches}")

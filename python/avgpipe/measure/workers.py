@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,7 @@ from avgpipe.links.shared import Inbox, SharedLink
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile
-from avgpipe.ranks.environment import named, return_freed_memory
+from avgpipe.ranks.environment import return_freed_memory, status_bytes
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.met import gather
 from avgpipe.ranks.rendezvous import join
@@ -62,38 +60,25 @@ class WorkerCosts:
         return cls(**{**found, **links})
 
 
-def measure_workers(
-    model: Sequence[nn.Module],
-    threads: int,
-    with_link: bool,
-    loads: tuple[str, dict[str, Any]] | None = None,
-) -> WorkerCosts:
+def measure_workers(model: Sequence[nn.Module], threads: int, with_link: bool) -> WorkerCosts:
     """Start one process, or two that are linked like workers of one host. PipelineError when one fails.
 
-    The processes load the code of ``model``, which takes memory. For ``loads`` see ``profile``.
+    The processes load the code of ``model``, which takes memory.
     """
     used = {type(module).__module__ for layer in model for module in layer.modules()}
     modules = sorted(name for name in used if name.partition(".")[0] in _LIBRARIES)
-    arguments = {"modules": modules, "with_link": with_link, "threads": threads, "loads": loads}
+    arguments = {"modules": modules, "with_link": with_link, "threads": threads}
     processes = 2 if with_link else 1
     found = run_on_ranks(f"{__name__}:worker", processes, arguments, timeout_s=_TIMEOUT_S, threads=threads)[0]
     return WorkerCosts.from_dict(found)
 
 
-def worker(
-    modules: Sequence[str], with_link: bool, threads: int, loads: tuple[str, dict[str, Any]] | None
-) -> dict[str, Any]:
+def worker(modules: Sequence[str], with_link: bool, threads: int) -> dict[str, Any]:
     """Run as a process of :func:`measure_workers`. The result of rank 0 is used."""
     torch.set_num_threads(threads)
     for name in modules:
         importlib.import_module(name)
-    loaded = None
-    if loads is not None and os.environ["RANK"] == "0":
-        target, arguments = loads
-        loaded = named(target)(**arguments)
-    found = costs_here(with_link, _TIMEOUT_S)
-    del loaded
-    return asdict(found)
+    return asdict(costs_here(with_link, _TIMEOUT_S))
 
 
 def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
@@ -106,7 +91,7 @@ def costs_here(with_link: bool, timeout_s: float) -> WorkerCosts:
     link, reduction = _between(timeout_s) if with_link else (None, None)
     runtime_seconds(0)  # loads everything that a pipeline loads
     return_freed_memory()  # a pipeline would reuse the temporary memory of loading
-    resident = _resident_bytes()
+    resident = status_bytes("VmRSS")
     action_s, batch_s = runtime_seconds(_CACHES_BYTES)
     return WorkerCosts(action_s, batch_s, resident, link, reduction)
 
@@ -278,12 +263,3 @@ class _Cold(nn.Module):
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return output.sum()
-
-
-def _resident_bytes() -> int:
-    """Return the resident memory of this process; 0 if the system does not report it."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return 0
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS:"))

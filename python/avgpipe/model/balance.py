@@ -39,10 +39,7 @@ def least_bottleneck(layers: int, stages: int, cost: StageCost) -> tuple[float, 
         worst = np.maximum(best[:, None], costs)
         begins.append(layers - worst[::-1].argmin(axis=0))
         best = worst.min(axis=0)
-    bounds = [layers]
-    for begin in reversed(begins):
-        bounds.insert(0, int(begin[bounds[0]]))
-    return float(best[layers]), bounds[1:-1]
+    return float(best[layers]), _firsts(begins, layers)
 
 
 def least_sent(total: Array, sent: Sequence[float], stages: int, limit: float) -> list[int]:
@@ -70,6 +67,11 @@ def least_sent(total: Array, sent: Sequence[float], stages: int, limit: float) -
         dearest = np.where(reached <= sums, np.maximum(worst[:, None], costs), math.inf)
         begins.append(layers - dearest[::-1].argmin(axis=0))
         worst = dearest.min(axis=0)
+    return _firsts(begins, layers)
+
+
+def _firsts(begins: Sequence[Array], layers: int) -> list[int]:
+    """Return the first layers of stages 1 and up; ``begins`` has each stage's, by the layer after its last."""
     bounds = [layers]
     for begin in reversed(begins):
         bounds.insert(0, int(begin[bounds[0]]))

@@ -53,6 +53,21 @@ class Call:
     fill: Mapping[str, int] = field(default_factory=dict)
     output: Callable[[Any], Any] = lambda returned: returned
 
+    def arguments(self, value: Any) -> dict[str, Any]:
+        """Return the arguments for a batch's inputs."""
+        if isinstance(value, torch.Tensor):
+            return {self.main: value}
+        if not isinstance(value, dict):
+            raise TypeError(
+                f"the model takes a tensor of {self.main} or a plain dict, not {type(value).__name__}"
+            )
+        given = {name: x for name, x in value.items() if x is not None}
+        unknown = sorted(map(repr, given.keys() - self.accepts))
+        if unknown or not given:
+            wrong = f"unknown {', '.join(unknown)}" if unknown else "nothing"
+            raise ValueError(f"the model takes {', '.join(sorted(self.accepts))}; the inputs have {wrong}")
+        return given
+
 
 class BlockSlot(NamedTuple):
     """The place of a tensor among a block's arguments: ``leaf`` of the pytree with name or number ``key``.
@@ -312,6 +327,7 @@ class Anatomy:
         collected: By the number of a block, the tensors inside it that the last unit needs.
         writes: Whether its forward writes to outputs of modules outside of blocks.
         looks_at: By unit, the inputs whose values it needs; of other inputs it only needs shape and dtype.
+        shapes: Modules of it without weights, each made once, by the identity of the module.
     """
 
     model: nn.Module
@@ -323,6 +339,7 @@ class Anatomy:
     collected: Mapping[int, Sequence[Collected]] = field(default_factory=dict)
     writes: bool = False
     looks_at: Sequence[frozenset[str]] = ()
+    shapes: dict[int, nn.Module] = field(default_factory=dict, compare=False)
 
     @cached_property
     def blocks(self) -> list[str]:

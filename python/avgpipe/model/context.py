@@ -10,6 +10,7 @@ holds one value per micro-batch and stays correct under recomputation. Other lay
 from __future__ import annotations
 
 import inspect
+import logging
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -333,6 +334,17 @@ def in_mode(model: nn.Module, training: bool) -> Iterator[None]:
     finally:
         for module, was in before:
             module.training = was
+
+
+@contextmanager
+def without_logs() -> Iterator[None]:
+    """Silence all loggers inside: torch logs what fails, and here some things are tried."""
+    before = logging.root.manager.disable
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"

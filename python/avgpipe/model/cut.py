@@ -61,25 +61,17 @@ class Cut:
             kind=estimate.kind,
         )
 
-    @property
-    def shares(self) -> list[float]:
-        """Return each layer's part of the estimated cost."""
-        total = sum(self.costs)
-        return [cost / total for cost in self.costs]
-
-    def sent_by(self, stage: int) -> list[str]:
-        """Describe what a stage sends, to the next stage first."""
-        sent = {to: size for (source, to), size in self.traffic.items() if source == stage}
-        return [f"{format_bytes(sent[to])} to stage {to}" for to in sorted(sent)]
-
     def __str__(self) -> str:
         rows = [("stage", "layers", "parameters", "cost", "sends of a micro-batch")]
         last = len(self.bounds) - 2
         for k, (a, b) in enumerate(pairwise(self.bounds)):
-            share = f"{100 * sum(self.shares[a:b]):.0f} %"
+            layers = self.names[a] if b == a + 1 else f"{self.names[a]} .. {self.names[b - 1]} ({b - a})"
+            share = f"{100 * sum(self.costs[a:b]) / sum(self.costs):.0f} %"
             parameters = format_count(sum(self.parameters[a:b]))
-            sent = self.sent_by(k) or ["-" if k == last else "unknown"]
-            rows.append((str(k), self.span(a, b), parameters, share, sent[0]))
+            sizes = sorted((to, size) for (source, to), size in self.traffic.items() if source == k)
+            sent = [f"{format_bytes(size)} to stage {to}" for to, size in sizes]
+            sent = sent or ["-" if k == last else "unknown"]
+            rows.append((str(k), layers, parameters, share, sent[0]))
             rows.extend(("", "", "", "", more) for more in sent[1:])
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = [
@@ -91,13 +83,6 @@ class Cut:
         ]
         is_known = all((k, k + 1) in self.traffic for k in range(last))
         return "\n".join([*lines, self.kind, *([] if is_known else [_UNKNOWN])])
-
-    def span(self, first: int, end: int) -> str:
-        """Name a range of layers by its ends."""
-        count = end - first
-        if count == 1:
-            return self.names[first]
-        return f"{self.names[first]} .. {self.names[end - 1]} ({count})"
 
 
 def names_of_layers(model: nn.Module | Sequence[nn.Module], layers: Sequence[nn.Module]) -> list[str]:

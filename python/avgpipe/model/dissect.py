@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from avgpipe.model.blocks import Anatomy, BlockSlot, Call, Collected, Observed, Slots, is_same, observe
 from avgpipe.model.context import in_mode
 from avgpipe.model.outline import Exchange, Seen
-from avgpipe.model.shell import Shells
+from avgpipe.model.shell import shell_of
 
 
 def anatomy_of(model: nn.Module, call: Call) -> Anatomy:
@@ -42,7 +42,7 @@ def _made_up(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Seen:
     """Run a shell in which nothing has weights; results that depend on weights become NaN."""
     seen = Seen()
     exchange = Exchange(anatomy.writes, math.nan, seen)
-    shell = Shells(anatomy).shell(anatomy.units, anatomy.units, exchange)
+    shell = shell_of(anatomy, anatomy.units, anatomy.units, exchange)
     try:
         shell(**inputs, **anatomy.call.fixed)
     except Exception:
@@ -88,7 +88,7 @@ def _early(anatomy: Anatomy) -> frozenset[str]:
     ]
     arrived = {value: calls[number].slots[slot] for number, slot, value in places}
     exchange = Exchange(anatomy.writes, math.nan, Seen(blocks), arrived)
-    shell = Shells(anatomy).shell(1, anatomy.units, exchange)
+    shell = shell_of(anatomy, 1, anatomy.units, exchange)
     # A failure of the head does not matter here: the blocks have been called.
     with suppress(Exception):
         shell(**anatomy.call.trials[0], **anatomy.call.fixed)
@@ -138,7 +138,7 @@ def _needed_returns(anatomy: Anatomy) -> dict[int, str]:
 def _head(anatomy: Anatomy, inputs: Mapping[str, Any]) -> Any:
     """Return the model's output, by a shell with the last unit only."""
     exchange = Exchange(anatomy.writes, math.nan)
-    shell = Shells(anatomy).shell(anatomy.units - 1, anatomy.units, exchange)
+    shell = shell_of(anatomy, anatomy.units - 1, anatomy.units, exchange)
     calls = list(anatomy.observed.calls.values())
     leaves = tree_leaves(calls[-1].returned)
     exchange.arrived = {value: leaves[n] for n, value in anatomy.returns.items()}

@@ -68,8 +68,12 @@ def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) ->
             modes.enter_context(in_mode(module, False))
         for size in sizes:
             inputs = first_samples(size, example)
-            if not _computes(model, inputs, device, must=size == next(iter(sizes))):
-                return  # the model itself fails with fewer
+            if (failure := failure_on(model, inputs, device)) is not None:
+                if size < next(iter(sizes)):
+                    return  # the model itself fails with fewer
+                raise ValueError(
+                    f"{type(model).__name__} fails on example_inputs in evaluation mode: {reason(failure)}"
+                ) from failure
             whole = partial(_called, model, inputs, device)
             try:
                 found = difference(model, whole, partial(_chained, layers, inputs, device))
@@ -82,17 +86,14 @@ def prove(layers: Sequence[nn.Module], model: nn.Module, example_inputs: Any) ->
                 )
 
 
-def _computes(model: nn.Module, inputs: Any, device: torch.device, must: bool) -> bool:
+def failure_on(model: nn.Module, inputs: Any, device: torch.device) -> Exception | None:
+    """Return the error of a model's code, of any kind, in evaluation on a batch's inputs; None without one."""
     try:
-        with torch.no_grad():
+        with in_mode(model, False), CallerGenerators(device), torch.no_grad():
             _called(model, inputs, device)
     except Exception as error:
-        if must:
-            raise ValueError(
-                f"{type(model).__name__} fails on example_inputs in evaluation mode: {reason(error)}"
-            ) from error
-        return False
-    return True
+        return error
+    return None
 
 
 def first_samples(size: int, inputs: Any) -> Any:

@@ -9,12 +9,11 @@ whole batch.
 from __future__ import annotations
 
 import io
-import logging
 import os
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from functools import partial
 from pathlib import PurePath
 from typing import Any
@@ -29,8 +28,8 @@ from avgpipe.errors import reason
 from avgpipe.model.batch import batch_size, to_device
 from avgpipe.model.choice import Differs, merged
 from avgpipe.model.compiled import is_compiled
-from avgpipe.model.context import CallerGenerators, Carry, in_mode
-from avgpipe.model.example import Arguments, device_of, first_samples, prove
+from avgpipe.model.context import CallerGenerators, Carry, in_mode, without_logs
+from avgpipe.model.example import Arguments, device_of, failure_on, first_samples, prove
 from avgpipe.model.plain_graph import Guards, place_anew, plain_graph
 from avgpipe.model.tracing import TracedLayer, layers_of_graph, with_choice
 from avgpipe.model.units import pieces_of, take_sizes_from_near, units_of
@@ -56,7 +55,7 @@ def exported(model: nn.Module, example_inputs: Any) -> list[TracedLayer]:
     example = _at_least_two(to_device(example_inputs, device))
     shorter = _shorter(example)
     attempts = [(example, Dim.AUTO), (example, Dim.STATIC)]
-    if _sizes_of(shorter) != _sizes_of(example) and _runs_on(model, shorter, device):
+    if _sizes_of(shorter) != _sizes_of(example) and failure_on(model, shorter, device) is None:
         attempts.insert(0, (shorter, Dim.AUTO))
     *first, last = (partial(_exported_on, model, *attempt, example, device) for attempt in attempts)
     for export in first:
@@ -136,16 +135,6 @@ def _sizes_of(inputs: Any) -> list[torch.Size]:
     return [t.shape for t in pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
 
 
-def _runs_on(model: nn.Module, inputs: Any, device: torch.device) -> bool:
-    call = Arguments.on(model, inputs)
-    try:
-        with in_mode(model, False), CallerGenerators(device), torch.no_grad():
-            model(*call.args, **call.kwargs)
-    except Exception:  # of any kind: it may need exactly this length
-        return False
-    return True
-
-
 # ---- torch.export --------------------------------------------------------------------------------------------------
 
 
@@ -214,24 +203,16 @@ def _masks_as_they_are() -> Iterator[None]:
 def _quietly() -> Iterator[None]:
     """Suppress all output but the error: torch would print a graph of thousands of lines, and warnings.
 
-    If torch's logs were requested, they stay on. Other output, of the model's own code, is printed after a
+    If torch's logs were requested, they stay on. What the model's own code prints is printed after a
     successful export.
     """
     if "TORCH_LOGS" in os.environ:
         yield
         return
-    handlers, printed = logging.getLogger("torch").handlers, io.StringIO()
-    with ExitStack() as filters:
-        for handler in handlers:
-            handler.addFilter(_nothing)
-            filters.callback(handler.removeFilter, _nothing)
-        with redirect_stderr(printed):
-            yield
+    printed = io.StringIO()
+    with without_logs(), redirect_stderr(printed):
+        yield
     sys.stderr.write(printed.getvalue())
-
-
-def _nothing(_: logging.LogRecord) -> bool:
-    return False
 
 
 def _place(error: BaseException, model: nn.Module) -> str:

@@ -8,10 +8,9 @@ and few weights, such as the first ones of a network for images, would appear ch
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from avgpipe.errors import reason
 from avgpipe.model.compiled import copied
-from avgpipe.model.context import generators, in_mode, set_generators
+from avgpipe.model.context import generators, in_mode, set_generators, without_logs
 
 # On a CPU core, moving a byte in an elementwise operator takes about as long as this many FLOPs of a matrix
 # product. On GPUs it takes longer, but kernels are often fused there.
@@ -83,7 +82,7 @@ def _counted(layers: Sequence[nn.Module], inputs: Any, training: bool) -> FlopCo
         for kind in _HOOKS:
             getattr(module, kind).clear()
     flops, sent, counter = list[int](), list[int](), _Counter()
-    with fake, torch.enable_grad(), in_mode(chain, training), _not_compiled(), _without_log(fake_tensor.log):
+    with fake, torch.enable_grad(), in_mode(chain, training), _not_compiled(), without_logs():
         for layer in chain:
             try:
                 value, done = _done(layer, value, counter)
@@ -108,16 +107,6 @@ def _not_compiled() -> AbstractContextManager[Any]:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-@contextmanager
-def _without_log(log: logging.Logger) -> Iterator[None]:
-    """Silence a logger: shapes that do not fit are tried on purpose."""
-    was, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = was
 
 
 def _name(layer: nn.Module) -> str:
@@ -156,45 +145,31 @@ def _changeable(tensor: torch.Tensor) -> torch.Tensor:
 
 # ---- formulas ------------------------------------------------------------------------------------------------------
 
-# torch counts attention on accelerators only, and no recurrent layer of oneDNN.
-
-
-def _attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Count the products of queries with keys, and of attention weights with values, as equally wide."""
-    batch, heads, length, width = query.shape
-    return 4 * batch * heads * length * key.shape[-2] * width
-
-
-def _attention_backward(_: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
-    """Count five products for two: the scores are computed again."""
-    return _attention(query, key) * 5 // 2
-
 
 def _recurrent(x: torch.Tensor, w_x: torch.Tensor, w_h: torch.Tensor, *_: Any, **__: Any) -> int:
     steps = x.shape[0] * x.shape[1]
     return 2 * steps * (w_x.numel() + w_h.numel())
 
 
-def _recurrent_backward(x: torch.Tensor, w_x: torch.Tensor, w_h: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * _recurrent(x, w_x, w_h)
+def _formulas() -> Mapping[Any, Callable[..., int]]:
+    """Return the formulas of torch, to which ``register_flop_formula`` adds, and those that torch lacks on the CPU."""
+    from torch.utils.flop_counter import flop_registry
+
+    return {
+        _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+            _aten._scaled_dot_product_flash_attention
+        ],
+        _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+            _aten._scaled_dot_product_flash_attention_backward
+        ],
+        _aten.mkldnn_rnn_layer: _recurrent,
+        _aten.mkldnn_rnn_layer_backward: lambda *args, **kwargs: 2 * _recurrent(*args),
+        _aten._grouped_mm: lambda a, b, *_, **__: 2 * a.numel() * b.shape[-1],
+        _aten.mv: lambda matrix, *_, **__: 2 * matrix.numel(),
+        **flop_registry,
+    }
 
 
-def _grouped(a: torch.Tensor, b: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * a.numel() * b.shape[-1]
-
-
-def _times_vector(matrix: torch.Tensor, *_: Any, **__: Any) -> int:
-    return 2 * matrix.numel()
-
-
-_FORMULAS: Mapping[Any, Callable[..., int]] = {
-    _aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
-    _aten.mkldnn_rnn_layer: _recurrent,
-    _aten.mkldnn_rnn_layer_backward: _recurrent_backward,
-    _aten._grouped_mm: _grouped,
-    _aten.mv: _times_vector,
-}
 _OWN = frozenset({"aten", "prim", "prims"})
 # torch's own operators with much computation, for which there is no formula.
 _UNKNOWN = frozenset({_aten._trilinear, _aten._thnn_fused_lstm_cell, _aten._cdist_forward})
@@ -227,9 +202,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        from torch.utils.flop_counter import flop_registry  # register_flop_formula adds to it
-
-        self.flops, self._operators, self._known = 0, 0, {**_FORMULAS, **flop_registry}
+        self.flops, self._operators, self._known = 0, 0, _formulas()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

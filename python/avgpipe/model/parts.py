@@ -12,8 +12,7 @@ sum::
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -54,30 +53,22 @@ class PartLayer(nn.Module):
         return None
 
 
-class Whole(Sequence[nn.Module]):
-    """Layers of a model that is called as a whole, with other parts left out."""
+class Whole(list[nn.Module]):
+    """Layers of a model that is called as a whole, with other parts left out; see ``avgpipe.model.pieces``.
 
-    @property
-    @abstractmethod
-    def model(self) -> nn.Module:
-        """The whole model, which shares its modules with the layers."""
+    Attributes:
+        model: The whole model, which shares its modules with the layers.
+        trial: Some inputs that it accepts.
+        called: Returns the output of a copy of the whole model for a batch's inputs, in the form of the last layer's.
+        stage: Returns one layer that runs those from the first number on, before the second.
+        prove: Refuses, with ValueError, a cut whose stages compute anything else than the whole model.
+    """
 
-    @property
-    @abstractmethod
-    def trial(self) -> dict[str, Any]:
-        """Some inputs that it accepts."""
-
-    @abstractmethod
-    def called(self, model: nn.Module, value: Any) -> Any:
-        """Return the output of a copy of the whole model for a batch's inputs, in the form of the last layer's."""
-
-    @abstractmethod
-    def stage(self, begin: int, end: int) -> list[nn.Module]:
-        """Return one layer that runs those from ``begin`` on, before ``end``."""
-
-    @abstractmethod
-    def prove(self, bounds: Sequence[int]) -> None:
-        """Refuse, with ValueError, a cut whose stages compute anything else than the whole model."""
+    model: nn.Module
+    trial: dict[str, Any]
+    called: Callable[[nn.Module, Any], Any]
+    stage: Callable[[int, int], list[nn.Module]]
+    prove: Callable[[Sequence[int]], None]
 
 
 class SkipRoute(NamedTuple):

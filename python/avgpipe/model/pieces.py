@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,7 @@ from avgpipe.model.dissect import anatomy_of
 from avgpipe.model.outline import Exchange, OwnBlock, Reached
 from avgpipe.model.parts import PartLayer, Values, Whole
 from avgpipe.model.proof import difference
-from avgpipe.model.shell import Shells
+from avgpipe.model.shell import shell_of
 
 _ELSEWHERE = (
     "cut it elsewhere, with Plan(partition=...), or pass a list of layers, with Source(names_of=model)"
@@ -38,20 +38,19 @@ class Piece(PartLayer):
         values: Its input and output values, by name.
     """
 
-    def __init__(self, anatomy: Anatomy, shells: Shells, begin: int, end: int) -> None:
+    def __init__(self, anatomy: Anatomy, begin: int, end: int) -> None:
         super().__init__()
         self._exchange = Exchange(anatomy.writes)
-        self.shell = shells.shell(begin, end, self._exchange)
-        call = anatomy.call
-        self._main, self._accepts, self._fixed, self._fill = call.main, call.accepts, call.fixed, call.fill
-        self._output = call.output
+        self.shell = shell_of(anatomy, begin, end, self._exchange)
+        self._call = replace(anatomy.call, trials=())
         self._is_first, self._is_last = begin == 0, end == anatomy.units
         self._takes, self._gives = anatomy.alive(begin), anatomy.alive(end)
         uses = anatomy.used(begin, end) & set(self._takes)
         self.values = Values((*self._takes, _INPUTS), (*self._gives, _INPUTS), frozenset(uses | {_INPUTS}))
+        tried = frozenset(anatomy.call.trials[0])
         # For inputs that were not tried, each unit may need the values.
-        self._made = frozenset(call.trials[0]).difference(*anatomy.looks_at[begin:])
-        self._reduced = frozenset(call.trials[0]).difference(*anatomy.looks_at[end:])
+        self._made = tried.difference(*anatomy.looks_at[begin:])
+        self._reduced = tried.difference(*anatomy.looks_at[end:])
         self._next = anatomy.blocks[min(end, len(anatomy.blocks)) - 1]
         own = anatomy.blocks[begin - 1] if 0 < begin <= len(anatomy.blocks) else None
         names = {id(m): name for name, m in anatomy.model.named_modules()}
@@ -65,7 +64,7 @@ class Piece(PartLayer):
     def forward(self, value: Any) -> Any:
         exchange = self._exchange
         if self._is_first:
-            arrived, inputs = {}, self._given(value)
+            arrived, inputs = {}, self._call.arguments(value)
         else:
             *values, inputs = value
             arrived = dict(zip(self._takes, values))
@@ -74,9 +73,9 @@ class Piece(PartLayer):
         there: dict[str, torch.Tensor] = {}
         try:
             arguments = {name: self._filled(name, given, device) for name, given in inputs.items()}
-            returned = self.shell(**arguments, **self._fixed)
+            returned = self.shell(**arguments, **self._call.fixed)
             if self._is_last:
-                return self._output(returned)
+                return self._call.output(returned)
         except Reached:
             # Of repeated arguments of a block, some may be made up by outlines.
             there = exchange.taken | arrived
@@ -91,29 +90,14 @@ class Piece(PartLayer):
             ) from None
         return (*values, {name: self._passed(name, given) for name, given in inputs.items()})
 
-    def _given(self, value: Any) -> dict[str, Any]:
-        """Return the model's input as arguments."""
-        if isinstance(value, torch.Tensor):
-            return {self._main: value}
-        if not isinstance(value, dict):
-            raise TypeError(
-                f"the model takes a tensor of {self._main} or a plain dict, not {type(value).__name__}"
-            )
-        given = {name: x for name, x in value.items() if x is not None}
-        unknown = sorted(map(repr, given.keys() - self._accepts))
-        if unknown or not given:
-            wrong = f"unknown {', '.join(unknown)}" if unknown else "nothing"
-            raise ValueError(f"the model takes {', '.join(sorted(self._accepts))}; the inputs have {wrong}")
-        return given
-
     def _filled(self, name: str, given: Any, device: torch.device | None) -> Any:
         """Return an input as the forward takes it: made up if only dtype and sizes have arrived."""
         if name not in self._made or not isinstance(given, tuple):
             return given
         dtype, *sizes = given
-        return torch.full((), self._fill.get(name, 0), dtype=getattr(torch, dtype), device=device).expand(
-            sizes
-        )
+        return torch.full(
+            (), self._call.fill.get(name, 0), dtype=getattr(torch, dtype), device=device
+        ).expand(sizes)
 
     def _passed(self, name: str, given: Any) -> Any:
         """Return an input as later units need it."""
@@ -138,64 +122,37 @@ class BlockChain(Whole):
     def __init__(self, sample: nn.Module, call: Call, model: nn.Module | None = None) -> None:
         self._sample = anatomy_of(sample, call)
         self._anatomy = self._sample if model is None else replace(self._sample, model=model)
-        self._shells = Shells(self._anatomy)
-        self._pieces = [self._piece(unit, unit + 1) for unit in range(self._anatomy.units)]
-
-    def __len__(self) -> int:
-        return len(self._pieces)
-
-    @overload
-    def __getitem__(self, n: int) -> nn.Module: ...
-    @overload
-    def __getitem__(self, n: slice) -> Sequence[nn.Module]: ...
-    def __getitem__(self, n: int | slice) -> nn.Module | Sequence[nn.Module]:
-        return self._pieces[n]
-
-    @property
-    def model(self) -> nn.Module:
-        """The whole model, which shares its modules with the pieces."""
-        return self._anatomy.model
-
-    @property
-    def trial(self) -> dict[str, Any]:
-        """Some inputs that the sample accepts."""
-        return dict(self._anatomy.call.trials[0])
+        self.model, self.trial = self._anatomy.model, dict(call.trials[0])
+        super().__init__(Piece(self._anatomy, unit, unit + 1) for unit in range(self._anatomy.units))
 
     def called(self, model: nn.Module, value: Any) -> Any:
         """Return the output of a copy of the whole model for a batch's inputs, in the form of the last piece's."""
         call = self._anatomy.call
-        return call.output(model(**self._pieces[0]._given(value), **call.fixed))
+        return call.output(model(**call.arguments(value), **call.fixed))
 
     def stage(self, begin: int, end: int) -> list[nn.Module]:
         """Return one piece that runs the layers from ``begin`` on, before ``end``."""
-        return [self._piece(begin, end)]
-
-    def _piece(self, begin: int, end: int) -> Piece:
-        return Piece(self._anatomy, self._shells, begin, end)
+        return [Piece(self._anatomy, begin, end)]
 
     def prove(self, bounds: Sequence[int]) -> None:
         """Refuse, with ValueError, a cut whose stages compute anything else than the whole model.
 
         Outputs and gradients are compared, in evaluation mode, on all of the trials.
         """
-        shells, model = Shells(self._sample), self._sample.model
-        pieces = [Piece(self._sample, shells, begin, end) for begin, end in pairwise(bounds)]
+        model = self._sample.model
+        pieces = [Piece(self._sample, begin, end) for begin, end in pairwise(bounds)]
         where = f"when it is cut at {', '.join(piece.calls for piece in pieces[1:])}"
         with in_mode(model, False):
             for inputs in self._sample.call.trials:
                 stages = partial(_run, pieces, dict(inputs))
                 try:
-                    found = difference(model, partial(self._whole, inputs), stages)
+                    found = difference(model, partial(self.called, model, inputs), stages)
                 except Exception as error:
                     raise ValueError(
                         f"{type(model).__name__} does not run {where}: {reason(error)}; {_ELSEWHERE}"
                     ) from error
                 if found is not None:
                     raise ValueError(f"{type(model).__name__} is not the same {where}: {found}; {_ELSEWHERE}")
-
-    def _whole(self, inputs: Mapping[str, Any]) -> Any:
-        call = self._sample.call
-        return call.output(self._sample.model(**inputs, **call.fixed))
 
 
 def _run(pieces: Sequence[Piece], value: Any) -> Any:

@@ -18,23 +18,14 @@ from avgpipe.model.outline import (
 )
 
 
-class Shells:
-    """Makes shells of a model. The replacement of a module is made once; held modules are the model's own."""
-
-    def __init__(self, anatomy: Anatomy) -> None:
-        self._anatomy = anatomy
-        self._shapes: dict[int, nn.Module] = {}
-
-    def shell(self, begin: int, end: int, exchange: Exchange) -> nn.Module:
-        """Return the model for the units from ``begin`` on, before ``end``."""
-        return _Shell(self._anatomy, self._shapes, range(begin, end), exchange).of(self._anatomy.model, "")
+def shell_of(anatomy: Anatomy, begin: int, end: int, exchange: Exchange) -> nn.Module:
+    """Return the model for the units from ``begin`` on, before ``end``; held modules are the model's own."""
+    return _Shell(anatomy, range(begin, end), exchange).of(anatomy.model, "")
 
 
 class _Shell:
-    def __init__(
-        self, anatomy: Anatomy, shapes: dict[int, nn.Module], units: range, exchange: Exchange
-    ) -> None:
-        self._anatomy, self._shapes, self._units, self._exchange = anatomy, shapes, units, exchange
+    def __init__(self, anatomy: Anatomy, units: range, exchange: Exchange) -> None:
+        self._anatomy, self._units, self._exchange = anatomy, units, exchange
         self._numbers = {name: number for number, name in enumerate(anatomy.blocks)}
 
     def of(self, module: nn.Module, name: str) -> nn.Module:
@@ -101,6 +92,7 @@ class _Shell:
         return OtherBlock(shape, self._exchange, number, call, takes=takes, ends=unit >= until)
 
     def _shape(self, module: nn.Module) -> nn.Module:
-        if id(module) not in self._shapes:
-            self._shapes[id(module)] = without_weights(module)
-        return self._shapes[id(module)]
+        shapes = self._anatomy.shapes
+        if id(module) not in shapes:
+            shapes[id(module)] = without_weights(module)
+        return shapes[id(module)]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _HEADS, _WORDS = 2, 160
@@ -36,40 +36,30 @@ _INNER = {  # widths that may differ from the model's
 }
 _KEY_HEADS = r"(\w+_)?(key_value|kv)_heads"
 _SPECIAL_WORDS = r"\w*(_token|_token_id|_token_index|_bos_id|_eos_id)s?"
-_DEPTHS = r"(num_|n_)?((hidden|encoder|decoder)_)?layers?|num_decoder_layers"
-_SOME_LAYERS = (  # a number of layers, or the index of one
-    r"num_kv_shared_layers|num_dense_layers|first_k_dense_replace|max_window_layers|moe_layer_end_index"
-)
 
 
-def shrunk(config: Any, *, layers: int | None = None) -> Any:
+def shrunk(config: Any) -> Any:
     """Return a copy of a configuration of transformers that makes a tiny model of the same kind.
 
-    Args:
-        config: Any ``PreTrainedConfig``; its parts become tiny as well.
-        layers: Number of layers to keep of each stack, or one of each kind if there are more kinds. None:
-            all.
+    It may be any ``PreTrainedConfig``; its parts become tiny as well, and the numbers of layers stay.
     """
-    return _shrunk(config, layers, dict(_widths(config)))
+    return _shrunk(config, dict(_widths(config)))
 
 
-def _shrunk(config: Any, layers: int | None, widths: Mapping[int, int]) -> Any:
+def _shrunk(config: Any, widths: Mapping[int, int]) -> Any:
     small, fields = copy.deepcopy(config), dict(vars(config))
     per_layer = {int(n): own for n, own in config.to_dict().get("per_layer_config", {}).items()}
     if per_layer:
         small.per_layer_config = None  # otherwise its fields cannot be set
     sizes = _Sizes(config, fields, widths)
-    stack = _Stack(fields, per_layer, _common(config, fields, "num_hidden_layers"), layers)
     for name, value in fields.items():
         if hasattr(value, "to_dict"):
-            setattr(small, name, _shrunk(value, layers, widths))
-        elif (new := sizes.of(name, stack.of(name, value))) is not value:
+            setattr(small, name, _shrunk(value, widths))
+        elif (new := sizes.of(name, value)) is not value:
             setattr(small, name, new)
     if per_layer:
         small.per_layer_config = {
-            at: _Sizes(config, {**fields, **per_layer[n]}, widths).all(per_layer[n])
-            for at, n in enumerate(stack.kept)
-            if n in per_layer
+            n: _Sizes(config, {**fields, **own}, widths).all(own) for n, own in per_layer.items()
         }
     return small
 
@@ -131,55 +121,3 @@ class _Sizes:
     def _special_word(self, word: int) -> int:
         """Move the number of a special word to the end of the small vocabulary, each to a different place."""
         return word if word < _WORDS else self._special.setdefault(word, _WORDS - 1 - len(self._special))
-
-
-class _Stack:
-    """Values of fields about layers, for the kept layers.
-
-    Attributes:
-        kept: Their numbers, ascending.
-    """
-
-    def __init__(
-        self, fields: Mapping[str, Any], per_layer: Mapping[int, Any], depth: Any, layers: int | None
-    ) -> None:
-        self._depth, self._layers = depth if _is_number(depth) else 0, layers
-        lists = [
-            value
-            for name, value in fields.items()
-            if self._is_of_each(value) and not self._is_of_numbers(value)
-        ]
-        kinds: dict[str, int] = {}  # by the settings of a layer, the first such layer
-        for n in range(self._depth):
-            kinds.setdefault(repr([*(of[n] for of in lists), per_layer.get(n)]), n)
-        first = list(kinds.values())
-        count = self._depth if layers is None else max(layers, len(first))
-        self.kept = sorted([*first, *(n for n in range(self._depth) if n not in first)][:count])
-
-    def of(self, name: str, value: Any) -> Any:
-        """Return a field's value for the kept layers."""
-        if len(self.kept) < self._depth:
-            if self._is_of_each(value):
-                value = type(value)(value[n] for n in self.kept)
-            if self._is_of_numbers(value) and name.endswith("_layers"):
-                return type(value)(
-                    self._place(n) for n in value if len(value) == len(self.kept) or n in self.kept
-                )
-            if _is_number(value) and re.fullmatch(_SOME_LAYERS, name):
-                return math.ceil(value * len(self.kept) / self._depth)
-        if self._layers is None or not (_is_number(value) and re.fullmatch(_DEPTHS, name)):
-            return value
-        return len(self.kept) if value == self._depth else min(value, self._layers)
-
-    def _is_of_each(self, value: Any) -> bool:
-        return isinstance(value, list | tuple) and len(value) == self._depth > 0
-
-    def _is_of_numbers(self, value: Any) -> bool:
-        """Return whether a list seems to hold layers' numbers, instead of flags."""
-        if not (isinstance(value, Sequence) and value and all(map(_is_number, value))):
-            return False
-        return max(value) < self._depth and (max(value) > 1 or len(set(value)) == len(value))
-
-    def _place(self, number: int) -> int:
-        """Return a layer's place among the kept ones, or that of the last one before it."""
-        return max(at for at, n in enumerate(self.kept) if n <= number)

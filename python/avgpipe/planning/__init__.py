@@ -5,11 +5,10 @@ from avgpipe.planning.cluster import Level
 from avgpipe.planning.costs import Costs
 from avgpipe.planning.partition import Partition, partition, partition_methods
 from avgpipe.planning.profile import LayerCosts, LayerProfile, LinkProfile, Profile, Skip, Tie
-from avgpipe.planning.simulation import Bounds, Prediction, makespan_bounds, predict, simulate, steady_batch_s
+from avgpipe.planning.simulation import Prediction, predict, simulate, steady_batch_s
 
 __all__ = [
     "AdvanceChoice",
-    "Bounds",
     "Costs",
     "LayerCosts",
     "LayerProfile",
@@ -21,7 +20,6 @@ __all__ = [
     "Skip",
     "Tie",
     "choose_advance",
-    "makespan_bounds",
     "partition",
     "partition_methods",
     "predict",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from avgpipe.errors import check_count
 from avgpipe.planning.chain import limit_of
 from avgpipe.planning.costs import Costs
-from avgpipe.planning.simulation import check_costs, makespan_bounds, measured_batches, steady_batch_s
+from avgpipe.planning.simulation import check_costs, measured_batches, predict, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule, warm_ups
 
 TOLERANCE = 0.01
@@ -48,7 +48,7 @@ class AdvanceChoice:
     peak_in_flight: list[int]
     memory_limit_bytes: float | None = None
 
-    def explain(self) -> str:
+    def __str__(self) -> str:
         """Explain the choice in two lines: the advance, and the reason."""
         limit = "" if self.memory_limit_bytes is None else " under the memory limit"
         return (
@@ -58,9 +58,6 @@ class AdvanceChoice:
             f"the default K-1-k takes {1000 * self.default_seconds:.1f} ms, "
             f"1F1B {1000 * self.one_f_one_b_seconds:.1f} ms"
         )
-
-    def __str__(self) -> str:
-        return self.explain()
 
 
 def choose_advance(
@@ -113,7 +110,8 @@ def choose_advance(
     held = costs.of_stages(stages, micro_batches).activation_bytes.tolist()
     search = _AdvanceSearch(seconds, held=held, least=least, most=most, affordable=affordable)
     if not search.try_all():
-        search.climb(makespan_bounds(_schedule(least, micro_batches), costs).busiest_device_s)
+        steady = predict(_schedule(least, micro_batches), replace(costs, jitter=0.0, stragglers=None))
+        search.climb(max(steady.busy_s) / max(costs.concurrency_gain))
         search.descend()
     chosen = search.cheapest()
     own_s, least_s, default_s, one_f_one_b_s = map(seconds, (chosen, search.quickest(), default, least))

@@ -12,9 +12,7 @@ from typing import Any, NamedTuple
 
 from avgpipe.errors import check_count
 from avgpipe.files import check_keys
-from avgpipe.model.balance import check_stages
 from avgpipe.planning.chain import limit_of
-from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
 
@@ -36,63 +34,7 @@ class Level(NamedTuple):
         return LinkProfile(self.latency_s, self.bytes_per_s)
 
 
-Levels = tuple[Level, ...]
 _FREE = LinkProfile(0.0, math.inf)
-
-
-def network(
-    profile: Profile,
-    stages: int | None,
-    workers: int | None,
-    levels: Sequence[Sequence[float]] | None,
-    link: LinkProfile | None,
-) -> Levels:
-    """Return the levels that a partitioner's options describe, lowest first.
-
-    Without levels, there is one level of ``workers`` (None: as many as stages, or 4) on ``link`` (None: the
-    profile's; without one, transfers count as free).
-    """
-    check_stages(len(profile.layers), stages)
-    if levels is None:
-        count = workers if workers is not None else 4 if stages is None else stages
-        check_count("workers", count)
-        made: Levels = (_flat(profile, count, link),)
-    else:
-        if link is not None:
-            raise ValueError("link and levels both give the speed of the network: leave one out")
-        if not levels:
-            raise ValueError(
-                "levels is empty: give (units, bytes_per_s) of each, lowest first, or leave it out"
-            )
-        made = tuple(_checked_level(n, level) for n, level in enumerate(levels))
-    total = math.prod(level.units for level in made)
-    if workers not in (None, total):
-        units = " x ".join(str(level.units) for level in made)
-        raise ValueError(f"workers={workers!r}, but the levels have {units} = {total}: leave workers out")
-    if stages is not None and total < stages:
-        raise ValueError(
-            f"workers={total}: {stages} stages need a worker each, give {stages} or fewer stages"
-        )
-    return made
-
-
-def _flat(profile: Profile, workers: int, link: LinkProfile | None) -> Level:
-    found = link or profile.link or _FREE
-    return Level(workers, found.bytes_per_s, found.latency_s)
-
-
-def _checked_level(n: int, level: Sequence[float]) -> Level:
-    try:
-        made = Level(*level)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TypeError(
-            f"levels[{n}]={level!r}: must be (units, bytes_per_s) or (units, bytes_per_s, latency_s)"
-        ) from error
-    check_count(f"levels[{n}]: units", made.units)
-    number(f"levels[{n}]: latency_s", made.latency_s)
-    if made.bytes_per_s != math.inf and not number(f"levels[{n}]: bytes_per_s", made.bytes_per_s):
-        raise ValueError(f"levels[{n}]: bytes_per_s={made.bytes_per_s!r}: must be above 0")
-    return made
 
 
 def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
@@ -157,7 +99,8 @@ class Cluster:
         """Return workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
         check_count("workers", workers)
         limit_of(memory_limit_bytes)
-        level = _flat(profile, workers, link)
+        found = link or profile.link or _FREE
+        level = Level(workers, found.bytes_per_s, found.latency_s)
         return cls((Device(memory_limit_bytes),) * workers, (level,), is_here=link is None)
 
     @property

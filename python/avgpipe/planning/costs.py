@@ -170,10 +170,9 @@ class Costs:
         return replace(self, **found)
 
     @property
-    def factors(self) -> tuple[float, float]:
-        """Return the least and the greatest factor that a time is multiplied by."""
-        most = 131070 / DEVIATION * self.jitter
-        return 1 - most, (1 + most) * (self.stragglers or (0.0, 1.0))[1]
+    def greatest_factor(self) -> float:
+        """Return the greatest factor that a time is multiplied by."""
+        return (1 + 131070 / DEVIATION * self.jitter) * (self.stragglers or (0.0, 1.0))[1]
 
     def _channels(self, stages: int) -> list[int]:
         """Return the number of each link's channel, link 2k from stage k and 2k+1 back to it; -1 without contention."""

@@ -1,106 +1,20 @@
-"""Cuts of a chain of layers: exact ones for bottlenecks, and a search for objectives that need a simulation."""
+"""The search for the cut of a chain of layers whose batches take least time in a simulation."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import combinations, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
-from avgpipe.model.balance import EXACT, Array, StageCost, least_bottleneck
-from avgpipe.planning.chain import does_not_fit
-
-
-def least_of(tables: Sequence[Array]) -> Array:
-    found: Array = np.min(tables, axis=0)
-    return found
-
-
-# ---- stages with replicas ----------------------------------------------------------------------------------------
-
-
-class Block(NamedTuple):
-    """Layers ``first`` to ``last`` - 1 on a number of workers (or units of workers), with ``behind`` of them after."""
-
-    first: int
-    last: int
-    workers: int
-    behind: int
-
-
-class Divisions:
-    """Divisions of a chain into stages on one or more workers each, by the least bottleneck.
-
-    The recursion is PipeDream's A(j, m), from the last stage on, since the memory of a stage depends on later
-    ones.
-
-    Args:
-        stage: Cost of every stage on ``own`` workers with ``behind`` after it, as :func:`table_of` makes it.
-        layers: Number of layers of the chain.
-        ends: Where the divided part may end; by default at the end of the chain.
-        replicas: The most workers of a stage.
-        cut: Cost of beginning a stage, other than the first, with a layer.
-    """
-
-    def __init__(
-        self,
-        layers: int,
-        stage: Callable[[int, int], Array],
-        *,
-        ends: Sequence[int] | None = None,
-        replicas: int = sys.maxsize,
-        cut: Array | float = 0.0,
-    ) -> None:
-        self._layers, self._stage, self._most = layers, stage, replicas
-        self._ends = np.array([layers] if ends is None else ends)
-        self._cut: Array = np.broadcast_to(cut, layers + 1)[:, None]
-        self.least = cache(self._least)
-
-    def _least(self, workers: int, stages: int | None = None) -> Array:
-        """Return the least bottleneck of exactly these workers and stages (None: any), by first layer and end."""
-        owns = range(1, min(workers, self._most) + 1)
-        return least_of([self._joined(own, workers, stages) for own in owns])
-
-    def _behind(self, own: int, workers: int, stages: int | None) -> Array:
-        """Return the bottleneck behind a first stage on ``own`` of the workers, by its first layer and end."""
-        if workers > own and stages != 1:
-            found: Array = self.least(workers - own, None if stages is None else stages - 1)
-            return np.maximum(found, self._cut)
-        at_end = np.arange(self._layers + 1)[:, None] == self._ends
-        return np.where(at_end & (workers == own and stages in (None, 1)), 0.0, math.inf)
-
-    def _joined(self, own: int, workers: int, stages: int | None) -> Array:
-        stage, behind = self._stage(own, workers - own), self._behind(own, workers, stages)
-        return np.stack([np.maximum(stage, end).min(axis=1) for end in behind.T], axis=1)
-
-    def best(self, most: int, stages: int | None = None) -> tuple[float, list[Block]]:
-        """Return the best division of the whole chain on up to ``most`` workers; math.inf if none is possible."""
-        values = [float(self.least(workers, stages)[0, -1]) for workers in range(1, most + 1)]
-        workers = next(n for n, value in enumerate(values, 1) if value <= min(values) * (1 + EXACT))
-        value = values[workers - 1]
-        return value, [] if value == math.inf else self.blocks(0, -1, workers, stages)
-
-    def blocks(self, first: int, end: int, workers: int, stages: int | None = None) -> list[Block]:
-        """Return the best division on exactly ``workers`` from layer ``first`` to the ``end``-th of the ends."""
-        found: list[Block] = []
-        while workers:
-            worst = [
-                np.maximum(self._stage(own, workers - own)[first], self._behind(own, workers, stages)[:, end])
-                for own in range(1, min(workers, self._most) + 1)
-            ]
-            own, last = divmod(int(np.argmin(worst)), self._layers + 1)
-            found.append(Block(first, last, own + 1, workers - own - 1))
-            first, workers = last, workers - own - 1
-            stages = None if stages is None else stages - 1
-        return found
-
-
-# ---- searching -----------------------------------------------------------------------------------------------------
-
+from avgpipe.model.balance import StageCost, least_bottleneck
+from avgpipe.planning.chain import Chain, does_not_fit, recomputed, stage_costs, weight_versions
+from avgpipe.planning.costs import Costs
+from avgpipe.planning.simulation import steady_batch_s
+from avgpipe.schedule import Schedule
 
 MOST_CUTS = 5_000  # up to this number, all cuts are considered
 _MOST_ACTIONS, _LEAST_SIMULATED = 10_000_000, 6
@@ -110,35 +24,83 @@ _STEPS = (1, -1, 2, -2, 4, -4, 8, -8)
 Cut = tuple[int, ...]  # first layers of stages 1 and up
 
 
-class Objective(Protocol):
-    """An objective to minimize. A stage is k, its first layer and the one after its last, or arrays of them."""
+class Training:
+    """A schedule of ``pipelines`` pipelines over a chain, as an objective to minimize.
 
-    @property
-    def layers(self) -> int: ...
+    A stage is k, its first layer and the one after its last, or arrays of them.
 
-    @property
-    def placement(self) -> Sequence[Sequence[int]]:
-        """The stages of each worker."""
+    Attributes:
+        placement: The stages of each worker.
+        process_bytes: The bytes that every stage includes, but that a worker has once.
+        actions: Roughly how many actions a simulation runs.
+    """
 
-    @property
-    def process_bytes(self) -> float:
-        """Return the bytes that every stage includes, but that a worker has once."""
-
-    @property
-    def actions(self) -> int:
-        """Return roughly how many actions a simulation runs."""
+    def __init__(
+        self,
+        chain: Chain,
+        schedule: Schedule,
+        pipelines: int,
+        recompute: str,
+        weights: str,
+        one_optimizer: bool = False,
+    ) -> None:
+        """``one_optimizer``: whether pipelines share one optimizer, and have no state of their own."""
+        self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
+        self._recompute, self._states = recompute, 1 if one_optimizer else pipelines
+        # The reference and an update buffer for each, and the state of a shared optimizer.
+        self._extra_copies = 1 + pipelines + one_optimizer if pipelines > 1 else 0
+        self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
+        self._versions, self._in_flight = weight_versions(schedule, weights), schedule.peak_in_flight
+        self.layers = chain.layers
+        self.placement = schedule.placement
+        self.process_bytes = chain.profile.process_bytes
+        self.actions = 24 * pipelines * schedule.stages * (2 * schedule.micro_batches + 1)
 
     def seconds(self, cut: Cut) -> float:
         """Return the simulated seconds of a batch."""
+        return steady_batch_s(self._schedule, self.costs(cut), pipelines=self._pipelines)
+
+    def costs(self, cut: Cut) -> Costs:
+        """Return the costs for a simulation."""
+        bounds = [0, *cut, self.layers]
+        return stage_costs(
+            self._chain, bounds, self._schedule.micro_batches, self._pipelines, self._recompute
+        )
+
+    def compute_s(self, first: Any, last: Any) -> Any:
+        """Return the seconds of a micro-batch, averaged over a batch."""
+        return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
 
     def work_s(self, k: int, first: Any, last: Any) -> Any:
         """Return the seconds of the stage's work for a batch."""
+        chain = self._chain
+        once_s = chain.update_s(first, last, self._pipelines > 1) - chain.accumulate_s(first, last)
+        return self._schedule.micro_batches * self.compute_s(first, last) + once_s
 
     def moved_s(self, k: int, first: Any, last: Any) -> Any:
         """Return the seconds of a batch's transfers to the stage and from it, in both directions."""
+        way_s = self._chain.transfer_s[first] + self._chain.transfer_s[last]
+        return 2 * self._schedule.micro_batches * way_s
 
     def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
-        """Return the bytes of a worker with this stage only."""
+        """Return the bytes of stage k alone, with those of a worker without a model."""
+        return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
+
+    def bytes_with(self, k: int, first: Any, last: Any, in_flight: int) -> Any:
+        """Return the bytes of stage k with ``in_flight`` micro-batches in flight, of all pipelines."""
+        return self._chain.stage_bytes(
+            first,
+            last,
+            in_flight=in_flight,
+            versions=self._versions[k],
+            copies=self._pipelines,
+            states=self._states,
+            extra_copies=self._extra_copies,
+            recompute=self._recompute != "never",
+            # A device recomputes one micro-batch at a time; the last one of each pipeline's batch may be held
+            # as well.
+            whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
+        )
 
 
 class CutSearch:
@@ -154,7 +116,7 @@ class CutSearch:
         limits: Bytes of each worker; None: unlimited.
     """
 
-    def __init__(self, objective: Objective, limits: Sequence[float] | None) -> None:
+    def __init__(self, objective: Training, limits: Sequence[float] | None) -> None:
         self._objective = objective
         self._layers, self._placement = objective.layers, objective.placement
         self._limited = limits is not None

@@ -73,7 +73,7 @@ def compile_schedule(schedule: Schedule, costs: Costs) -> dict[str, Any]:
     to count.
     """
     each = costs.of_stages(schedule.stages, schedule.micro_batches)
-    widest = costs.factors[1]
+    widest = costs.greatest_factor
     # Random draws are whole numbers, so that they are the same on every machine.
     probability, factor = costs.stragglers or (0.0, 1.0)
     speeds = [round(g / s * _RATE_ALONE) for s, g in enumerate(costs.concurrency_gain, start=1)]

@@ -16,13 +16,10 @@ from avgpipe.plan import Plan
 from avgpipe.planning.chain import (
     Chain,
     limit_of,
-    recomputed,
     stage_costs,
-    weight_versions,
 )
-from avgpipe.planning.cluster import Cluster, network, ring_s
-from avgpipe.planning.costs import Costs
-from avgpipe.planning.cuts import Cut, CutSearch
+from avgpipe.planning.cluster import Cluster, ring_s
+from avgpipe.planning.cuts import CutSearch, Training
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.planning.simulation import steady_batch_s
 from avgpipe.schedule import RECOMPUTE, Schedule, build_schedule, published
@@ -355,8 +352,8 @@ def simulated(
         raise ValueError(f"recompute={recompute!r}: {nearest(str(recompute), RECOMPUTE)}")
     check_stages(len(profile.layers), count)
     order = build_schedule(schedule, count, micro_batches, advance, stages_per_worker)
-    net = network(profile, None, order.workers, None, link)[0]
-    chain = Chain(profile, micro_batch_size, net.link)
+    level = Cluster.like(profile, order.workers, link=link).levels[0]
+    chain = Chain(profile, micro_batch_size, level.link)
     training = Training(chain, order, pipelines, recompute, published(schedule).weights)
     limits = None if limit == math.inf else [limit] * order.workers
     cut, batch_s, exact = CutSearch(training, limits).best()
@@ -379,74 +376,6 @@ def simulated(
 def _more(pipelines: int, recompute: str) -> str:
     several = f", {pipelines} pipelines" if pipelines > 1 else ""
     return several + (f", recomputing {recompute}" if recompute != "never" else "")
-
-
-class Training:
-    """A schedule of ``pipelines`` pipelines over a chain, as an objective of the search over cuts."""
-
-    def __init__(
-        self,
-        chain: Chain,
-        schedule: Schedule,
-        pipelines: int,
-        recompute: str,
-        weights: str,
-        one_optimizer: bool = False,
-    ) -> None:
-        """``one_optimizer``: whether pipelines share one optimizer, and have no state of their own."""
-        self._chain, self._schedule, self._pipelines = chain, schedule, pipelines
-        self._recompute, self._states = recompute, 1 if one_optimizer else pipelines
-        # The reference and an update buffer for each, and the state of a shared optimizer.
-        self._extra_copies = 1 + pipelines + one_optimizer if pipelines > 1 else 0
-        self._share = sum(recomputed(schedule.micro_batches, recompute)) / schedule.micro_batches
-        self._versions, self._in_flight = weight_versions(schedule, weights), schedule.peak_in_flight
-        self.layers = chain.layers
-        self.placement = schedule.placement
-        self.process_bytes = chain.profile.process_bytes
-        self.actions = 24 * pipelines * schedule.stages * (2 * schedule.micro_batches + 1)
-
-    def seconds(self, cut: Cut) -> float:
-        return steady_batch_s(self._schedule, self.costs(cut), pipelines=self._pipelines)
-
-    def costs(self, cut: Cut) -> Costs:
-        """Return the costs for a simulation."""
-        bounds = [0, *cut, self.layers]
-        return stage_costs(
-            self._chain, bounds, self._schedule.micro_batches, self._pipelines, self._recompute
-        )
-
-    def compute_s(self, first: Any, last: Any) -> Any:
-        """Return the seconds of a micro-batch, averaged over a batch."""
-        return self._chain.compute_s(first, last) + self._share * self._chain.forward_s(first, last)
-
-    def work_s(self, k: int, first: Any, last: Any) -> Any:
-        chain = self._chain
-        once_s = chain.update_s(first, last, self._pipelines > 1) - chain.accumulate_s(first, last)
-        return self._schedule.micro_batches * self.compute_s(first, last) + once_s
-
-    def moved_s(self, k: int, first: Any, last: Any) -> Any:
-        way_s = self._chain.transfer_s[first] + self._chain.transfer_s[last]
-        return 2 * self._schedule.micro_batches * way_s
-
-    def stage_bytes(self, k: int, first: Any, last: Any) -> Any:
-        """Return the bytes of stage k alone, with those of a worker without a model."""
-        return self.bytes_with(k, first, last, self._pipelines * self._in_flight[k])
-
-    def bytes_with(self, k: int, first: Any, last: Any, in_flight: int) -> Any:
-        """Return the bytes of stage k with ``in_flight`` micro-batches in flight, of all pipelines."""
-        return self._chain.stage_bytes(
-            first,
-            last,
-            in_flight=in_flight,
-            versions=self._versions[k],
-            copies=self._pipelines,
-            states=self._states,
-            extra_copies=self._extra_copies,
-            recompute=self._recompute != "never",
-            # A device recomputes one micro-batch at a time; the last one of each pipeline's batch may be held
-            # as well.
-            whole=1 + (self._pipelines if self._recompute == "except-last" else 0),
-        )
 
 
 _METHODS: dict[str, Callable[..., Partition]] = {"simulated": simulated, "balance": balanced}

@@ -1,15 +1,15 @@
-"""Simulated runs of a schedule: as a Timeline, as figures, in steady state, and lower bounds of their time."""
+"""Simulated runs of a schedule: as a Timeline, as figures, and in steady state."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise, repeat
+from itertools import repeat
 
 import numpy as np
 
 from avgpipe.errors import check_count
-from avgpipe.planning.costs import Array, Costs
+from avgpipe.planning.costs import Costs
 from avgpipe.planning.engine import KINDS, TICKS_PER_S, EngineOutcome, compile_schedule, run
 from avgpipe.schedule import Kind, Schedule
 from avgpipe.schedule.row import Event
@@ -166,68 +166,3 @@ def measured_batches(pipelines: int, batches: int | None, emptying: int = 1) -> 
             f"batches={batches}: {pipelines} pipelines need at least {least} to reach their steady state"
         )
     return batches
-
-
-# ---- bounds ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Lower bounds of the seconds of a run; up to its rounding to picoseconds.
-
-    - busiest_device_s: the work of one device, for all batches.
-    - critical_path_s: a micro-batch goes through all stages and back, and the first stage updates.
-    - fill_and_drain_s: a stage's forwards and backwards of all batches, plus the way of the first micro-batch
-      to it and of the last one back from it. For a uniform pipeline without transfers and one batch, this is
-      (M+K-1) (t_f + t_b), the time of GPipe and 1F1B.
-    - busiest_link_s: transfers of one link, or of a group of shared links.
-    """
-
-    busiest_device_s: float
-    critical_path_s: float
-    fill_and_drain_s: float
-    busiest_link_s: float
-
-    @property
-    def makespan_s(self) -> float:
-        """Return the greatest bound."""
-        return max(self.busiest_device_s, self.critical_path_s, self.fill_and_drain_s, self.busiest_link_s)
-
-
-def makespan_bounds(schedule: Schedule, costs: Costs, *, pipelines: int = 1, batches: int = 1) -> Bounds:
-    """Return bounds of ``simulate`` with the same arguments, for any jitter. Raises the same errors."""
-    _check(schedule, costs, pipelines, batches)
-    count, replicas = schedule.micro_batches, schedule.replicas
-    each = costs.of_stages(schedule.stages, count)
-    shrink, gain = costs.factors[0], max(costs.concurrency_gain)
-
-    def least(seconds: Array) -> Array:
-        return np.broadcast_to(shrink * seconds, (len(seconds), count))
-
-    forward_s, backward_s = least(each.forward_s), least(each.backward_s)
-    splits = [  # a stage that splits some backwards counts as splitting all: that takes less, so it is a bound too
-        [any(a.kind == "I" and a.stage == k for w in own for a in schedule.rows[w].kinds)]
-        for k, own in enumerate(replicas)
-    ]
-    both_s = forward_s + np.where(splits, least(each.input_backward_s), backward_s)
-    # Transfers between two stages of one worker take no time.
-    remote = [[not set(here) & set(there)] for here, there in pairwise(replicas)] or np.zeros((0, 1))
-    transfers_s = least(each.transfer_s) * remote, least(each.gradient_transfer_s) * remote
-    ways_s = sum(transfers_s) + 2 * each.latency_s[:, None] * remote
-    end_s = each.allreduce_s[0] + shrink * each.update_s[0]
-    before_s = np.cumsum([0.0, *(both_s.min(axis=1)[:-1] + ways_s.min(axis=1))])
-    stages_s = batches * both_s.sum(axis=1) / list(map(len, replicas)) / gain
-    devices_s, links_s = np.zeros(schedule.workers), np.zeros(1 + len(each.channels))
-    for k, own in enumerate(replicas):
-        for r, w in enumerate(own):
-            devices_s[w] += (forward_s + backward_s)[k, r :: len(own)].sum() + shrink * each.update_s[k]
-    for link, channel in enumerate(each.channels):
-        k, back = divmod(link, 2)
-        senders = 1 if channel in each.shared_channels else len(replicas[k + back])
-        links_s[channel] += transfers_s[back][k].sum() / senders if channel >= 0 else 0.0
-    return Bounds(
-        batches * float(devices_s.max()) / gain,
-        float((both_s.sum(axis=0) + ways_s.sum(axis=0)).max() + end_s),
-        float((end_s + before_s + stages_s).max()),
-        batches * float(links_s.max()),
-    )

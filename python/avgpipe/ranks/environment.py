@@ -167,5 +167,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
         return int(torch.accelerator.max_memory_allocated(device))
     # Of this program alone; getrusage also counts the program that the process ran before exec.
-    status = Path("/proc/self/status").read_text()
-    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
+    return status_bytes("VmHWM")
+
+
+def status_bytes(field: str) -> int:
+    """Return a number of bytes of this process from /proc/self/status, such as VmRSS, its resident memory."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))

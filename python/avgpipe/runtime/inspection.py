@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import asdict, replace
 from html import escape
 from itertools import pairwise
@@ -16,8 +15,6 @@ from avgpipe.runtime.session import Session, recovering
 from avgpipe.runtime.spec import Spec
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     import avgpipe.planning.advance
     import avgpipe.runtime.distances
     import avgpipe.timeline.timeline
@@ -128,10 +125,6 @@ class Inspection:
         how = f"{self.plan.pipelines} pipeline{'s' * (self.plan.pipelines > 1)}, {self.plan.schedule}"
         stages = f"{len(cut.bounds) - 1} stages of {len(cut.names)} layers"
         return f"Pipeline: {stages}, {how}, on {self.device}\n{cut}"
-
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Draw the cut that ``print(pipeline)`` shows; a matplotlib figure, written to ``path`` if given."""
-        return named("avgpipe.measure.cut_picture:plot_cut")(self._seen_cut(), path)  # type: ignore[no-any-return]
 
     def _seen_cut(self) -> Cut:
         """Return the cut with the messages that stages of this process have sent so far."""

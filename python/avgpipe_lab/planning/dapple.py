@@ -14,11 +14,11 @@ import numpy as np
 from avgpipe.errors import check_count
 from avgpipe.model.balance import table_of
 from avgpipe.planning.chain import Chain, does_not_fit, limit_of
-from avgpipe.planning.cluster import Levels, network, ring_s
+from avgpipe.planning.cluster import ring_s
 from avgpipe.planning.costs import Array
-from avgpipe.planning.cuts import Divisions
 from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe_lab.planning.divisions import Divisions, Levels, network
 
 
 def dapple(

@@ -12,11 +12,11 @@ import numpy as np
 from avgpipe.errors import check_count
 from avgpipe.model.balance import EXACT, table_of
 from avgpipe.planning.chain import Chain, does_not_fit, limit_of
-from avgpipe.planning.cluster import Level, Levels, network, ring_s
+from avgpipe.planning.cluster import Level, ring_s
 from avgpipe.planning.costs import Array
-from avgpipe.planning.cuts import Block, Divisions, least_of
 from avgpipe.planning.partition import Partition
 from avgpipe.planning.profile import LinkProfile, Profile
+from avgpipe_lab.planning.divisions import Block, Divisions, Levels, least_of, network
 
 _RECOMPUTE = 4 / 3  # forward, forward again and a backward of twice a forward, over forward and backward
 
