@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 from typing import Any
 
@@ -11,6 +13,7 @@ import avgpipe
 from avgpipe import plugins
 from avgpipe.planning import Partition, Profile, partition, partition_methods
 from avgpipe.tasks import find_workload, workload_names
+from tests.cli.command import environment
 from tests.planning.chains import layer, profile
 
 
@@ -53,7 +56,7 @@ SOURCE = object()
 
 
 def test_without_the_laboratory_workloads_are_functions_of_scripts(installed: Any) -> None:
-    with pytest.raises(ValueError, match="unknown workload 'gnmt': there is none"):
+    with pytest.raises(ValueError, match="avgpipe_lab, which has those of the papers, is not installed here"):
         find_workload("gnmt")
 
 
@@ -62,3 +65,12 @@ def test_without_the_laboratory_its_names_are_missing(installed: Any) -> None:
         avgpipe.__dict__.pop(name, None)
         with pytest.raises(ImportError, match=f"{name} is a part of avgpipe_lab, which is not installed"):
             getattr(avgpipe, name)
+
+
+@pytest.mark.promise
+def test_a_command_of_the_laboratory_says_that_it_is_missing() -> None:
+    code = "import importlib.metadata as m; m.entry_points = lambda **_: (); from avgpipe.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "compare", "gnmt", "--systems", "all"]
+    process = subprocess.run(command, env=environment(), capture_output=True, text=True)
+    assert process.returncode == 2
+    assert "avgpipe compare is a command of avgpipe_lab, which is not installed here" in process.stderr

@@ -6,6 +6,7 @@ work import what they need at their top, and are imported when their command run
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,6 +14,7 @@ import typer
 from avgpipe import __version__, plugins
 from avgpipe.cli import config
 from avgpipe.cli.options import Command, CommandGroup, callback
+from avgpipe.cli.output import WRONG_ARGUMENTS, say
 
 COMMANDS = {
     "train": Command(config.TrainConfig, "avgpipe.cli.train"),
@@ -25,8 +27,17 @@ COMMANDS = {
     "run": Command(config.RunConfig, "avgpipe.cli.run"),
     "join": Command(config.JoinConfig, "avgpipe.cli.run:join_run"),
 }
+LABORATORY = ("bench", "compare", "report", "watch")  # which avgpipe_lab adds by entry points
 # Everything after SCRIPT belongs to the script, also what looks like an option.
 CONTEXTS = {"run": {"allow_interspersed_args": False, "ignore_unknown_options": True}}
+
+
+def _without_laboratory(name: str) -> Callable[[typer.Context], None]:
+    def refuse(context: typer.Context) -> None:
+        say(f"avgpipe {name} is a command of avgpipe_lab, which is not installed here: reinstall avgpipe")
+        raise typer.Exit(WRONG_ARGUMENTS)
+
+    return refuse
 
 
 def _add(to: typer.Typer, name: str, added: Command | CommandGroup) -> None:
@@ -50,6 +61,9 @@ for name, command in COMMANDS.items():
     _add(app, name, command)
 for name in plugins.names(plugins.COMMANDS):
     _add(app, name, plugins.load(plugins.COMMANDS, name))
+for name in sorted(set(LABORATORY).difference(plugins.names(plugins.COMMANDS))):
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(name, hidden=True, context_settings=anything)(_without_laboratory(name))
 
 
 def _print_version(wanted: bool) -> None:

@@ -232,7 +232,13 @@ def find_workload(workload: str) -> WorkloadSource:
         from avgpipe.tasks.script import Script
 
         return Script.parse(workload)
-    check_name("workload", workload, workload_names())
+    names = workload_names()
+    if not names:
+        raise ValueError(
+            f"unknown workload {workload!r}: avgpipe_lab, which has those of the papers, is not installed here; give a "
+            "function of a script as path/to/script.py:make"
+        )
+    check_name("workload", workload, names)
     source: WorkloadSource = plugins.load(plugins.WORKLOADS, workload)
     return source
 
