@@ -96,7 +96,7 @@ def test_torch_says_in_its_own_words_what_the_disk_said(saved: Path, monkeypatch
     opened = Path.open
     full = Path("/dev/full")
     monkeypatch.setattr(
-        Path, "open", lambda path, *how, **more: opened(full if path.suffix == ".pt" else path, *how, **more)
+        Path, "open", lambda path, mode="r", **more: opened(full if mode == "wb" else path, mode, **more)
     )
     with (
         make(model=wide_model()) as p,
