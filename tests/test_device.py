@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,7 +118,10 @@ def test_memory_is_that_of_the_device_named(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_trial_s_worker_reports_the_memory_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     class Made:
-        plan, device = Plan(), CUDA
+        device = CUDA
+
+        def __init__(self, *_: object) -> None:
+            pass
 
         def __enter__(self) -> Made:
             return self
@@ -125,7 +129,9 @@ def test_a_trial_s_worker_reports_the_memory_of_its_own_device(monkeypatch: pyte
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(measuring, "pipeline_of", lambda asked, plan: (Made(), None))
+    monkeypatch.setattr(measuring, "build", lambda asked: (SimpleNamespace(layers=[]), None))
+    monkeypatch.setattr(measuring, "pipeline_options", lambda asked, workload: {})
+    monkeypatch.setattr(measuring, "Pipeline", Made)
     monkeypatch.setattr(measuring, "rounds_of", lambda pipeline, batch, batches: [1.0])
     monkeypatch.setattr(measuring, "peak_memory_bytes", lambda device: {CUDA: 7}[device])
     config = ProfilingOptions(workload="awd-lstm", device="cuda").to_json()

@@ -94,7 +94,9 @@ ROWS = [
 
 def recalled(rows, batches, target):
     result = Totals(True, target)
-    result.recall(rows, batches)
+    for row in rows:
+        result.take(row)
+    result.batches = batches
     return result
 
 

@@ -111,17 +111,20 @@ def test_an_event_prints_as_its_action():
     assert event(0, 0, 1).detail == ""
 
 
-def test_printed_form_is_two_lines():
+def test_printed_form_is_a_short_table():
     events = (
         event(0, 0, 0.010),
         event(0, 0.010, 0.040, "B"),
         event(1, 0, 0.02, "recv"),
         event(1, 0.02, 0.03, batch=1),
     )
-    assert str(Timeline(2, events)).splitlines() == [
+    assert str(Timeline(2, events, [2**20, 3 * 2**19])).splitlines() == [
         "timeline: 2 stages, 1 pipelines, 2 batches, 4 events, 0.040 s, bubbles 37.5 %",
-        "busy: 100.0 %, 25.0 %",
+        "stage     busy    busy s    recv s      F ms      B ms  peak MiB",
+        "    0  100.0 %     0.040     0.000    10.000    30.000       1.0",
+        "    1   25.0 %     0.010     0.020    10.000         -       1.5",
     ]
+    assert str(Timeline(1, ())).splitlines()[-1].split() == ["0", "0.0", "%", "0.000", "0.000", "-", "-", "-"]
 
 
 def test_rows_may_be_labelled(tmp_path):

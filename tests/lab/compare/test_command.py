@@ -12,7 +12,9 @@ import pytest
 import typer
 
 from avgpipe.plan import Plan
+from avgpipe.schedule.row import Event
 from avgpipe.systems import SYSTEMS
+from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.commands import CompareConfig
 from avgpipe_lab.compare import process as processes
 from avgpipe_lab.compare import study
@@ -67,6 +69,7 @@ class Faked:
             ),
         ]
         (out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        Timeline(2, (Event(0, 0, 0, 0, "F", 0.0, 1.0),)).to_chrome_trace(out / "timeline.json")
         return 0
 
     @staticmethod
@@ -511,8 +514,9 @@ def test_two_systems_for_real(text, tmp_path):
     assert all(row["samples"] == 16 and row["samples_per_second"] > 0 for row in found["systems"])
     assert stderr.splitlines()[0] == "1 of 2: gpipe"
     assert sorted(p.name for p in out.iterdir()) == [
-        *("bars.png", "compare.json", "compare.md", "curves.png", "timelines.png"),
+        *("bars.png", "compare.json", "compare.md", "curves.png"),
         *("gpipe", "gpipe.log", "model-parallel", "model-parallel.log"),
+        "timelines.png",
     ]
 
 
