@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results/ and docs/gpu.md from the records in benchmarks/results/.
+"""Fill the tables of docs/results/, docs/gpu.md and docs/design/shape.md from the records in benchmarks/results/.
 
     python -m benchmarks.pages            # write the pages
     python -m benchmarks.pages --check    # exit code 1 if a page is not what the records give
@@ -38,6 +38,7 @@ from benchmarks.tables import (
     slips,
     statistics,
     training,
+    versions,
 )
 from benchmarks.tables.markdown import NOTHING, Record, table
 
@@ -53,7 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit 1 if a page would change")
-    parser.add_argument("pages", nargs="*", type=Path, help="default: docs/gpu.md and all of docs/results")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: all that have such tables")
     arguments = parser.parse_args()
     stale = []
     for path in arguments.pages or every_page():
@@ -69,8 +70,12 @@ def main() -> None:
 
 
 def every_page() -> list[Path]:
-    """Return the pages of results, and the one on GPUs, which is in their parent folder."""
-    return [*PAGES.parent.glob("gpu.md"), *sorted(PAGES.glob("*.md"))]
+    """Return the pages of results, the one on GPUs and the one on the library's shape."""
+    return [
+        *PAGES.parent.glob("gpu.md"),
+        *PAGES.parent.glob("design/shape.md"),
+        *sorted(PAGES.glob("*.md")),
+    ]
 
 
 def fill(text: str) -> str:
@@ -165,6 +170,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(one_card.one_card_lanes, one_card.one_card_cluster),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),
+        versions.versions,
     )
 }
 
