@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import math
+import sys
 from collections import OrderedDict, defaultdict, namedtuple
 from enum import Enum
 from typing import Any
@@ -341,17 +342,64 @@ class Colour(Enum):
     RED = 1
 
 
-def text(structure: str) -> bytes:
-    return json.dumps([structure, [{"value": 1}]]).encode()
+def text(structure: str, leaves: int = 1) -> bytes:
+    return json.dumps([structure, [{"value": 1}] * leaves]).encode()
 
 
-@pytest.mark.parametrize("value", [defaultdict(list, a=1), {Colour.RED: 1}, [defaultdict(int, a=1)]], ids=str)
-def test_what_would_import_a_module_is_refused_at_both_ends(value: Any) -> None:
-    with pytest.raises(TypeError, match="a defaultdict, or a dict with enumerations as keys, cannot be sent"):
-        Encoder(None).encode(value)
-    structure = pytree.treespec_dumps(pytree.tree_structure(value))
-    with pytest.raises(TypeError, match="a defaultdict, or a dict with enumerations as keys, cannot be sent"):
-        Format.from_bytes(text(structure))
+def with_factory(module: str, name: str) -> bytes:
+    """As a stranger would write the header of a defaultdict."""
+    structure = json.loads(pytree.treespec_dumps(pytree.tree_structure(defaultdict(list, a=1))))
+    context = structure[1]["context"]
+    context["default_factory_module"], context["default_factory_name"] = module, name
+    return text(json.dumps(structure))
+
+
+@pytest.mark.parametrize("factory", [list, dict, int])
+def test_dictionaries_with_defaults_travel(factory: Any) -> None:
+    value = defaultdict(factory, a=torch.ones(2))
+    found = Wire()(value)
+    assert type(found) is defaultdict
+    assert found.default_factory is factory
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"),
+        ("antigravity", "geohash"),
+        ("builtins", "eval"),
+        ("subprocess", "Popen"),
+        ("torch", "load"),
+    ],
+)
+def test_no_header_imports_a_module_or_names_a_function(module: str, name: str) -> None:
+    before = set(sys.modules)
+    with pytest.raises(TypeError, match=f"a defaultdict of {module}.{name} cannot be sent between stages"):
+        Format.from_bytes(with_factory(module, name))
+    assert set(sys.modules) == before
+
+
+def test_a_factory_that_cannot_travel_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(
+        TypeError, match=r"a defaultdict of .*Tensor cannot be sent between stages; use one of bool"
+    ):
+        Encoder(None).encode(defaultdict(torch.Tensor, a=torch.ones(2)))
+
+
+def test_enumerations_as_keys_travel() -> None:
+    assert list(Wire()({Colour.RED: torch.ones(2)})) == [Colour.RED]
+
+
+@pytest.mark.parametrize(
+    "name", ["antigravity:Colour", "os:system", "subprocess:Popen", f"{__name__}:Nobody"]
+)
+def test_classes_that_are_no_loaded_enumerations_are_refused(name: str) -> None:
+    structure = pytree.treespec_dumps(pytree.tree_structure({Colour.RED: 1}))
+    assert f"{__name__}:Colour" in structure
+    before = set(sys.modules)
+    with pytest.raises(TypeError, match="is no enumeration that this process has loaded"):
+        Format.from_bytes(text(structure.replace(f"{__name__}:Colour", name)))
+    assert set(sys.modules) == before
 
 
 @pytest.mark.parametrize("dtype", ["load", "nothing", "nn"])

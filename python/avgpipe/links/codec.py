@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import sys
 import zlib
-from contextlib import suppress
+from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,14 +72,14 @@ class Format:
     def to_bytes(self) -> bytes:
         """Encode structure and leaves as text."""
         structure = pytree.treespec_dumps(self._structure)
-        json.loads(structure, object_hook=_checked)
+        _check_node(json.loads(structure)[1])
         return json.dumps([structure, [_leaf_to_json(x) for x in self._leaves]]).encode()
 
     @classmethod
     def from_bytes(cls, data: bytes, wire_dtype: torch.dtype | None = None) -> Format:
         """Decode what ``to_bytes`` made. TypeError for types that this process has not loaded."""
         structure, leaves = json.loads(data)
-        json.loads(structure, object_hook=_checked)
+        _check_node(json.loads(structure)[1])
         return cls(pytree.treespec_loads(structure), tuple(_leaf_from_json(x) for x in leaves), wire_dtype)
 
     def write(self, tensors: list[torch.Tensor], target: int | torch.Tensor, pinned: bool = False) -> None:
@@ -250,6 +251,10 @@ def view(address: int, size: int) -> ctypes.Array[ctypes.c_ubyte]:
     return (ctypes.c_ubyte * size).from_address(address)
 
 
+# The default factories that a defaultdict in a message may have; as torch names them.
+_FACTORIES = {("builtins", kind.__name__) for kind in (dict, list, set, tuple, int, float, bool, str)}
+
+
 def _leaf_to_json(leaf: Any) -> dict[str, Any]:
     if isinstance(leaf, TensorInfo):
         return {"tensor": [list(leaf.shape), leaf.dtype, leaf.requires_grad]}
@@ -265,16 +270,36 @@ def _leaf_from_json(leaf: dict[str, Any]) -> Any:
     return torch.Size(leaf["size"]) if "size" in leaf else leaf["value"]
 
 
-def _checked(found: dict[str, Any]) -> dict[str, Any]:
-    """Return a part of a structure's JSON; TypeError for one by which ``treespec_loads`` would import a module."""
-    if "__enum__" in found or found.get("type") == "collections.defaultdict":
-        raise TypeError(
-            "a defaultdict, or a dict with enumerations as keys, cannot be sent between stages: send a dict with "
-            "plain keys"
-        )
-    if isinstance(context := found.get("context"), str):
-        with suppress(json.JSONDecodeError):  # the registered name of a named tuple
-            json.loads(context, object_hook=_checked)
+def _check_node(node: dict[str, Any]) -> None:
+    """Refuse, with TypeError, names in the text that ``treespec_loads`` would import or look up.
+
+    Enumerations are accepted if their classes are loaded already.
+    """
+    context = node["context"]
+    if isinstance(context, str):
+        try:
+            json.loads(context, object_hook=_check_enumeration)
+        except json.JSONDecodeError:
+            pass  # the registered name of a named tuple
+    elif node["type"] == "collections.defaultdict":
+        factory = context["default_factory_module"], context["default_factory_name"]
+        if factory not in _FACTORIES:
+            raise TypeError(
+                f"a defaultdict of {'.'.join(map(str, factory))} cannot be sent between stages; use one of "
+                f"{', '.join(sorted(name for _, name in _FACTORIES))}, or a dict"
+            )
+    for child in node["children_spec"]:
+        _check_node(child)
+
+
+def _check_enumeration(found: dict[str, Any]) -> dict[str, Any]:
+    if "__enum__" in found:
+        module, _, name = found["fqn"].partition(":")
+        place: Any = sys.modules.get(module)
+        for part in name.split("."):
+            place = getattr(place, part, None)
+        if not (isinstance(place, type) and issubclass(place, Enum)):
+            raise TypeError(f"{found['fqn']} in a message is no enumeration that this process has loaded")
     return found
 
 
