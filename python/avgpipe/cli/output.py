@@ -59,7 +59,7 @@ def grid(rows: Sequence[Mapping[str, str]], texts: int = 1, styles: Sequence[str
     return made
 
 
-def tell(line: str) -> None:
+def show_status(line: str) -> None:
     """Show a line on a terminal, which the next one replaces.
 
     No spinner: its thread would take processor time from the measurement.

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from avgpipe.cli.config import ProfileConfig
 from avgpipe.cli.measuring import link_of, profile_of
-from avgpipe.cli.output import answer, arguments, check_file, grid, running, tell
+from avgpipe.cli.output import answer, arguments, check_file, grid, running, show_status
 from avgpipe.cli.resolve import check_device
 from avgpipe.planning.chain import Chain
 from avgpipe.planning.profile import Profile
@@ -25,9 +25,9 @@ def run(config: ProfileConfig) -> None:
         check_file(config.out)
         check_workload(config.workload, config.build_options())
     with running():
-        tell(f"measuring for about {config.budget_s:g} s ...")
+        show_status(f"measuring for about {config.budget_s:g} s ...")
         found = profile_of(config, config.micro_batch_sizes, config.workers)
-        tell("")
+        show_status("")
         found.save(config.out)
     size = found.micro_batch_sizes[-1]
     answer(

@@ -25,7 +25,7 @@ from avgpipe.cli.output import (
     note,
     running,
     say,
-    tell,
+    show_status,
 )
 from avgpipe.cli.record import SharedRecord
 from avgpipe.cli.resolve import (
@@ -187,15 +187,15 @@ def check_command(asked: CheckConfig) -> None:
         config = _resolved(asked)
     found: dict[str, dict[str, Any]] = {}
     with running():
-        tell("training in one process ...")
+        show_status("training in one process ...")
         here = checked(config, asked.batches)
         found["in one process"] = _summary(here)
         workers = here.plan.workers
         if here.strict.workers == workers > 1 and not asked.alone:
-            tell(f"training on {workers} workers ...")
+            show_status(f"training on {workers} workers ...")
             given = {"config": config.to_json(), "batches": asked.batches}
             found[f"on {workers} workers"] = run_on_ranks(f"{__name__}:on_rank", workers, given, threads=1)[0]
-        tell("")
+        show_status("")
     texts = [f"{where}: {result['text']}" for where, result in found.items()]
     answer(asked.json, {where: result["found"] for where, result in found.items()}, *texts)
     if not all(result["found"]["equal"] for result in found.values()):

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from avgpipe.cli.config import TuneConfig
 from avgpipe.cli.measuring import check_target, cluster_of, link_of, profile_of, trial_of
-from avgpipe.cli.output import answer, arguments, check_file, grid, running, tell
+from avgpipe.cli.output import answer, arguments, check_file, grid, running, show_status
 from avgpipe.cli.resolve import check_device
 from avgpipe.measure.search import Space, check_sizes, profiled_sizes
 from avgpipe.measure.tune import TunedPlan, TuningResult, advice, study
@@ -34,7 +34,7 @@ def run(config: TuneConfig, **baselines: bool) -> None:
     profile_s = None
     if profile is None:
         with running():
-            tell(f"profiling for about {config.budget_s:g} s ...")
+            show_status(f"profiling for about {config.budget_s:g} s ...")
             begin = time.perf_counter()
             at_once = min(config.workers or 1, cores()) if cluster is None and config.device == "cpu" else 1
             profile = profile_of(config, profiled_sizes(batch_size), at_once)
@@ -45,11 +45,11 @@ def run(config: TuneConfig, **baselines: bool) -> None:
             Space(profile, cluster, batch_size, config.pipelines, config.micro_batches),
             None if not_timed else partial(trial_of, config),
             trials=config.trials,
-            say=tell,
+            say=show_status,
             profile_s=profile_s,
             **baselines,
         )
-        tell("")
+        show_status("")
     with running():
         found.plan.save(config.out)
     said = [f"not timed: {not_timed}"] if not_timed and config.trials else []

@@ -121,7 +121,7 @@ class Recovery(Policy):
         """
         if not is_replaceable() or not session.world.made_group:
             raise loss
-        returned, has_waited = _feed(session).told, isinstance(loss, PipelineTimeout)
+        returned, has_waited = _feed(session).next_result, isinstance(loss, PipelineTimeout)
         while True:
             notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
             if has_waited:
@@ -177,7 +177,7 @@ class Recovery(Policy):
 
     def _train_again(self, session: Session, returned: int) -> None:
         """Repeat the caller's training, on new ranks too, up to the results that the caller had."""
-        while _feed(session).told < returned:
+        while _feed(session).next_result < returned:
             session.train_on()
             if session.feed.results:
                 session.feed.results.popleft()

@@ -352,8 +352,8 @@ class Watchdog:
                 self._world.note_doing(doing)
                 told, noted_at = doing, time.monotonic()
             seen = doing
-            if self._pace is not None and pace != self._pace.told:
-                pace = self._pace.told
+            if self._pace is not None and pace != self._pace.reading:
+                pace = self._pace.reading
                 self._world.note_pace(pace)
                 if self._world.rank == 0:
                     self._pace.compare(self._world.paces())

@@ -208,7 +208,7 @@ class BatchFeed(Feed):
         return not self._in_flight
 
     @property
-    def told(self) -> int:
+    def next_result(self) -> int:
         """The first batch whose result the caller has not got."""
         return self.next_batch - len(self._in_flight) - len(self.results)
 
@@ -218,7 +218,9 @@ class BatchFeed(Feed):
         Counts as if batches in flight finished one by one, even where all had to finish, for a copy of the
         state: how many batches have begun when a result is returned must not depend on timing.
         """
-        return self.next_batch - self.told < (1 if self.next_batch <= self._alone else self._most_in_flight)
+        return self.next_batch - self.next_result < (
+            1 if self.next_batch <= self._alone else self._most_in_flight
+        )
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a batch. ``given``: batches of the loader, split one by one, so their shapes may differ."""

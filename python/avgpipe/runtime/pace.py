@@ -35,7 +35,7 @@ class Pace:
 
     def __init__(self, scheduler: Scheduler, world: World, placement: Placement) -> None:
         self._scheduler = scheduler
-        self.told = ""  # the newest reading, as text
+        self.reading = ""  # the newest reading, as text
         self._number, self._begin, self._end = 0, time.perf_counter(), 0.0
         ranks = range(world.size)
         stages = [{placement.stage_of(replica) for replica in placement.held_by(rank)} for rank in ranks]
@@ -52,7 +52,7 @@ class Pace:
             if seconds is None:
                 return
             self._number += 1
-            self.told = f"{self._number} {seconds:.9f}"
+            self.reading = f"{self._number} {seconds:.9f}"
         self._begin, self._end = now, now + _WINDOW_S
 
     def _micro_batch_s(self) -> float | None:
@@ -65,9 +65,9 @@ class Pace:
             return None
         return sum(map(median, taken.values()))
 
-    def compare(self, told: Sequence[str | None]) -> None:
+    def compare(self, readings: Sequence[str | None]) -> None:
         """Warn of workers that have become slow, from the readings that all have published."""
-        for text in self._stragglers.look([_reading(text) for text in told]):
+        for text in self._stragglers.look([_reading(text) for text in readings]):
             _log.warning("%s", text)
 
 

@@ -53,10 +53,10 @@ def timeline_sections(
                 "with their neighbours. Each worker keeps its last events, so some records begin earlier than others.",
             )
         )
-    told = {name: timeline for name, timeline in recent.items() if timeline.events}
-    if told:
-        blocks: list[Block] = [time_bars(told, places)]
-        blocks += [_explained(name, places[name], t, len(told) > 1) for name, t in told.items()]
+    with_events = {name: timeline for name, timeline in recent.items() if timeline.events}
+    if with_events:
+        blocks: list[Block] = [time_bars(with_events, places)]
+        blocks += [_explained(name, places[name], t, len(with_events) > 1) for name, t in with_events.items()]
         found.append(Section("Where time went", tuple(blocks), "Of the longest stretch without a pause."))
     return found
 

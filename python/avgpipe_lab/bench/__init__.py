@@ -14,7 +14,7 @@ from rich.text import Text
 
 from avgpipe.cli.doctor import examine
 from avgpipe.cli.options import Options, words
-from avgpipe.cli.output import CommandFailed, answer, grid, running, tell
+from avgpipe.cli.output import CommandFailed, answer, grid, running, show_status
 from avgpipe.device import free_bytes
 from avgpipe.errors import nearest
 from avgpipe.units import format_bytes, format_seconds
@@ -142,7 +142,7 @@ def measuring() -> Iterator[None]:
     except KeyboardInterrupt as interrupt:
         raise CommandFailed("interrupted; the processes are ended", _INTERRUPTED) from interrupt
     finally:
-        tell("")
+        show_status("")
 
 
 def report(name: str, config: Options, sections: Sequence[Mapping[str, Any]], notes: str = "") -> None:

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from avgpipe.cli.options import words
-from avgpipe.cli.output import FAILED, answer, arguments, grid, tell
+from avgpipe.cli.output import FAILED, answer, arguments, grid, show_status
 from avgpipe.faults.fault import KINDS
 from avgpipe.units import format_seconds
 from avgpipe_lab.bench import check_names, measuring
@@ -47,7 +47,7 @@ def run(config: FaultsConfig) -> None:
             shape = RunShape(config.stages, config.pipelines, link, config.timeout_s)
             if scenario.way not in undisturbed:
                 undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
-            tell(f"{name}: {scenario.faults}")
+            show_status(f"{name}: {scenario.faults}")
             seen = play(scenario, shape)
             verdict = judge(seen, shape, undisturbed[scenario.way])
             verdicts.append(verdict)

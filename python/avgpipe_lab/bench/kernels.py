@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 import avgpipe_ext as ext
-from avgpipe.cli.output import arguments, tell
+from avgpipe.cli.output import arguments, show_status
 from avgpipe.cli.resolve import check_device
 from avgpipe_lab.bench import Way, check_memory, check_names, measuring, report, summarise
 from avgpipe_lab.commands import KernelsConfig
@@ -69,7 +69,7 @@ def run(config: KernelsConfig) -> None:
                 made = ways(operands)
                 for name in QUESTIONS:
                     if name in (config.only or QUESTIONS) and (name != "limit" or len(shapes) == 1):
-                        tell(f"{elements} elements: {name}, {case}")
+                        show_status(f"{elements} elements: {name}, {case}")
                         values, asks = QUESTIONS[name]
                         head = {"question": name, "case": case, "asks": asks, "elements": elements}
                         runs = {way: run for question, way, run in made if question == name}

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.torch_version import TorchVersion
 
-from avgpipe.cli.output import arguments, tell
+from avgpipe.cli.output import arguments, show_status
 from avgpipe.measure.tune import seconds_per_batch
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
@@ -177,7 +177,7 @@ def run(config: SchedulesConfig) -> None:
         _check(config)
     with measuring():
         asked = {"config": config.to_json()}  # includes the timeout of waits
-        section, *_ = run_on_ranks(f"{__name__}:worker", config.stages, asked, say=tell)
+        section, *_ = run_on_ranks(f"{__name__}:worker", config.stages, asked, say=show_status)
     report("schedules", config, [section], _NOTES)
 
 

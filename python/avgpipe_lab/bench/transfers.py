@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from avgpipe.cli.output import arguments, tell
+from avgpipe.cli.output import arguments, show_status
 from avgpipe.links.link import LocalLink, Mailbox
 from avgpipe.measure.workers import OtherWorkers, Read, leave, payload
 from avgpipe.ranks.launch import run_on_ranks
@@ -49,7 +49,7 @@ def run(config: TransfersConfig) -> None:
         check(config)
     with measuring():
         asked = {"config": config.to_json()}  # includes the timeout of waits
-        sections, *_ = run_on_ranks(f"{__name__}:worker", 2, asked, say=tell)
+        sections, *_ = run_on_ranks(f"{__name__}:worker", 2, asked, say=show_status)
     report("transfers", config, sections, _NOTES)
 
 

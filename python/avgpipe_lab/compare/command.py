@@ -125,7 +125,7 @@ def _reference(make: Callable[[], Task]) -> str:
     if not name.isidentifier() or file is None:
         raise ValueError(
             f"make={make!r}: workers import it by its name, so it must be a function of a module or of the script, "
-            "not a lambda, a nested function or one of an interactive session"
+            "not a lambda, a partial, a nested function or one of an interactive session"
         )
     spec = module.__spec__
     return f"{spec.name if spec is not None and '.' in spec.name else file}:{name}"

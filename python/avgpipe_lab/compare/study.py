@@ -14,7 +14,7 @@ from avgpipe import systems
 from avgpipe.cli.config import LearningOptions, ProfilingOptions, TrainConfig, WorkloadOptions
 from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
-from avgpipe.cli.output import tell
+from avgpipe.cli.output import show_status
 from avgpipe.cli.resolve import resolve
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
@@ -93,7 +93,7 @@ class Study:
         self.caught: Caught = []
 
     def say(self, line: str) -> None:
-        tell("")
+        show_status("")
         print(line, file=sys.stderr, flush=True)
 
     def profile(self) -> tuple[Profile, int]:
@@ -214,7 +214,7 @@ def _ticking(place: str, log: Path) -> Callable[[], None]:
 
     def tick() -> None:
         last = "".join(_said(log).splitlines()[-1:])
-        tell(f"{place}, {duration(time.monotonic() - begun)}: {last}")
+        show_status(f"{place}, {duration(time.monotonic() - begun)}: {last}")
 
     return tick
 

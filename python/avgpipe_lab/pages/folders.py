@@ -65,8 +65,8 @@ class Run:
     @property
     def warnings(self) -> list[str]:
         """Return the warnings of the runtime."""
-        told = (self.summary.get("warnings"), *(row.get("warnings") for row in self.rows))
-        return next(filter(None, told), [])
+        given = (self.summary.get("warnings"), *(row.get("warnings") for row in self.rows))
+        return next(filter(None, given), [])
 
     def recent(self) -> Timeline | None:
         """Return the longest stretch of the timeline without a pause, such as a validation; None without events."""

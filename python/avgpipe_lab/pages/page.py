@@ -44,7 +44,7 @@ def report_page(runs: Sequence[Run], comparisons: Sequence[Comparison] = ()) -> 
         Section("Learning", tuple(_learning(runs))),
         *timeline_sections(records, recent, names),
         _workers(runs),
-        _told(runs),
+        _warnings(runs),
         Section("Plan and versions", (_plans(runs), *_options(runs))),
     ]
     shown = tuple(section for section in sections if section.blocks)
@@ -170,7 +170,7 @@ def _versions(run: Run) -> dict[str, str]:
     return {f"version of {name}": str(version) for name, version in versions.items()}
 
 
-def _told(runs: Sequence[Run]) -> Section:
+def _warnings(runs: Sequence[Run]) -> Section:
     blocks: list[Block] = []
     for place, run in enumerate(runs):
         said = (*run.warnings, *run.problems)
