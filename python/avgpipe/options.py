@@ -248,11 +248,13 @@ class MovingAverage(Extension):
 
 @dataclass(frozen=True)
 class CudaGraphs(Extension):
-    """On CUDA, launch a stage's forward, or backward, of a micro-batch as one graph.
+    """On CUDA, launch all forwards and backwards of a batch as one graph.
 
-    For plans that flush, and stages whose layers launch the same kernels every time: no random numbers, no waiting for
-    the device, no state carried from batch to batch. Inputs of another shape than the first batch's, as in a short last
-    one, run without.
+    A batch is several graphs where it waits for messages of other processes. For plans that flush, and stages whose
+    layers launch the same kernels every time, without waiting for the device. The first two batches of each shape
+    run without graphs, and so do shapes beyond the first four. Dropout and ``Carry`` are as without, in every bit.
+    Once a batch is captured, Python code of layers and hooks does not run: StageError, if a forward draws from a
+    generator of the host, or assigns attributes; or if a gradient is sparse.
     """
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:
@@ -345,7 +347,7 @@ class Conflict(NamedTuple):
 
 
 _PREPARED, _COPIES, _GRAPHS = "Ranks(prepare_stage)", "Copies", "CudaGraphs()"
-_RECOMPUTE, _WEIGHTS = "recompute={plan.recompute!r}", "weights={plan.weights!r}"
+_WEIGHTS = "weights={plan.weights!r}"
 _REPLICATION, _PIPELINES = "replication={plan.replication}", "pipelines={plan.pipelines}"
 _AUTO, _CHECKS = 'advance="auto"', "BitChecks(every={options.verify_every})"
 _AVERAGE, _GROUP = "MovingAverage({options.ema_decay})", "Ranks(mesh or group)"
@@ -355,7 +357,6 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
     _PREPARED: lambda o, p: o.prepare,
     _COPIES: lambda o, p: o.copies,
     _GRAPHS: lambda o, p: o.cuda_graphs,
-    _RECOMPUTE: lambda o, p: p.recompute != "never",
     _WEIGHTS: lambda o, p: p.weights != "flush",
     _REPLICATION: lambda o, p: p.replication,
     _PIPELINES: lambda o, p: p.pipelines > 1,
@@ -368,7 +369,6 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
     "Compile()": lambda o, p: o.compile is not None,
 }
 CONFLICTS: Sequence[Conflict] = (
-    Conflict(_GRAPHS, _RECOMPUTE, "use one of the two"),
     Conflict(_GRAPHS, _WEIGHTS, "a graph reads one version: use a schedule that flushes, or leave it out"),
     Conflict(_GRAPHS, _CHECKS, "BitChecks runs a micro-batch again beside the graph's gradients: use one"),
     Conflict(_COPIES, "isolate=True", "pipelines in processes of their own replace each other"),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.errors import StageError
 from avgpipe.runtime.streams import CopyStream, LaneStream
 from avgpipe.timeline import Event
 from tests.options import grouped
@@ -154,17 +155,35 @@ def test_waiting_for_no_loss_means_waiting_for_nothing(monkeypatch: pytest.Monke
 # ---- graphs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("N", [1, 2, 4])
 @pytest.mark.usefixtures("late")
-def test_graphs_train_as_without(N: int) -> None:
-    plan = Plan(stages=3, pipelines=N, micro_batches=3)
-    batches = token_batches(4 * N, 9, last=7)
-    check(*(train(plan, batches, "cuda", cuda_graphs=graphs) for graphs in (True, False)))
+def test_graphs_train_as_without(N: int, dropout: float, staleness: int) -> None:
+    plan = Plan(stages=3, pipelines=N, micro_batches=3, staleness=staleness)
+    batches = token_batches(6 * N, 9, last=7)
+    runs = [
+        train(plan, batches, "cuda", language_model(dropout=dropout), cuda_graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert runs[0][0] == runs[1][0]  # in every bit
+    check(*runs)
 
 
-def test_a_model_that_draws_random_numbers_has_no_graphs() -> None:
-    with pytest.raises(ValueError, match="draws random numbers"):
-        train(Plan(stages=2), token_batches(1, 8), "cuda", language_model(dropout=0.3), cuda_graphs=True)
+def test_a_draw_that_no_batch_has_made_before_is_refused() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls[0] += 1
+            return nn.functional.dropout(x, 0.5) if self.calls[0] > 2 else x
+
+    layers = language_model()
+    model = nn.Sequential(*layers[:3], Late(), *layers[5:])
+    with pytest.raises(StageError, match="cannot be captured as a CUDA graph"):
+        train(Plan(stages=2, micro_batches=1), token_batches(4, 8), "cuda", model, cuda_graphs=True)
 
 
 # ---- links between processes ---------------------------------------------------------------------------------
