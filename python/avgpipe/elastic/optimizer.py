@@ -144,6 +144,12 @@ class ElasticAveraging(torch.optim.Optimizer):
         return not (pulls and self.replica in reference._contributed)
 
     @property
+    def skips_on_device(self) -> bool:
+        """Whether the next step, if ``found_inf`` is on the device, leaves the decision there."""
+        fused = self._fused
+        return fused is not None and fused.is_possible and fused.may_skip_on_device
+
+    @property
     def _finishes(self) -> bool:
         return self._position + 1 == self.reference.elasticity.period
 

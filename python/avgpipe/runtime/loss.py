@@ -227,8 +227,8 @@ def end_message(
 
 
 # As in torch.amp.GradScaler.
-_INITIAL, _GROWTH, _BACKOFF, _GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
-_KEPT = 256  # versions of the weights, more than are ever in flight
+INITIAL, GROWTH, BACKOFF, GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
+KEPT = 256  # versions of the weights, more than are ever in flight
 
 
 class LossScale:
@@ -252,23 +252,23 @@ class LossScale:
     def __init__(self, scale: float | str, versioned: bool) -> None:
         self._fixed = None if scale == "dynamic" else float(scale)
         self._versioned = versioned
-        self.load_state_dict({"scale": _INITIAL, "growth_tracker": 0})
+        self.load_state_dict({"scale": INITIAL, "growth_tracker": 0})
 
-    def at(self, version: int) -> float:
+    def at(self, version: int) -> float | torch.Tensor:
         """Return the scale for a batch that runs on this version of the weights, counted in updates."""
         return self._scales.get(version, self._first) if self._versioned else self._scale
 
-    def update(self, overflowed: bool) -> None:
+    def update(self, overflowed: bool | torch.Tensor) -> None:
         """Adapt the scale after a batch. ``overflowed``: whether its gradient on any stage was not finite."""
         if self._fixed is None:
             self._tracker = 0 if overflowed else self._tracker + 1
             if overflowed:
-                self._scale *= _BACKOFF
-            elif self._tracker == _GROWTH_INTERVAL:
-                self._scale, self._tracker = self._scale * _GROWTH, 0
+                self._scale *= BACKOFF
+            elif self._tracker == GROWTH_INTERVAL:
+                self._scale, self._tracker = self._scale * GROWTH, 0
         self._updates += 1
         self._scales[self._updates] = self._scale
-        self._scales.pop(self._updates - _KEPT, None)
+        self._scales.pop(self._updates - KEPT, None)
 
     def resume(self, updates: int) -> None:
         """Continue with weights that were replaced by those after ``updates`` updates."""

@@ -328,11 +328,21 @@ class Worker:
                 self.references[replica],
                 arena,
                 plan,
-                loss_scale=None if scale is None else LossScale(scale, plan.weights != "flush"),
+                loss_scale=self._loss_scale(scale),
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
                 prepared=inside,
             )
+
+    def _loss_scale(self, scale: float | str | None) -> LossScale | None:
+        """Return what scales the losses of a last stage: on a device with streams, in its memory if it changes."""
+        if scale is None:
+            return None
+        versioned = self._plan.weights != "flush"
+        if self.streams is None or scale != "dynamic":
+            return LossScale(scale, versioned)
+        made: LossScale = named("avgpipe.runtime.device_skips:DeviceLossScale")(versioned, self.device)
+        return made
 
     def _agree_on_forms(self) -> bool:
         """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
