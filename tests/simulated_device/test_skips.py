@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import avgpipe.runtime.loss
+import avgpipe.runtime.loss_scale
 from avgpipe import Pipeline, Plan
 from tests.options import grouped
 from tests.runtime.test_loss_scale import Bursts
@@ -49,7 +49,7 @@ def model() -> nn.Sequential:
 def train(plan: Plan, device: str, sim: Any = None, **options: Any) -> tuple[Results, list[int]]:
     """Return results, and how often the host waited from each batch's to the next."""
     chosen = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, **options}
-    grows_soon = mock.patch.object(avgpipe.runtime.loss, "GROWTH_INTERVAL", 3)
+    grows_soon = mock.patch.object(avgpipe.runtime.loss_scale, "GROWTH_INTERVAL", 3)
     with grows_soon, Pipeline(model(), plan, **grouped(device=device, timeout_s=60, **chosen)) as p:
         results, waits = [], []
         for r in p.train(batches_for(plan, COUNT)):
@@ -91,6 +91,16 @@ def test_so_does_one_with_a_fused_optimizer(name: str, optimizer: str) -> None:
         assert waits == [1] * (COUNT - 1)  # a momentum's first step is one that the host must know
 
 
+@pytest.mark.parametrize("optimizer", ["fused sgd", "fused adam"])
+def test_so_do_pipelines_that_share_a_step(optimizer: str) -> None:
+    """Of each pipeline's share the host reads a loss."""
+    plan = Plan(**TWO, staleness=0)
+    waits = compare(plan, optimizer=OPTIMIZERS[optimizer], **OPTIONS["scaled, without a trace"])
+    assert waits[-2:] == [2, 2]
+    if optimizer == "fused adam":
+        assert waits == [2] * (COUNT - 1)
+
+
 def test_an_optimizer_that_cannot_leave_a_step_out_has_the_host_wait() -> None:
     """Two stages ask for the norm, beside the loss."""
     assert compare(Plan(**PLANS["one"]), optimizer=adam, **OPTIONS["scaled"])[:-1] == [3] * (COUNT - 2)
@@ -111,7 +121,7 @@ def test_a_run_goes_on_with_what_the_device_has_counted(name: str, tmp_path: Any
             list(p.train(batches[6:]))
             return on_host({"skipped": p.skipped_updates, "state": p.state_dict()})
 
-    with mock.patch.object(avgpipe.runtime.loss, "GROWTH_INTERVAL", 3):
+    with mock.patch.object(avgpipe.runtime.loss_scale, "GROWTH_INTERVAL", 3):
         expected = run("cpu", "cpu")
         assert 0 < expected[".skipped"] < COUNT
         for first, then in (("sim:0", "cpu"), ("cpu", "sim:0"), ("sim:0", "sim:0")):

@@ -14,7 +14,6 @@ from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
 from avgpipe.rules import CORRECTIONS
-from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
@@ -24,6 +23,7 @@ from avgpipe.schedule.row import Version
 if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
     from avgpipe.elastic.versions import Versions, WeightAverage
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.prepared import Prepared
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -188,7 +188,7 @@ class TrainedStage:
         self, found_inf: torch.Tensor, batch: int, needed: Collection[Version], forgets: bool
     ) -> None:
         """Do :meth:`step`; if ``found_inf`` is 1, which only the device knows, what it does with ``skips``."""
-        from avgpipe.runtime.device_skips import skipping
+        from avgpipe.elastic.skipping import skipping
 
         if self.loss_scale is not None:
             self.loss_scale.update(found_inf)

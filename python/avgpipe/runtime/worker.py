@@ -29,7 +29,7 @@ from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
-from avgpipe.runtime.loss import LossScale, NonfiniteNotice
+from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
     from avgpipe.runtime.streams import LaneStream, Streams
@@ -339,10 +340,11 @@ class Worker:
         if scale is None:
             return None
         versioned = self._plan.weights != "flush"
+        from avgpipe.runtime.loss_scale import DeviceLossScale, LossScale
+
         if self.streams is None or scale != "dynamic":
             return LossScale(scale, versioned)
-        made: LossScale = named("avgpipe.runtime.device_skips:DeviceLossScale")(versioned, self.device)
-        return made
+        return DeviceLossScale(versioned, self.device)
 
     def _agree_on_forms(self) -> bool:
         """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
