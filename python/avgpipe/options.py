@@ -41,8 +41,9 @@ class Precision(Extension):
             for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
             exchanged after all backwards, are sent as bfloat16 only.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
-            nor statistics, and ``skipped_updates`` counts it. On an accelerator every update then waits for
-            the device, as it does with ``loss_scale``.
+            nor statistics, and ``skipped_updates`` counts it. An accelerator decides this by itself, as with
+            ``loss_scale``, for elastic pipelines with SGD, Adam or AdamW, and for a lone pipeline whose
+            optimizer has ``fused=True``; else the host waits for the device at every update.
     """
 
     autocast: torch.dtype | None = None

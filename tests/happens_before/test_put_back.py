@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import Audit, CudaGraphs, ElasticAveraging, Pipeline, Plan, Reference
+from avgpipe import Audit, CudaGraphs, ElasticAveraging, Pipeline, Plan, Precision, Reference
 from avgpipe.device import ReadyOnEvent
 from avgpipe.elastic import group
 from avgpipe.runtime import evaluate, group_sum
@@ -30,7 +30,7 @@ from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE, DeviceAccount
 from tests.patience import limit
 from tests.runner import run
-from tests.runtime.cases import adamw, language_model, token_batches
+from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
 pytestmark = pytest.mark.host  # they have an account of their own
 
@@ -334,3 +334,21 @@ def test_the_host_reads_nothing_but_losses() -> None:
             list(p.train(batches[4:]))
     assert [where.partition(":")[0] for where in account.waited] == ["runtime/loss.py"], account.waited
     assert sum(account.waited.values()) == 16  # a number for each pipeline's share of a batch
+
+
+@pytest.mark.parametrize("optimizer", [adamw, momentum])
+def test_nor_whether_an_update_is_left_out(optimizer: Any) -> None:
+    """The device decides, for elastic pipelines, and adapts the scale of the losses."""
+    options = [Precision(skip_nonfinite=True, loss_scale="dynamic"), Audit("off")]
+    with on_streams(DeviceAccount()) as account:
+        plan = Plan(stages=2, pipelines=2, micro_batches=2, batch="per-pipeline")
+        with Pipeline(
+            language_model(dropout=0.5), plan, loss_fn=LOSS, optimizer=optimizer, extensions=options
+        ) as p:
+            batches = token_batches(12, 8)
+            list(p.train(batches[:4]))
+            account.waited.clear()
+            list(p.train(batches[4:]))
+            waited = dict(account.waited)
+    assert [where.partition(":")[0] for where in waited] == ["runtime/loss.py"], waited
+    assert sum(waited.values()) == 8

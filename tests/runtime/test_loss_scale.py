@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-import avgpipe.runtime.loss
+import avgpipe.runtime.loss_scale
 from avgpipe import Pipeline, Plan, Precision
-from avgpipe.runtime.loss import LossScale
+from avgpipe.runtime.loss_scale import LossScale
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import adamw, assert_same_state, language_model, momentum, token_batches, unequal
@@ -24,7 +24,7 @@ INTERVAL = 3  # updates without an overflow until the scale grows; 2,000 otherwi
 
 @pytest.fixture(autouse=True)
 def _grows_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(avgpipe.runtime.loss, "_GROWTH_INTERVAL", INTERVAL)
+    monkeypatch.setattr(avgpipe.runtime.loss_scale, "GROWTH_INTERVAL", INTERVAL)
 
 
 class _Narrow(torch.autograd.Function):
@@ -84,7 +84,7 @@ def on_one_device(
 
 
 def in_a_pipeline(layers: nn.Module, batches: list[Any], optimizer: Any, plan: Plan, **options: Any) -> Any:
-    avgpipe.runtime.loss._GROWTH_INTERVAL = INTERVAL  # in other processes too
+    avgpipe.runtime.loss_scale.GROWTH_INTERVAL = INTERVAL  # in other processes too
     scales = []
     with Pipeline(
         layers, plan, **grouped(loss_fn=LOSS, optimizer=optimizer, autocast=torch.float16, **options)

@@ -54,14 +54,20 @@ class FusedCall:
         whole = self.counters[0]._base if self.counters else None  # the counters of a group are one tensor
         self._added = [whole] if whole is not None and len(whole) == len(self.counters) else self.counters
 
-    def count(self, by: float | torch.Tensor) -> None:
-        """Count a step; ``by`` -1, on the device, takes back one that was skipped after all."""
+    def count(self) -> None:
+        """Count a step."""
         if self.counters:
-            torch._foreach_add_(self._added, by)
+            torch._foreach_add_(self._added, 1.0)
         elif self.made == 0:
             for entry, momentum in zip(self._entries, self.columns[-1]):
                 entry["momentum_buffer"] = momentum
-        self.made += 0.0 if isinstance(by, torch.Tensor) else by
+        self.made += 1.0
+
+    def take_back(self, found_inf: torch.Tensor) -> None:
+        """Count a step less if the device has skipped it."""
+        if self.counters:
+            found = found_inf.to(self.counters[0]).reshape(())
+            torch._foreach_add_(self._added, found, alpha=-1)  # without alpha the host would read the number
 
 
 class FusedStep:
@@ -76,6 +82,9 @@ class FusedStep:
         self._known: list[Any] = []  # what the plan of calls was made for
         self._calls: list[FusedCall] = []
         self._state: dict[str, FlatBuffers] = {}
+        self._counts_there = (
+            False  # whether steps are counted on the device, whatever the optimizer's groups ask for
+        )
         if self._is_possible:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
                 self._locate()
@@ -102,14 +111,20 @@ class FusedStep:
         """Whether a GradScaler skips the step; None if only the device knows, and the host need not."""
         if found_inf is None:
             return False
+        if not on_accelerator(found_inf) or not self.may_skip_on_device:
+            return bool(found_inf)
+        self._counts_there = True
+        return None
+
+    @property
+    def may_skip_on_device(self) -> bool:
+        """Whether the host need not know if the next step is skipped."""
         groups = self._inner.param_groups
         if type(self._inner) is torch.optim.SGD:  # a first step equals one on momentum 0, unless dampened
             must_know = any(group["momentum"] and group["dampening"] for group in groups)
         else:  # counters on the device move alike if all parameters step
-            on_device = all(group["fused"] or group["capturable"] for group in groups)
-            must_know = not on_device or any(p.grad is None for p in self._params)
-        on_host = not on_accelerator(found_inf) or not all(map(on_accelerator, self._z.flats))
-        return bool(found_inf) if must_know or on_host else None
+            must_know = any(p.grad is None for p in self._params)
+        return not must_know and all(map(on_accelerator, self._z.flats))
 
     @torch.no_grad()
     def prepare(
@@ -151,7 +166,7 @@ class FusedStep:
         groups, state = self._inner.param_groups, self._inner.state
         flags = [bool(group.get(name)) for group in groups for name in ("momentum", "fused", "capturable")]
         held = [value for entry in state.values() for value in entry.values()]
-        return [*(g is None for g in grads), *flags, *state.values(), *held]
+        return [*(g is None for g in grads), *flags, self._counts_there, *state.values(), *held]
 
     def _plan(self, grads: Sequence[torch.Tensor | None]) -> None:
         """Assign the parameters to calls of an operator."""
@@ -243,8 +258,11 @@ class FusedStep:
         return states, made if is_sgd else self._steps_made(group, members, i, entry), entry
 
     def _steps_made(self, group: Group, members: range, i: int, entry: dict[str, Any]) -> float:
-        """Return Adam's step counter as a number; create it, or move it, where torch would have it."""
-        on_device = group["fused"] or group["capturable"]
+        """Return Adam's step counter as a number; create it, or move it, where torch would have it.
+
+        From the first step on that only the device knows to be skipped, all are on the device.
+        """
+        on_device = group["fused"] or group["capturable"] or self._counts_there
         device = self._params[i].device if on_device else torch.device("cpu")
         mine, made = self._made.get(i, (torch.empty(0), 0.0))
         if mine is not entry.get("step") or mine.device != device:
@@ -279,7 +297,7 @@ class FusedUpdate:
         """Step and average; return the operators' counts of nonfinite values."""
         elasticity, found_inf, counts = self.replica.elasticity, self.scaling["found_inf"], []
         for call, settings, grads in self.steps:
-            call.count(1.0)
+            call.count()
             x, z_, update, *states = call.columns
             options = settings | elasticity.shares | CHECKED
             for name, value in self.scaling.items():
@@ -289,8 +307,8 @@ class FusedUpdate:
                 operator, options["step"] = avgpipe_ext.elastic_adamw_, call.counters[0]
             momenta: list[Any] = states or [None]
             counts.append(operator(x, grads, *momenta, z_, update, *elasticity.force, **options))
-            if found_inf is not None and call.counters:
-                call.count(-found_inf.to(call.counters[0]).reshape(()))
+            if found_inf is not None:
+                call.take_back(found_inf)
         for rows in self.still:
             x, z_, update = _columns(rows)
             if elasticity.force[0] == 0:
@@ -323,7 +341,7 @@ def step_together(updates: Sequence[FusedUpdate]) -> list[torch.Tensor] | None:
     alpha, counts = updates[0].replica.elasticity.alpha, []
     for (_, options), *steps in zip(plans[0], *(update.steps for update in updates)):
         for call, *_ in steps:
-            call.count(1.0)
+            call.count()
         columns = [call.columns for call, *_ in steps]
         xs = [x for column in columns for x in column[0]]
         states = [

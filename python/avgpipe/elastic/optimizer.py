@@ -11,7 +11,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from avgpipe.elastic.matching import holds, optimized, replica_tensors
 from avgpipe.elastic.reference import Reference
-from avgpipe.elastic.trial import TrialSteps
+from avgpipe.elastic.trial import TrialSteps, WaitingGradient
 
 if TYPE_CHECKING:
     from avgpipe.elastic.fused import FusedStep, FusedUpdate
@@ -144,6 +144,17 @@ class ElasticAveraging(torch.optim.Optimizer):
         return not (pulls and self.replica in reference._contributed)
 
     @property
+    def skips_on_device(self) -> bool:
+        """Whether the next :meth:`step_in_round`, if ``found_inf`` is on the device, leaves the decision there."""
+        if self._trial is not None:
+            from avgpipe.elastic.skipping import takes_found_inf
+
+            outer = self.reference.outer
+            return self._joins_gradients and outer is not None and takes_found_inf(outer)
+        fused = self._fused
+        return fused is not None and fused.is_possible and fused.may_skip_on_device
+
+    @property
     def _finishes(self) -> bool:
         return self._position + 1 == self.reference.elasticity.period
 
@@ -232,13 +243,22 @@ class ElasticAveraging(torch.optim.Optimizer):
         if not self._has_published:
             return
         reference, done = self.reference, self._done
-        # hooks see the weights after every step
-        is_watched = self._optimizer_step_post_hooks or _global_optimizer_post_hooks
-        if update is None or done is None or not (reference._joins and update.may_wait) or is_watched:
+        is_joint = reference._joins and update is not None and update.may_wait and not self._is_watched
+        if update is None or done is None or not is_joint:
             reference._contribute(self.replica, update)
         else:
             self._done = None
             reference._contribute_later(self.replica, update, done)
+
+    @property
+    def _is_watched(self) -> bool:
+        """Whether hooks see the weights after every step."""
+        return bool(self._optimizer_step_post_hooks or _global_optimizer_post_hooks)
+
+    @property
+    def _joins_gradients(self) -> bool:
+        """Whether the next :meth:`step_in_round` leaves its gradient to one step by those of all replicas."""
+        return self._trial is not None and self.reference._joins_gradients and not self._is_watched
 
     @property
     def _scaling(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -250,14 +270,22 @@ class ElasticAveraging(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        reference, done = self.reference, self._done
         scale, found_inf = self._scaling
-        if found_inf is not None and bool(found_inf):
+        later = done is not None and self._joins_gradients
+        flag = found_inf if later and self.skips_on_device else None
+        if found_inf is not None and flag is None and bool(found_inf):
             self.inner.zero_grad()
         elif scale is not None:
             _unscale(self.inner, scale)
         self._local_steps += 1
         self._has_published = True
-        self.reference._contribute(self.replica, trial)
+        if later and done is not None:
+            self._done = None
+            trial.share_settings()  # those of this step: a schedule changes them next
+            reference._contribute_later(self.replica, WaitingGradient(trial, flag), done)
+        else:
+            reference._contribute(self.replica, trial)
         return loss
 
     def _plain_step(self, step: Callable[[], Any]) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,15 +34,61 @@ class OuterSteps:
         self.places = _places_in(z, self.optimizer)
         self.published: dict[int, set[Region]] = {}
         self._grads = z.layout.zeros()
+        self._views = {region: region.view(self._grads.flats) for _, region in self.places}
 
     def move(self, updates: Sequence[list[torch.Tensor]], scale: float) -> None:
         """Step with ``-scale`` times the sum of the updates as the gradient."""
         for flat, us in zip(self._grads.flats, zip(*updates)):
             avgpipe_ext.reference_apply_(flat, list(us), -scale, zero=False, check_finite=True)
-        there = set().union(*self.published.values())
+        there = set().union(*self.published.values()) if self.published else self._views.keys()
+        self._step(there)
+
+    def move_by(
+        self,
+        gradients: Sequence[Mapping[Region, torch.Tensor]],
+        scale: float,
+        waits: bool,
+        found_inf: torch.Tensor | None = None,
+    ) -> list[torch.Tensor] | None:
+        """Step with ``scale`` times the sum of the replicas' gradients, given by place, in one pass over them.
+
+        Returns counts of elements that were left out because they are not finite; None, with nothing done, if
+        there are some and the caller ``waits`` to know. ``found_inf``: leaves the step out if it is 1, which only the
+        device knows; then nothing is counted.
+        """
+        alike: dict[tuple[int, ...], list[Region]] = {}
+        for _, region in self.places:
+            members = tuple(i for i, own in enumerate(gradients) if region in own)
+            alike.setdefault(members, []).append(region)
+        there = {region for members, regions in alike.items() if members for region in regions}
+        counts = [
+            avgpipe_ext.reference_apply_(
+                [self._views[region] for region in regions],
+                [gradients[i][region] for i in members for region in regions],
+                scale,
+                zero=False,
+                check_finite=True,
+            )
+            for members, regions in alike.items()
+            if members
+        ]
+        if waits and any(map(bool, counts)):
+            self._grads.zero_()
+            return None
+        self.published.clear()
+        if found_inf is None:
+            self._step(there)
+            return counts
+        from avgpipe.elastic.skipping import skipping
+
+        with skipping(self.optimizer, found_inf):
+            self._step(there)
+        return []
+
+    def _step(self, there: Collection[Region]) -> None:
+        """Step by the sums of gradients; ``there``: the places that have one."""
         for z, region in self.places:
-            has_gradient = region in there or not self.published
-            z.grad = region.view(self._grads.flats) if has_gradient else None
+            z.grad = self._views[region] if region in there else None
         try:
             self.optimizer.step()
         finally:

@@ -11,7 +11,8 @@ With staleness 0 in one process a replica may contribute a step that is postpone
 (:meth:`Reference._contribute_later`):
 
     replica 0  gradients ready ──┐
-    replica 1  gradients ready ──┴ all steps, z_r+1 and all pulls in one pass over memory
+    replica 1  gradients ready ──┴ all steps, z_r+1 and all pulls in one pass over memory; with rule mean-gradient
+                                   one step by all gradients, and copies of z_r+1
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from avgpipe.rules import Elasticity
 if TYPE_CHECKING:
     from avgpipe.elastic.fused import FusedUpdate
     from avgpipe.elastic.group import GroupRounds
+    from avgpipe.elastic.trial import WaitingGradient
     from avgpipe.elastic.versions import WeightAverage
 
 # Given z, writes a replica's update and applies the force that needs no other replica; returns counts of
@@ -141,7 +143,9 @@ class Reference:
         self._per_round = 1 if self._spans_ranks or open else replicas
         self._dropped = 0
         self._bad_counts: torch.Tensor | None = None  # bad updates on an accelerator, not read yet
-        self._waiting: dict[int, tuple[FusedUpdate, Callable[[], None]]] = {}  # see _contribute_later
+        self._waiting: dict[
+            int, tuple[FusedUpdate | WaitingGradient, Callable[[], None]]
+        ] = {}  # see _contribute_later
         self._lock = threading.Lock()
         self._applied: set[int] = set()  # ids of the parameters that are z now, see applied_to
 
@@ -276,6 +280,12 @@ class Reference:
         plain = rule.from_step == 1 and rule.averages and e.period == 1 and self.outer is None
         return e.pulls_at_the_end(self.round) and plain and not self._remote
 
+    @property
+    def _joins_gradients(self) -> bool:
+        """Whether this round may be one step by all gradients, once they are there: none is tried alone."""
+        is_here = not (self._remote or self._spans_ranks or self._is_open)
+        return self.elasticity.coefficients.tries and self.elasticity.synchronous(self.round) and is_here
+
     def _update_of(self, i: int) -> FlatBuffers:
         if i not in self._updates:
             self._updates[i] = self.z.layout.zeros()
@@ -309,10 +319,12 @@ class Reference:
             self._run(i, contribution or self._replicas[i].average)
             self._count(i)
 
-    def _contribute_later(self, i: int, update: FusedUpdate, done: Callable[[], None]) -> None:
+    def _contribute_later(
+        self, i: int, update: FusedUpdate | WaitingGradient, done: Callable[[], None]
+    ) -> None:
         """Add replica i, whose step runs with those of the others, or in :meth:`_complete` before.
 
-        Only if ``_joins``. ``done`` is called when the gradients are not needed any more.
+        Only if ``_joins`` or ``_joins_gradients``. ``done`` is called when the gradients are not needed any more.
         """
         with self._lock, torch.no_grad():
             self._waiting[i] = update, done
@@ -385,14 +397,21 @@ class Reference:
         """Do all steps, the move of z and all pulls in one pass; False, with nothing done, if impossible."""
         if len(self._waiting) < self.replicas:
             return False
-        updates = [self._waiting[i][0] for i in range(self.replicas)]
-        from avgpipe.elastic.fused import step_together
+        updates: list[Any] = [self._waiting[i][0] for i in range(self.replicas)]
+        if self.outer_steps is not None:
+            from avgpipe.elastic.trial import step_by_all
 
-        counts = step_together(updates)
+            counts = step_by_all(updates, self)
+        else:
+            from avgpipe.elastic.fused import step_together
+
+            counts = step_together(updates)
         if counts is None:
             return False
         if self._note(counts):  # counts one bad update: further ones are counted here
             self._dropped += max(0, sum(not update.is_finite() for update in updates) - 1)
+        if self.outer_steps is not None:
+            self._pull()
         for i in range(self.replicas):
             self._waiting.pop(i)[1]()
         self._update_ema()

@@ -82,10 +82,13 @@ class BatchStatistics:
             parts = self._batches[batch].setdefault((self.layers[number], call), {})
             parts[m] = Moments(size, values)
 
-    def commit(self, batch: int) -> None:
-        """End a batch: update the running statistics, once for each call of a layer as one device does."""
+    def commit(self, batch: int, unless: torch.Tensor | None = None) -> None:
+        """End a batch: update the running statistics, once for each call of a layer as one device does.
+
+        ``unless``: keeps them if it is not 0, which only the device knows.
+        """
         for (layer, _), parts in self._batches.pop(batch, {}).items():
-            layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]))
+            layer.move(*whole_batch([moments for _, moments in sorted(parts.items())]), unless)
         self.defers = bool(self._batches)
 
     def drop(self, batch: int) -> None:
@@ -127,16 +130,21 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     @torch.no_grad()
-    def move(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
-        """Update the running statistics: a batch's ``mean`` and unbiased ``variance``, float64 [channels]."""
+    def move(self, mean: torch.Tensor, variance: torch.Tensor, unless: torch.Tensor | None = None) -> None:
+        """Update the running statistics: a batch's ``mean`` and unbiased ``variance``, float64 [channels].
+
+        ``unless``: see :meth:`BatchStatistics.commit`.
+        """
+        keeps = None if unless is None else unless.bool()
         factor: float | torch.Tensor = 0.0 if self.momentum is None else self.momentum
         if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
+            self.num_batches_tracked.add_(1 if keeps is None else keeps.logical_not())
             if self.momentum is None:  # all batches count equally; computed on the device, without a wait
                 factor = self.num_batches_tracked.double().reciprocal()
         for running, batch in ((self.running_mean, mean), (self.running_var, variance)):
             if running is not None:
-                running.copy_(torch.lerp(running.double(), batch, factor))
+                moved = torch.lerp(running.double(), batch, factor)
+                running.copy_(moved if keeps is None else torch.where(keeps, running.double(), moved))
 
 
 _DEFERRED: dict[type[nn.Module], type[DeferredBatchNorm]] = {

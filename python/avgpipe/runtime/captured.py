@@ -212,19 +212,12 @@ class CapturePort:
 class CapturingCompute(Compute):
     """Runs steps whose work is captured: without what needs the host, which follows each launch."""
 
-    def __init__(
-        self, lane: Lane, options: TrainingOptions, exchange: Exchange, scale: torch.Tensor | None
-    ) -> None:
+    def __init__(self, lane: Lane, options: TrainingOptions, exchange: Exchange) -> None:
         port: Any = CapturePort(lane, exchange)
         super().__init__(lane.trained, lane.route, options, port, None)
         self._check, self._on_cpu = None, False
         self._branches.done = True
-        self._lane, self._exchange, self._scale = lane, exchange, scale
-
-    def _seed(self, state: BatchState, m: int, loss: torch.Tensor) -> torch.Tensor:
-        if self._scale is None:
-            return super()._seed(state, m, loss)
-        return (self._scale * self._factor(state, m)).to(loss.dtype)
+        self._lane, self._exchange = lane, exchange
 
     def _end_losses(self, state: BatchState) -> None:
         self._check_learns(state)
@@ -322,8 +315,8 @@ class CapturedRow:
         self._inputs = _copies(work.inputs) if has_first else []
         self._targets = _copies(work.targets) if has_last else []
         self._scale: torch.Tensor | None = None
-        if any(lane.trained.loss_scale is not None for lane in lanes):
-            self._scale = torch.ones((), dtype=torch.float64, device=device)
+        if options.loss_scale == "dynamic":
+            self._scale = torch.ones((), device=device)
         self._carried = [_Carried(carry) for lane in lanes for carry in lane.trained.stage.carries]
         self._addresses = self._weights()
         items = [item for segment in segments for item in segment.items]
@@ -332,9 +325,11 @@ class CapturedRow:
         self._computes: dict[Lane, CapturingCompute] = {}
         self._states: dict[Lane, BatchState] = {}
         for lane in lanes:
-            self._computes[lane] = CapturingCompute(lane, options, self._exchange, self._scale)
+            self._computes[lane] = CapturingCompute(lane, options, self._exchange)
             own = [step.kind for of, step in items if of is lane]
-            self._states[lane] = BatchState(static, Version(0), own.count(StepKind.FORWARD), len(own))
+            state = BatchState(static, Version(0), own.count(StepKind.FORWARD), len(own))
+            state.loss_scale = float(options.loss_scale or 1) if self._scale is None else self._scale
+            self._states[lane] = state
         self._arrivals: dict[tuple[Message, int, int], Arrival] = {}
         self._grads: dict[Lane, list[torch.Tensor | None]] = {}
         self._moments: dict[Place, list[Any]] = {}
@@ -456,10 +451,16 @@ class CapturedRow:
                 _copy(fixed, given)
         for carried in self._carried:
             carried.put()
-        for lane, state in states.items() if self._scale is not None else ():
-            if lane.trained.loss_scale is not None and self._scale is not None:
-                state.loss_scale = lane.trained.loss_scale.at(state.version.number)
-                self._scale.data.fill_(state.loss_scale)
+        for lane, state in states.items():
+            if lane.trained.loss_scale is not None:
+                self._set_scale(lane.trained.loss_scale.at(state.version.number), state)
+
+    def _set_scale(self, scale: float | torch.Tensor, state: BatchState) -> None:
+        state.loss_scale = scale
+        if isinstance(scale, torch.Tensor) and self._scale is not None:
+            self._scale.data.copy_(scale)
+        elif not isinstance(scale, torch.Tensor) and self._scale is not None:
+            self._scale.data.fill_(scale)
 
     def _receive(self, key: Key, states: Mapping[Lane, BatchState]) -> None:
         lane, room = self._arrivals[key.kind, key.source, key.micro_batch]

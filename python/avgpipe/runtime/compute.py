@@ -21,7 +21,7 @@ from avgpipe.model.context import Position
 from avgpipe.model.parts import extract_skips, insert_skips
 from avgpipe.ranks.environment import named
 from avgpipe.runtime.branches import Branches
-from avgpipe.runtime.loss import Metrics, from_message, is_mean_by_kind, loss_of, to_message
+from avgpipe.runtime.loss import Metrics, from_message, is_mean_by_kind, loss_of, to_message, wide
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import Port, Route, Step, StepKind
 from avgpipe.runtime.stage import shown_shapes
@@ -118,7 +118,7 @@ class BatchState:
         counts: the counts that the losses are sums over, if the loss function returns them.
         without_loss: micro-batches whose loss is the mean over nothing.
         has_graph: whether some loss here depends on a tensor that requires a gradient.
-        loss_scale: the factor on the losses' gradients until the update.
+        loss_scale: the factor on the losses' gradients until the update; a tensor if only the device knows it.
         part: this stage replica's contribution to the loss, on the last stage.
         outcome: of the whole batch, float64, known after the last backward: the loss; or, if gradients must
             be multiplied by a factor before anything reads them, three numbers: the loss, that factor, and
@@ -140,7 +140,7 @@ class BatchState:
     counts: list[torch.Tensor | float] = field(default_factory=list)
     without_loss: int = 0
     has_graph: bool = False
-    loss_scale: float = 1.0
+    loss_scale: float | torch.Tensor = 1.0
     part: torch.Tensor | None = None
     outcome: torch.Tensor | None = None
     outcome_is_sent: bool = False
@@ -192,9 +192,9 @@ class BatchState:
             if self.metrics is not None:
                 self.metrics = self.metrics._replace(values=self.metrics.values / count)
             self.outcome = torch.stack((total / count, weight / (count * self.loss_scale), count))
-        elif self.loss_scale != 1.0:
-            rest = torch.tensor([1 / self.loss_scale, weight], dtype=part.dtype, device=part.device)
-            self.outcome = torch.cat((part[None], rest))
+        elif isinstance(self.loss_scale, torch.Tensor) or self.loss_scale != 1.0:
+            scale, device = wide(self.loss_scale, part.device), part.device
+            self.outcome = torch.stack((part, scale.reciprocal(), wide(weight, device)))
         else:
             self.outcome = part
 
@@ -421,7 +421,16 @@ class Compute:
 
     def _seed(self, state: BatchState, m: int, loss: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the batch's loss by a micro-batch's, as far as it is known, times the scale."""
-        factor = self._factor(state, m)
+        weights = state.work.weights
+        assert weights is not None
+        # A sum over what all micro-batches count is divided by the number of samples until the count is
+        # known.
+        factor = 1 / weights.total if state.counts else weights.factors[m]
+        factor *= weights.scale
+        if isinstance(state.loss_scale, torch.Tensor):  # a power of 2: the product is as exact as the factor
+            wider = torch.promote_types(loss.dtype, torch.float32)
+            return (state.loss_scale.to(wider) * factor).to(loss.dtype)
+        factor *= state.loss_scale
         seed = self._seeds.get((factor, loss.dtype))
         if seed is None:
             if len(self._seeds) == _KEPT_SEEDS:
@@ -429,14 +438,6 @@ class Compute:
             seed = torch.full((), factor, dtype=loss.dtype, device=loss.device)
             self._seeds[factor, loss.dtype] = seed
         return seed
-
-    def _factor(self, state: BatchState, m: int) -> float:
-        weights = state.work.weights
-        assert weights is not None
-        # A sum over what all micro-batches count is divided by the number of samples until the count is
-        # known.
-        factor = 1 / weights.total if state.counts else weights.factors[m]
-        return factor * (state.loss_scale * weights.scale)
 
     # ---- backwards -----------------------------------------------------------------------------------------------
 

@@ -350,6 +350,8 @@ class BatchFeed(Feed):
         for i, weight in weights.items():
             end = _end_of(states[i], weight) if states[i] else BatchEnd.received(received[i], weight)
             ends.append(end)
+            for lane in lanes[i] if worker.streams is not None else ():
+                lane.update.learn(batch, end.grad_norm)
             worker.notice.loss(end.loss, batch, i)
         whole = BatchEnd.whole(ends, self._sums_loss)
         pipeline = None if self._shares > 1 else next(iter(weights))

@@ -14,7 +14,6 @@ from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
 from avgpipe.rules import CORRECTIONS
-from avgpipe.runtime.loss import LossScale
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
@@ -24,6 +23,7 @@ from avgpipe.schedule.row import Version
 if TYPE_CHECKING:  # slow imports that few need
     from avgpipe.elastic.correction import CorrectedSteps
     from avgpipe.elastic.versions import Versions, WeightAverage
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.prepared import Prepared
 
 Hook = Callable[[torch.Tensor], torch.Tensor | None]
@@ -148,9 +148,12 @@ class TrainedStage:
             if grads := self.arena.grads:
                 torch._foreach_mul_(grads, factor)
             return
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for grad in self.arena.grads:
+            by_dtype.setdefault(grad.dtype, []).append(grad)
+        for dtype, grads in by_dtype.items():
             # a gradient of 16 bits is not multiplied by a factor of 16 bits
-            grad.mul_(factor.to(grad.device, torch.promote_types(grad.dtype, torch.float32)))
+            torch._foreach_mul_(grads, factor.to(grads[0].device, torch.promote_types(dtype, torch.float32)))
 
     def zero_grads(self) -> None:
         """Give parameters that have been stepped before, and have no gradient now, one of zeros."""
@@ -176,6 +179,26 @@ class TrainedStage:
         """The last step's update of the reference; None if it was not the last of a period."""
         return self.elastic.update if self.elastic is not None else None
 
+    @property
+    def compares_steps(self) -> bool:
+        """Whether the host must know if a step is left out: weights before and after it are used."""
+        return self._corrected is not None or self._ema is not None
+
+    def step_unless(
+        self, found_inf: torch.Tensor, batch: int, needed: Collection[Version], forgets: bool
+    ) -> None:
+        """Do :meth:`step`; if ``found_inf`` is 1, which only the device knows, what it does with ``skips``."""
+        from avgpipe.elastic.skipping import skipping
+
+        if self.loss_scale is not None:
+            self.loss_scale.update(found_inf)
+        if self.stage.statistics is not None:
+            self.stage.statistics.commit(batch, found_inf if forgets else None)
+        for carry in self.stage.carries:
+            carry.forget(batch)
+        with skipping(self.optimizer, found_inf) if self.optimizer is not None else nullcontext():
+            self._step(batch, needed, False)
+
     def step(
         self, batch: int, needed: Collection[Version], skips: bool = False, forgets: bool = True
     ) -> None:
@@ -185,11 +208,10 @@ class TrainedStage:
         counts as one; if it ``forgets``, without statistics too. With staleness 0 the last pipeline of a round does the
         work of all, in one pass over memory if possible; until then the replica is not ``settled``.
         """
-        arena = self._arena
         if self.loss_scale is not None:
             self.loss_scale.update(skips)
         if skips:
-            arena.drop_grads()
+            self._arena.drop_grads()
         forgets = skips and forgets
         if (statistics := self.stage.statistics) is not None:
             (statistics.drop if forgets else statistics.commit)(batch)
@@ -197,6 +219,10 @@ class TrainedStage:
             carry.forget(batch)
             if forgets:
                 carry.drop_nonfinite()
+        self._step(batch, needed, skips)
+
+    def _step(self, batch: int, needed: Collection[Version], skips: bool) -> None:
+        arena = self._arena
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)
         elif self.optimizer is not None:

@@ -80,7 +80,8 @@ class Update:
         # Gradients with infinities or NaN, on any stage, are dropped, with all effects of their batch.
         self._skips = options.skips
         self._forgets = options.skip_nonfinite
-        self.skipped = 0  # updates
+        self.skipped = 0  # updates, as far as the host knows
+        self._undecided: set[int] = set()  # batches whose update only the device knows to be left out, or not
         # Parameters whose gradient norm another, earlier stage counts.
         self._foreign = {p for other, mine in shared.items() if other < route.stage for p in mine}
         self._sums: Sums | None = None
@@ -185,7 +186,8 @@ class Update:
         norm = state.norm
         if self._notice.watches and self._on_cpu:  # on a device, the host would have to wait
             self._watch(state, step)
-        skips = norm is not None and self._skips and not bool(norm.isfinite())
+        found_inf = None if norm is None else self._found_inf(norm)
+        skips = norm is not None and self._skips and found_inf is None and not bool(norm.isfinite())
         if norm is not None and self._limit is not None and not skips:
             # like clip_grad_norm_ of torch
             self._trained.scale_grads((self._limit / (norm + 1e-6)).clamp(max=1.0))
@@ -194,13 +196,31 @@ class Update:
         self.skipped += skips
         self._port.sent_at = None  # passing on the norm before the step is not counted as sending
         state.lr = self._trained.lr
-        self._trained.step(step.batch, needed, skips, self._forgets)
+        if found_inf is None:
+            self._trained.step(step.batch, needed, skips, self._forgets)
+        else:
+            self._trained.step_unless(found_inf, step.batch, needed, self._forgets)
+            self._undecided.add(step.batch)
         state.updated = True
         for _, replica in self._route.remote:
             update = self._trained.reference_update
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
         if self._isolated is not None:
             self._isolated.tell(state)
+
+    def _found_inf(self, norm: torch.Tensor) -> torch.Tensor | None:
+        """Return 1, on the device, if a norm is not finite; None if the host must know, or nothing is left out."""
+        if self._on_cpu or not self._skips or self._seen_by or self._isolated is not None:
+            return None
+        from avgpipe.runtime.device_skips import decides, found_inf
+
+        return found_inf(norm) if decides(self._trained, self._forgets) else None
+
+    def learn(self, batch: int, norm: float | None) -> None:
+        """Count an update that only the device knew to be left out, once the host has read the batch's norm."""
+        if batch in self._undecided:
+            self._undecided.discard(batch)
+            self.skipped += norm is None or not math.isfinite(norm)
 
     def _name_those_without_gradients(self, batch: int) -> None:
         self.reports_unseen = False

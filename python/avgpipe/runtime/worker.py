@@ -29,7 +29,7 @@ from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
-from avgpipe.runtime.loss import LossScale, NonfiniteNotice
+from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.graphs import RowGraphs
     from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
     from avgpipe.runtime.streams import LaneStream, Streams
@@ -330,11 +331,22 @@ class Worker:
                 self.references[replica],
                 arena,
                 plan,
-                loss_scale=None if scale is None else LossScale(scale, plan.weights != "flush"),
+                loss_scale=self._loss_scale(scale),
                 hooks=hooks,
                 ema=ema if self.references[replica] is None else None,
                 prepared=inside,
             )
+
+    def _loss_scale(self, scale: float | str | None) -> LossScale | None:
+        """Return what scales the losses of a last stage: on a device with streams, in its memory if it changes."""
+        if scale is None:
+            return None
+        versioned = self._plan.weights != "flush"
+        from avgpipe.runtime.loss_scale import DeviceLossScale, LossScale
+
+        if self.streams is None or scale != "dynamic":
+            return LossScale(scale, versioned)
+        return DeviceLossScale(versioned, self.device)
 
     def _agree_on_forms(self) -> bool:
         """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
