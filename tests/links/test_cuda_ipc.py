@@ -6,6 +6,7 @@ import ctypes
 import os
 import threading
 import time
+from functools import cache
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.skipif(not ring.supported(), reason="needs Linux")
 
 
 UPDATES = Channel(Message.REFERENCE_UPDATE, 0, 0, 1)
+SECOND = Channel(Message.ACTIVATION, 1, 0, 1)  # of another pipeline
 
 
 class HostDriver:
@@ -74,7 +76,7 @@ class DeviceEnds(Ends):
     def __init__(
         self, fake: Account, wire_dtype: torch.dtype | None, slots: DeviceSlots | None = None
     ) -> None:
-        into = [BACK, [*CHANNELS, UPDATES]]
+        into = [BACK, [*CHANNELS, UPDATES, SECOND]]
         inboxes = [Inbox.create(channels) for channels in into]
         opened = [Inbox.open(inbox.offer(), channels) for inbox, channels in zip(inboxes, into)]
         boxes = [Mailbox(inbox.bell) for inbox in inboxes]
@@ -89,6 +91,9 @@ class DeviceEnds(Ends):
         ]
         super().__init__(links, boxes)
         self.fake, self.lanes = fake, [fake.Stream(), fake.Stream()]
+
+    def copies(self, channel=CHANNELS[0]):
+        return self.links[0]._copies[channel]
 
     def send(self, value, kind="F"):
         with self.lanes[kind == "B"]:
@@ -174,7 +179,7 @@ def test_events_order_writing_and_reading(made):
     del arrived
     (slot,) = made.links[0]._outgoing_slots.values()
     made.receive(made.send(torch.ones(1000)))
-    copies = made.links[0]._copies
+    copies = made.copies()
     assert copies.follows(read)  # else the copy could overwrite what is still being read
     assert not sender.follows(read)  # the sending lane waits for nobody
     assert slot.full.clock[sender.number] >= source[1]
@@ -186,9 +191,7 @@ def test_the_allocator_knows_that_what_is_sent_is_copied_later(made, monkeypatch
     monkeypatch.setattr(made.fake, "record_stream", lambda tensor, stream: told.append((tensor, stream)))
     value = torch.ones(10)
     made.pass_on(value)
-    assert [(tensor.data_ptr(), stream) for tensor, stream in told] == [
-        (value.data_ptr(), made.links[0]._copies)
-    ]
+    assert [(tensor.data_ptr(), stream) for tensor, stream in told] == [(value.data_ptr(), made.copies())]
 
 
 def test_activations_may_travel_narrower(fake):
@@ -244,7 +247,56 @@ def test_a_slot_is_not_written_while_another_lane_reads_it(made, monkeypatch):
     del arrived, passed
     assert not made.lanes[1].follows(read)
     made.receive(made.send(torch.ones(1000)))
-    assert made.links[0]._copies.follows(read)
+    assert made.copies().follows(read)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_no_message_waits_for_the_work_of_another_lane(fake, monkeypatch, mutant):
+    """One that is late: its message was sent before, and is copied after. One stream for all would be found."""
+    if mutant:
+        monkeypatch.setattr(cuda, "copy_stream", cache(cuda.copy_stream))
+    made = DeviceEnds(fake, None)
+    late, second = made.lanes[0], made.fake.Stream()
+    held = late.operate()
+    made.send(torch.ones(1000))
+    key = made.key()._replace(pipeline=1)
+    with second:
+        made.links[0].send(key, torch.full((1000,), 2.0))
+    reader = made.fake.Stream()
+    box = made.mailboxes[1]
+    assert box.wait_until(lambda: key in box, limit(20))
+    with reader:
+        assert float(box.take(key)[0]) == 2
+    assert reader.follows(held) is mutant
+    box.messages.clear()
+    for link in made.links:
+        link.close(10)
+
+
+@pytest.mark.parametrize("mutant", [False, True])
+def test_no_slot_returns_behind_one_that_another_lane_reads(fake, monkeypatch, mutant):
+    """What two streams read is returned on a third one, which waits for both."""
+    if mutant:
+        monkeypatch.setattr(cuda, "copy_stream", cache(cuda.copy_stream))
+    made = DeviceEnds(fake, None)
+    monkeypatch.setattr(made.fake, "holds", lambda tensor: True)
+    readers = [made.fake.Stream() for _ in range(4)]
+    keys = [made.send(torch.ones(1000)), made.key()._replace(pipeline=1)]
+    made.links[0].send(keys[1], torch.ones(1000))
+    box, reads = made.mailboxes[1], []
+    assert box.wait_until(lambda: all(key in box for key in keys), limit(20))
+    for key, (first, second) in zip(keys, (readers[:2], readers[2:])):
+        with first:
+            arrived = box.take(key)
+        streams.used_on(second, [arrived])
+        reads.append([reader.operate() for reader in (first, second)])
+        del arrived
+    made.links[0].send(made.key()._replace(pipeline=1), torch.ones(1000))
+    copies = made.copies(SECOND)
+    assert all(map(copies.follows, reads[1]))
+    assert any(map(copies.follows, reads[0])) is mutant
+    for link in made.links:
+        link.close(10)
 
 
 # ---- the life of memory --------------------------------------------------------------------------------------

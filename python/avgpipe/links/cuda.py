@@ -4,7 +4,7 @@ Control messages go through the shared-memory ring. The sender copies into a slo
 receiver opens once and reads in place:
 
     sender's lane     F3 ── record ── F4 ...
-    its copy stream         └ wait ─ wait(free) ── copy into the slot ── record(full)      then: publish
+    channel's stream        └ wait ─ wait(free) ── copy into the slot ── record(full)      then: publish
     receiver's lane                                                       └ wait(full) ── reads the slot ── record(free)
 
 A slot belongs to a slot of the ring, so it is lent and returned with that one's lease: when the last tensor
@@ -66,7 +66,8 @@ class CudaIpcLink(SharedLink):
     def __init__(self, inbox: Inbox, outbox: Inbox, peer: int, end: Endpoint, slots: DeviceSlots) -> None:
         super().__init__(inbox, outbox, peer, end)
         self._slots = slots
-        self._copies = cuda.Stream(end.device)
+        # One for each channel: no lane's copy waits behind that of another lane, whose work may be late.
+        self._copies = {channel: copy_stream(end.device) for channel in end.outgoing}
         self._outgoing_slots: dict[tuple[Channel, int], Slot] = {}  # by the address of the ring's slot
         for n, (channel, receiver, decoder) in enumerate(self._incoming):
             if channel.kind != BY_HOST:
@@ -83,7 +84,7 @@ class CudaIpcLink(SharedLink):
         slot = self._slot(channel, address, format.bytes)
         ctypes.memmove(address, slot.record, _RECORD_BYTES)
         ctypes.memmove(address + _RECORD_BYTES, text, len(text))
-        self._copy(slot, format, tensors)
+        self._copy(self._copies[channel], slot, format, tensors)
         if key.kind not in OF_MICRO_BATCHES:
             # Such as an update of the reference, whose memory the lane's next step overwrites.
             current_stream(self._end.device).wait_event(slot.full)
@@ -101,13 +102,13 @@ class CudaIpcLink(SharedLink):
             slot = self._outgoing_slots[channel, address] = self._slots.make(size)
         return slot
 
-    def _copy(self, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
-        self._copies.wait_stream(current_stream(self._end.device))
-        self._copies.wait_event(slot.free)
-        with self._copies:
+    def _copy(self, copies: Any, slot: Slot, format: Format, tensors: list[torch.Tensor]) -> None:
+        copies.wait_stream(current_stream(self._end.device))
+        copies.wait_event(slot.free)
+        with copies:
             format.write(tensors, slot.memory)
-            slot.full.record(self._copies)
-        used_on(self._copies, tensors)  # the lane continues and may free them, or return their slot
+            slot.full.record(copies)
+        used_on(copies, tensors)  # the lane continues and may free them, or return their slot
 
     def close(self, patience_s: float) -> None:
         """Leave, and release the slots that both sides have finished with to other links; keep the others."""
@@ -131,27 +132,31 @@ class _SlotDecoder(Decoder):
     """Decodes messages that name a slot of device memory."""
 
     def __init__(self, headers: Decoder, slots: DeviceSlots, device: torch.device) -> None:
-        self._headers, self._slots, self._reader = headers, slots, device
+        self._headers, self._slots, self._device = headers, slots, device
+        self._returns = copy_stream(device)
 
     def decode(self, number: int, text_bytes: int, memory: Any, offset: int = 0) -> ReadyOnEvent:
         data = bytes(memoryview(memory)[: _RECORD_BYTES + text_bytes])
         format = self._headers.format(number, data[_RECORD_BYTES:])
-        return _InSlot(self._slots, self._slots.open(data[:_RECORD_BYTES]), format, memory, self._reader)
+        slot = self._slots.open(data[:_RECORD_BYTES])
+        return _InSlot(self._slots, slot, format, memory, self._device, self._returns)
 
 
 class _InSlot(ReadyOnEvent):
     """A message in a slot; its tensors are made for the stream of the receiver."""
 
-    __slots__ = ("_format", "_slot", "_slots")
+    __slots__ = ("_format", "_returns", "_slot", "_slots")
 
-    def __init__(self, slots: DeviceSlots, slot: Slot, format: Format, lease: Any, at: torch.device) -> None:
+    def __init__(
+        self, slots: DeviceSlots, slot: Slot, format: Format, lease: Any, at: torch.device, returns: Any
+    ) -> None:
         super().__init__(lease, slot.full, at)
-        self._slots, self._slot, self._format = slots, slot, format
+        self._slots, self._slot, self._format, self._returns = slots, slot, format, returns
 
     def received(self) -> Any:
         stream = cuda.current_stream(self._device)
         stream.wait_event(self._ready)
-        memory = self._slots.lend(self._slot, self.value, stream)
+        memory = self._slots.lend(self._slot, self.value, stream, self._returns)
         return self._format.read(memory, 0, memory.device)
 
 
@@ -173,7 +178,6 @@ class DeviceSlots:
         self._spare: list[Slot] = []
         self._opened: dict[bytes, Slot] = {}  # by record
         self._blocks: dict[bytes, int] = {}  # addresses of opened blocks, by process token and handle
-        self._returns = cuda.Stream(driver.device)
         self._offered: Slot | None = None
 
     def make(self, size: int) -> Slot:
@@ -218,9 +222,9 @@ class DeviceSlots:
                 self._opened[record] = Slot(self._driver.tensor(memory), events[0], events[1], record)
             return self._opened[record]
 
-    def lend(self, slot: Slot, lease: Any, reader: Any) -> torch.Tensor:
-        """Return a slot's memory for use on a stream. The lease ends with the last tensor in it."""
-        tensor: torch.Tensor = self._driver.tensor(_Loan(slot, lease, reader, self._returns))
+    def lend(self, slot: Slot, lease: Any, reader: Any, returns: Any) -> torch.Tensor:
+        """Return a slot's memory for use on a stream, ``reader``. The lease ends with the last tensor in it."""
+        tensor: torch.Tensor = self._driver.tensor(_Loan(slot, lease, reader, returns))
         return tensor
 
     def offer(self) -> dict[str, str]:
@@ -251,7 +255,7 @@ class DeviceMemory:
 
 
 class _Loan(DeviceMemory):
-    """A slot's memory as long as a tensor reads it. ``returns``: a stream without other work."""
+    """A slot's memory as long as a tensor reads it. ``returns``: a stream for returns of its channel alone."""
 
     def __init__(self, slot: Slot, lease: Any, reader: Any, returns: Any) -> None:
         super().__init__(slot.memory.data_ptr(), slot.memory.numel())
@@ -324,6 +328,15 @@ class Driver:
     def _call(self, *call: Any) -> None:
         with self._driver.context(self.device.index):
             self._driver.call(*call)
+
+
+def copy_stream(device: torch.device) -> Any:
+    """Return a stream for a channel's copies, of torch's high priority.
+
+    torch has 32 streams of each priority and deals them out in turn; lanes have normal ones, so that a lane's
+    stream never is one of these too.
+    """
+    return cuda.Stream(device, priority=-1)
 
 
 def device_id(device: torch.device) -> str:
