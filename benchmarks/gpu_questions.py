@@ -220,7 +220,7 @@ def _receive(pipe: Any) -> Any:
 
 def ipc() -> str:
     """Is CUDA IPC there: memory and events of another process?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     offer = slots.offer()
@@ -229,7 +229,7 @@ def ipc() -> str:
 
 
 def _check(pipe: Any, offer: dict[str, str]) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     try:
         slots_of(torch.device("cuda", 0)).check(offer)
@@ -240,7 +240,7 @@ def _check(pipe: Any, offer: dict[str, str]) -> None:
 
 def two_handles() -> str:
     """Can another process open two small allocations, which may be of one block?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     made = [slots.make(64 << 10) for _ in range(2)]
@@ -253,7 +253,7 @@ def two_handles() -> str:
 
 
 def _open_both(pipe: Any, records: list[bytes]) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     try:
         slots = slots_of(torch.device("cuda", 0))
@@ -265,7 +265,7 @@ def _open_both(pipe: Any, records: list[bytes]) -> None:
 
 def lost_memory() -> str:
     """What does a process read that has another one's memory open, once that one has been killed?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     pipe, process = _talk(_offer)
@@ -281,7 +281,7 @@ def lost_memory() -> str:
 
 
 def _offer(pipe: Any) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slot = slots_of(torch.device("cuda", 0)).make(2 << 20)
     slot.memory.fill_(7)

@@ -60,7 +60,18 @@ def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
     (device / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     told = strict(invoke("doctor", "--json").stdout)["cuda"]
     assert told["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
-    assert told["shared_by_processes"] == "kernels run at once (MPS is running)"
+    assert told["shared_by_processes"].startswith(
+        "kernels run at once (MPS is running); no guarantee about lost"
+    )
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_shares_memory_of_devices_may_be_missing(device, monkeypatch, is_there):
+    monkeypatch.setattr("avgpipe.cli.doctor._has_binding", lambda: is_there)
+    told = strict(invoke("doctor", "--json").stdout)
+    assert ("CUDA IPC" in told["links"]["other process, same CUDA device"]) is is_there
+    assert ("peer access" in told["links"]["a CUDA device for each process"]) is is_there
+    assert any("cuda.bindings" in item["what"] for item in told["missing"]) is not is_there
 
 
 def test_an_mps_that_has_ended_is_not_there(device):

@@ -7,6 +7,7 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,10 @@ def _sharing() -> str:
     except (OSError, ValueError):
         runs = False
     if runs:
-        return "kernels run at once (MPS is running)"
+        return (
+            "kernels run at once (MPS is running); no guarantee about lost processes: NVIDIA leaves undefined what "
+            "becomes of the others when one is killed at work"
+        )
     return "one after another: no MPS; where workers share a device, start nvidia-cuda-mps-control -d"
 
 
@@ -148,12 +152,16 @@ def _links(found: Findings) -> None:
     problem = try_shared_memory()
     on_host = "shared memory" if problem is None else "torch.distributed, gloo"
     devices = torch.cuda.device_count()
+    nccl = "NCCL" if dist.is_nccl_available() else on_host
+    can_share = problem is None and _has_binding()
     found.facts["links"] = {
         "same process": "local",
         "other process of this host": on_host,
         "other host": "torch.distributed, gloo",
-        "other process, same CUDA device": ("CUDA IPC" if problem is None else on_host) if devices else None,
-        "a CUDA device for each process": ("NCCL" if dist.is_nccl_available() else on_host)
+        "other process, same CUDA device": ("CUDA IPC" if can_share else on_host) if devices else None,
+        "a CUDA device for each process": (
+            f"CUDA IPC where the two have peer access, else {nccl}" if can_share else nccl
+        )
         if devices
         else None,
         "waits": f"spin briefly, then sleep, while this host has at most {cores()} workers; else they sleep at once",
@@ -164,8 +172,21 @@ def _links(found: Findings) -> None:
             "workers of one host use gloo, which is slower; make them visible to each other in /proc (one PID "
             "namespace, one user, no hidepid), and allow memfd_create",
         )
+    if devices and not _has_binding():
+        found.lacks(
+            "cuda.bindings, with which processes share the memory of devices",
+            "pip install cuda-bindings of torch's CUDA version; torch's own wheels bring it",
+        )
     if cores() == 1:
         found.lacks("a second core", "workers of this host take turns; --stages 1 is as fast")
+
+
+def _has_binding() -> bool:
+    """Whether NVIDIA's binding of the CUDA driver is installed."""
+    try:
+        return find_spec("cuda.bindings.driver") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def try_shared_memory() -> str | None:
