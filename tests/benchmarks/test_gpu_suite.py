@@ -17,7 +17,7 @@ from tests.cli.command import ROOT
 from tests.patience import wait_until
 
 GPU = Gpu("A GPU", "9.0", 2**37)
-LEASE_S, ALL_S = 590, 1750  # of a machine that is lent: one command, and all
+LEASE_S, ALL_S = 590, 2460  # of a machine that is lent: one command, and all
 
 
 def options(**given):
@@ -229,6 +229,7 @@ def test_the_page_shows_what_a_record_has(tmp_path, monkeypatch):
         "kernels": {"avgpipe_adam": {**kernel, "read_bytes": 2400.0, "written_bytes": 1600.0}},
     }
     row = {"name": "avgpipe, N = 2", "samples_per_s": 10.0, "least": 9.0, "most": 11.0, "against_plain": 0.97}
+    row |= {"group": "own batches, bf16", "peak_mib": 512}
     trace = {
         "actions": [{"action": "F", "count": 8, "host_us": 120.5, "kernels": 14.0, "device_us": 99.0}],
         "kernels_by_time": [{"kernel": "gemm", "count": 4, "total_us": 80.0, "mean_us": 20.0}],
@@ -254,13 +255,16 @@ def test_the_page_shows_what_a_record_has(tmp_path, monkeypatch):
     page = pages.fill(PAGE)
     assert "Nothing has run" not in page
     assert "Run on A GPU (compute capability 9.0, 128 GiB), 2026-01-31, torch 2.11" in page
-    assert "**Failed: order.** Not run: stage 3, 6." in page
+    assert "**Failed: order.** Not run: stage 3, 6, 7." in page
     assert "| 1 | `kernels` | ok | copy_ 3000 GB/s; of it: adamw 0.90 | 1 | A GPU |" in page
     assert "| 2 | `order` | **failed** | 9 failed |" in page
     assert "| 100 M | adamw | one tensor | `elastic_adamw_` | 2.500 | 2700 | 0.90 | 2.20 |" in page
     assert "| `avgpipe_adam` | 91 % | 38 % | 74 | 1.500 | 40.0 |" in page
-    assert "| transformer | avgpipe, N = 2 | 10 | 9 to 11 | 0.97 |" in page
-    assert "| transformer | avgpipe, N = 4 | failed: out of memory |" in page
+    assert "| transformer | own batches, bf16 | avgpipe, N = 2 | 10 | 9 to 11 | 0.97 | 512 |" in page
+    assert (
+        "| transformer | sharing a batch on one full GPU, fp32 | avgpipe, N = 4 | failed: out of memory |"
+        in page
+    )
     assert "| F | 8 | 120.5 | 14.0 | 99.0 |" in page
     assert "3 of 4 copies to the device ran while a kernel did" in page
     assert "| Is it there? | it is / there |" in page
