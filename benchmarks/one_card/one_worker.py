@@ -18,7 +18,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,7 @@ from benchmarks.one_card.record import RowsRecord
 STAGES = 4
 PCIE_3 = 1 / 12e9  # seconds for a byte
 DTYPES = {"bf16": torch.bfloat16, "tf32": None, "fp32": None}
-_ROUNDS, _ROUND_S = 3, 0.3
+_ROUNDS, _ROUND_S = 3, 0.5
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ class Case:
         how: A key of ``WAYS``.
         k: The stage.
         wire: Seconds for a byte between neighbours.
+        apart: Whether lanes begin an N-th of a batch after one another, not together.
     """
 
     model: str
@@ -57,26 +58,34 @@ class Case:
     how: str
     k: int
     wire: float = 0.0
+    apart: bool = False
 
 
 def cases(models: list[str], ways: list[str], dtype: str) -> Iterator[Case]:
-    """Yield what to measure, by its worth: groups of (M, N, way, stage, wire), each for all models."""
-    groups: list[list[tuple[int, int, str, int, float]]] = [
-        [(4, n, "row", 0, 0.0) for n in (1, 2, 4)],
-        [(4, n, way, 0, 0.0) for way in ("eager", "actions") for n in (1, 2)],
-        [(8, n, "row", 0, 0.0) for n in (1, 2, 4)],
-        [(4, n, "row", 3, 0.0) for n in (1, 2, 4)],
-        [(4, n, "row", 0, PCIE_3) for n in (1, 2)],
-        [(4, 4, way, 0, 0.0) for way in ("eager", "actions")],
-        [(4, n, "row", 1, 0.0) for n in (1, 2, 4)],
-        [(8, n, way, 0, 0.0) for way in ("eager", "actions") for n in (1, 2, 4)],
-        [(8, n, "row", k, 0.0) for k in (1, 3) for n in (1, 2, 4)],
+    """Yield what to measure, by its worth: groups of cases, each for all models.
+
+    Lanes that begin together share the device, and may wait in the same bubbles, so they also begin apart.
+    """
+    one: dict[str, Any] = {"M": 4, "how": "row", "k": 0}
+    all_counts: list[dict[str, Any]] = [{"N": 1}]
+    all_counts += [{"N": n, "apart": apart} for n in (2, 4) for apart in (False, True)]
+    slow_ways: list[dict[str, Any]] = [{"how": way, "N": n} for way in ("eager", "actions") for n in (1, 2)]
+    groups: list[list[dict[str, Any]]] = [
+        [one | more for more in all_counts],
+        [one | more for more in slow_ways],
+        [one | {"M": 8} | more for more in all_counts],
+        [one | {"k": 3} | more for more in all_counts],
+        [one | {"wire": PCIE_3} | more for more in all_counts[:3]],
+        [one | {"how": way, "N": 4} for way in ("eager", "actions")],
+        [one | {"k": 1} | more for more in all_counts],
+        [one | {"M": 8} | more for more in (*slow_ways, {"how": "actions", "N": 4})],
+        [one | {"M": 8, "k": 3} | more for more in all_counts],
     ]
     for group in groups:
         for model in models:
-            for m, n, way, k, wire in group:
-                if way in ways:
-                    yield Case(model, dtype, m, n, way, k, wire)
+            for case in group:
+                if case["how"] in ways:
+                    yield Case(model, dtype, **case)
 
 
 class Card:
@@ -139,6 +148,13 @@ class Card:
             found.append((time.perf_counter() - begin) / 4)
         return min(found)
 
+    def begin(self, lanes: list[Lane], after_s: float) -> None:
+        """Hold each lane up so long after the one before."""
+        for number, lane in enumerate(lanes):
+            if self.on_cuda and number and after_s:
+                with lane.on_stream():
+                    torch.cuda._sleep(int(number * after_s * self.cycles_per_s))
+
     def wait(self) -> None:
         if self.on_cuda:
             torch.cuda.synchronize()
@@ -157,7 +173,8 @@ def measure(card: Card, case: Case) -> dict[str, Any]:
     card.clear()
     lanes = card.lanes(case, case.N)
     batch = WAYS[case.how](worker, lanes, [card.waits(worker, lane) for lane in lanes])
-    seconds, issued = timed(card, batch)
+    after_s = worker.batch_s() / case.N if case.apart else 0.0
+    seconds, issued = timed(card, batch, lambda: card.begin(lanes, after_s))
     samples = case.N * card.model(case.model).batch
     found = {
         "F_us": round(1e6 * worker.forward_s),
@@ -174,8 +191,8 @@ def measure(card: Card, case: Case) -> dict[str, Any]:
     return found
 
 
-def timed(card: Card, batch: Batch) -> tuple[float, float]:
-    """Seconds of a batch, and of issuing it: medians of some rounds."""
+def timed(card: Card, batch: Batch, begin_lanes: Callable[[], None] = lambda: None) -> tuple[float, float]:
+    """Seconds of a batch, and of issuing it: medians of some rounds, each with what lanes begin later."""
     batch()
     card.wait()
     begin = time.perf_counter()
@@ -185,6 +202,7 @@ def timed(card: Card, batch: Batch) -> tuple[float, float]:
     taken, issuing = [], []
     for _ in range(_ROUNDS):
         begin = time.perf_counter()
+        begin_lanes()
         for _ in range(count):
             batch()
         issuing.append((time.perf_counter() - begin) / count)
@@ -232,10 +250,8 @@ def run(options: argparse.Namespace) -> None:
         (asdict(case), partial(measure, card, case))
         for case in cases([m.name for m in models], ways, options.dtype)
     ]
-    # After the first two groups: they answer the question, and these are short.
-    first = sum(len([way for way in row if way in ways]) for row in (["row"] * 3, ["eager", "actions"] * 2))
-    at = first * len(models)
-    planned[at:at] = more_rows(card, options.dtype)
+    first = next((n for n, (row, _) in enumerate(planned) if row["M"] != 4), len(planned))
+    planned[first:first] = more_rows(card, options.dtype)  # short ones, after what answers the question
     for number, (row, work) in enumerate(planned):
         if record.is_late or number == options.rows:
             for left, _ in planned[number:]:

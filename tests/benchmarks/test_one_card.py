@@ -153,9 +153,16 @@ def test_a_step_takes_the_sum_of_gradients_and_zeroes_it():
 def test_the_rows_that_answer_the_question_come_first():
     found = list(one_worker.cases(["bert", "gnmt"], list(issue.WAYS), "bf16"))
     assert len(set(found)) == len(found)
-    assert {(case.how, case.k, case.M) for case in found[:6]} == {("row", 0, 4)}
-    assert {case.how for case in found[6:14]} == {"eager", "actions"}
-    assert {case.model for case in found[:6]} == {"bert", "gnmt"}
+    assert {(case.how, case.k, case.M) for case in found[:10]} == {("row", 0, 4)}
+    assert [(case.N, case.apart) for case in found[:5]] == [
+        (1, False),
+        (2, False),
+        (2, True),
+        (4, False),
+        (4, True),
+    ]
+    assert {case.how for case in found[10:18]} == {"eager", "actions"}
+    assert {case.model for case in found[:10]} == {"bert", "gnmt"}
 
 
 def test_the_program_runs_and_names_what_it_leaves_out(tmp_path, monkeypatch):
@@ -169,7 +176,7 @@ def test_the_program_runs_and_names_what_it_leaves_out(tmp_path, monkeypatch):
         "--models",
         "bert",
         "--rows",
-        "3",
+        "4",
         "--out",
         str(out),
     ]
@@ -177,9 +184,9 @@ def test_the_program_runs_and_names_what_it_leaves_out(tmp_path, monkeypatch):
     monkeypatch.setattr(one_worker, "_ROUND_S", 0.0)
     one_worker.main()
     record = json.loads(out.read_text())
-    assert [row.get("failed") for row in record["rows"]] == [None] * 3
-    assert [row.get("row", row.get("how")) for row in record["rows"]] == ["eager", "eager", "update"]
-    assert record["rows"][2]["fused_adamw_ms"] > 0
+    assert [row.get("failed") for row in record["rows"]] == [None] * 4
+    assert [row.get("row", row.get("how")) for row in record["rows"]] == [*["eager"] * 3, "update"]
+    assert record["rows"][3]["fused_adamw_ms"] > 0
     assert {row["how"] for row in record["left_out"]} == {"eager"}
 
 
