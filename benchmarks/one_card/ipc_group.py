@@ -82,7 +82,7 @@ class _Direction:
                 queue.wait_for(filled, turn + 1)
                 tensor_bytes.copy_(slot)
                 queue.write(read, turn + 1)
-        tensor.record_stream(queue.stream)
+        tensor_bytes.record_stream(queue.stream)  # a copy, if the tensor is not dense
         return _OnEvent(queue.stream.record_event(), tensor)
 
 

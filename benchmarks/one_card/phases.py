@@ -6,6 +6,8 @@ K equal workers, a backward twice a forward, M micro-batches, each pipeline flus
 
     sharing      Actions on streams share the device, as kernels that fill it do: each of two takes twice as long. So
                  pipelines do everything together, and wait in the same bubbles.
+    ranked       Pipelines share the device, but the first one's actions interrupt the second one's, and so on, as
+                 kernels on streams of different priorities do, block by block.
     in turn      A device runs one action at a time, of those that are ready the one that was ready first.
 """
 
@@ -19,7 +21,7 @@ from benchmarks.tables.markdown import table
 
 STAGES = 4
 FORWARD_S, BACKWARD_S = 1.0, 2.0
-WAYS = ("sharing", "in turn")
+WAYS = ("sharing", "ranked", "in turn")
 _BATCHES = 60  # of each pipeline: their first and last ones count for little
 _LITTLE = 1e-9
 
@@ -43,10 +45,11 @@ class _Device:
         batch, place = divmod(self.places[pipeline], len(self.row))
         return (batch, self.row[place]) if batch < _BATCHES else None
 
-    def rates(self, in_turn: bool) -> dict[int, float]:
-        if in_turn and self.running:
-            return {min(self.running, key=lambda i: (self.running[i].since_s, i)): 1.0}
-        return {i: 1 / len(self.running) for i in self.running}
+    def rates(self, way: str) -> dict[int, float]:
+        if way == "sharing" or not self.running:
+            return {i: 1 / len(self.running) for i in self.running}
+        first = min(self.running, key=lambda i: (self.running[i].since_s if way == "in turn" else 0.0, i))
+        return {first: 1.0}
 
 
 def makespan_s(pipelines: int, micro_batches: int, way: str, stages: int = STAGES) -> float:
@@ -57,7 +60,7 @@ def makespan_s(pipelines: int, micro_batches: int, way: str, stages: int = STAGE
     while True:
         for k, i, act in list(_ready(devices, done, pipelines)):
             devices[k].running[i] = _Running(act, FORWARD_S if act.kind == "F" else BACKWARD_S, now)
-        rates = [device.rates(way == "in turn") for device in devices]
+        rates = [device.rates(way) for device in devices]
         ends = [devices[k].running[i].left_s / rate for k, of in enumerate(rates) for i, rate in of.items()]
         if not ends:
             return now

@@ -54,6 +54,7 @@ def rows() -> Iterator[Row]:
         ("avgpipe", ADVANCES, 4, 4, {}),
         ("data parallel", "", 1, 4, {}),
     ]
+    ranked: list[Choice] = [("avgpipe", ADVANCES, n, 4, {"ranked": True}) for n in (2, 4)]
     others: list[Choice] = [
         ("avgpipe", "zero-bubble-h1", 1, 4, {}),
         ("torch", "1f1b", 1, 4, {}),
@@ -71,10 +72,10 @@ def rows() -> Iterator[Row]:
         ("torch", "1f1b", 1, 8, {}),
     ]
     for model, precision, wire, chosen in (
-        ("bert", "fp32", 0.0, first + others),
+        ("bert", "fp32", 0.0, first + ranked + others),
         ("bert", "fp32", TEN_GIGABIT, first),
         ("bert", "bf16", 0.0, first + graphs),
-        ("lstm", "fp32", 0.0, first + others),
+        ("lstm", "fp32", 0.0, first + ranked + others),
         ("bert", "fp32", 0.0, rest + graphs),
         ("lstm", "fp32", TEN_GIGABIT, first),
         ("lstm", "bf16", 0.0, first + graphs),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import count
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -13,12 +16,18 @@ import torch.distributed as dist
 from torch import nn
 
 import avgpipe
+from avgpipe import device
 from avgpipe.links.codec import Format
+from avgpipe.schedule.row import COMPUTE_KINDS
 from benchmarks.one_card.ipc_group import one_card_group
-from benchmarks.overlap import models
+from benchmarks.one_card.networks import Encoder
+from benchmarks.one_card.stage_of_pipeline import mean_square
+from benchmarks.overlap.models import Recurrence
 
 Train = Callable[[list[Any]], None]
 ADVANCES = "advance-forward"
+_DIFFERENT = 2
+_PRIORITIES = 3  # above the default one, of torch's streams
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class Row:
         wire: Seconds for a byte between processes, beside what it takes here.
         shared: Whether pipelines share each batch.
         graphs: Whether by CUDA graphs.
+        ranked: Whether an earlier pipeline's stream has a higher priority than a later one's.
     """
 
     model: str
@@ -43,6 +53,7 @@ class Row:
     M: int = 4
     shared: bool = False
     graphs: bool = False
+    ranked: bool = False
 
     @property
     def name(self) -> str:
@@ -52,7 +63,7 @@ class Row:
             return f"torch {self.schedule}, M = {self.M}"
         batch = "shared" if self.shared else "own"
         made = f"avgpipe {self.schedule}, N = {self.N}, M = {self.M} each, {batch}"
-        return f"{made}, graphs" if self.graphs else made
+        return made + ", graphs" * self.graphs + ", ranked" * self.ranked
 
 
 @dataclass(frozen=True)
@@ -81,17 +92,30 @@ class Quarter:
     def samples(self) -> int:
         return 16 if self.small else 32
 
+    @property
+    def layers_of_a_stage(self) -> dict[str, int]:
+        return {"bert": 1 if self.small else 3, "lstm": 1}
+
     def layers(self, model: str) -> list[nn.Module]:
+        """Equal stages: nothing is measured of a cut that is not."""
+        torch.manual_seed(0)
+        count = self.size * self.layers_of_a_stage[model]
         if model == "lstm":
-            return models.lstm(self.width, self.size)
-        blocks, heads = (self.size, 4) if self.small else (3 * self.size, 16)
-        return models.transformer(self.width, blocks, heads, self.length)
+            return [Recurrence(self.width) for _ in range(count)]
+        return [Encoder(self.width, 4 if self.small else 16, dropout=0.0) for _ in range(count)]
+
+    def cuts(self, model: str) -> list[int]:
+        """The first layers of the stages but the first."""
+        return [k * self.layers_of_a_stage[model] for k in range(1, self.size)]
 
     def batches(self, count: int) -> list[Any]:
+        """Return as many, of which few differ."""
         generator = torch.Generator().manual_seed(0)
-        shape = self.samples, self.length + 1
-        made = [torch.randint(models.VOCABULARY, shape, generator=generator) for _ in range(count)]
-        return [(t[:, :-1].contiguous(), t[:, 1:].contiguous()) for t in made]
+        shape = self.samples, self.length, self.width
+        made = [
+            (torch.randn(shape, generator=generator), torch.zeros(self.samples, 1)) for _ in range(_DIFFERENT)
+        ]
+        return [made[n % _DIFFERENT] for n in range(count)]
 
     def autocast(self, row: Row) -> Any:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=row.precision == "bf16")
@@ -106,21 +130,48 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[str, Any]]]]:
-    """Yield what trains, and what the row knows at its end: how busy each worker was."""
+    """Yield what trains, and what the row knows at its end: how busy each worker was, and medians of its actions."""
     plan = avgpipe.Plan(
         stages=quarter.size,
         pipelines=row.N,
         micro_batches=row.M * row.N if row.shared else row.M,
         schedule=row.schedule,
         advance=quarter.size if row.schedule == ADVANCES else None,
+        partition=quarter.cuts(row.model),
         warmup_rounds=0,  # rounds that wait for the average leave nothing to fill bubbles with
         batch="global" if row.shared else "per-pipeline",
     )
+    with _ranked(row.N) if row.ranked else nullcontext():
+        pipeline = _pipeline(quarter, row, plan)
+
+    def train(batches: list[Any]) -> None:
+        for _ in pipeline.train(batches):
+            pass
+
+    def found() -> dict[str, Any]:
+        timeline = pipeline.timeline()
+        taken: dict[str, list[list[float]]] = {}
+        for event in timeline.events:
+            if event.kind in COMPUTE_KINDS:
+                taken.setdefault(event.kind, [[] for _ in range(quarter.size)])[event.worker].append(
+                    event.seconds
+                )
+        stage_ms = {kind: [round(1e3 * median(own), 2) for own in of if own] for kind, of in taken.items()}
+        return {"busy": [round(part, 3) for part in timeline.worker_busy_fraction], "stage_ms": stage_ms}
+
+    try:
+        with _line(quarter, row.wire):
+            yield train, found
+    finally:
+        pipeline.close()
+
+
+def _pipeline(quarter: Quarter, row: Row, plan: avgpipe.Plan) -> avgpipe.Pipeline:
     precision = [avgpipe.Precision(autocast=torch.bfloat16)] if row.precision == "bf16" else []
-    pipeline = avgpipe.Pipeline(
+    return avgpipe.Pipeline(
         quarter.layers(row.model),
         plan,
-        loss_fn=models.loss,
+        loss_fn=mean_square,
         optimizer=adamw,
         device=quarter.device,
         link="cuda-ipc" if quarter.device.type == "cuda" else "shm",
@@ -128,18 +179,26 @@ def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[
         extensions=[*precision, *([avgpipe.CudaGraphs()] if row.graphs else [])],
     )
 
-    def train(batches: list[Any]) -> None:
-        for _ in pipeline.train(batches):
-            pass
 
-    def found() -> dict[str, Any]:
-        return {"busy": [round(part, 3) for part in pipeline.timeline().worker_busy_fraction]}
+@contextmanager
+def _ranked(pipelines: int) -> Iterator[None]:
+    """Make the lanes' streams in an order of priorities: the first pipeline's kernels go before the others'.
 
-    try:
-        with _line(quarter, row.wire):
-            yield train, found
-    finally:
-        pipeline.close()
+    So one pipeline is ahead, and the others fill the time in which it waits.
+    """
+    backend = device.backend
+    made = count(-1)  # the first one is for copies
+
+    def stream(at: torch.device) -> Any:
+        return torch.Stream(at, priority=-min(_PRIORITIES, max(0, pipelines - 1 - max(0, next(made)))))
+
+    idle: defaultdict[Any, list[Any]] = defaultdict(list)
+    with mock.patch.object(backend, "idle", idle):  # those of closed pipelines have other priorities
+        if torch.accelerator.is_available():
+            with mock.patch.object(backend, "Stream", stream):
+                yield
+        else:
+            yield
 
 
 @contextmanager
@@ -178,23 +237,20 @@ class _Cast(nn.Module):
 def torchs(quarter: Quarter, row: Row) -> Train:
     from torch.distributed import pipelining
 
-    layers, rank, size = quarter.layers(row.model), quarter.rank, quarter.size
-    cuts = [n * len(layers) // size for n in range(size + 1)]
-    module = nn.Sequential(*layers[cuts[rank] : cuts[rank + 1]]).to(quarter.device)
-    shape = quarter.samples // row.M, quarter.length
-    hidden = torch.empty(*shape, quarter.width, device="meta", requires_grad=True)
-    tokens = torch.empty(shape, dtype=torch.long, device="meta")
-    logits = torch.empty(*shape, models.VOCABULARY, device="meta", requires_grad=True)
-    last = rank == size - 1
+    rank, size, last = quarter.rank, quarter.size, quarter.rank == quarter.size - 1
+    cuts = [0, *quarter.cuts(row.model), len(quarter.layers(row.model))]
+    module = nn.Sequential(*quarter.layers(row.model)[cuts[rank] : cuts[rank + 1]]).to(quarter.device)
+    shape = quarter.samples // row.M, quarter.length, quarter.width
+    given, made = (torch.empty(shape, device="meta", requires_grad=needed) for needed in (rank > 0, True))
     stage = pipelining.PipelineStage(
         _Cast(module, quarter.autocast(row)),
         *(rank, size, quarter.device),
-        input_args=(hidden if rank else tokens,),
-        output_args=logits if last else hidden,
+        input_args=(given,),
+        output_args=made,
         group=one_card_group(quarter.device),
     )
     kind: Any = {"1f1b": pipelining.Schedule1F1B, "gpipe": pipelining.ScheduleGPipe}[row.schedule]
-    schedule, optimizer = kind(stage, row.M, loss_fn=models.loss), adamw(module.parameters())
+    schedule, optimizer = kind(stage, row.M, loss_fn=mean_square), adamw(module.parameters())
 
     def train(batches: list[Any]) -> None:
         for x, y in batches:
@@ -230,7 +286,7 @@ def data_parallel(quarter: Quarter, row: Row) -> Train:
         for x, y in batches:
             optimizer.zero_grad()
             with quarter.autocast(row):
-                loss = models.loss(model(x[own].to(quarter.device)), y[own].to(quarter.device))
+                loss = mean_square(model(x[own].to(quarter.device)), y[own].to(quarter.device))
             loss.backward()
             gradients = [g for p in parameters if (g := p.grad) is not None]
             torch.cat([g.view(-1) for g in gradients], out=flat)

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.one_card import fill, meeting, phases, quarters
+from avgpipe import device
+from avgpipe.runtime.streams import Streams
+from benchmarks.one_card import fill, meeting, phases, quarters, systems
 from benchmarks.one_card.meeting import Meeting
 from benchmarks.one_card.systems import Quarter
 from tests.cli.command import ROOT, environment
@@ -35,8 +38,25 @@ def test_rows_are_in_order_of_worth_and_each_is_there_once():
 def test_every_row_of_ours_is_a_plan_and_its_layers_can_be_cut():
     quarter = Quarter(0, 4, torch.device("cpu"), True)
     for row in quarters.rows():
-        assert len(quarter.layers(row.model)) >= quarter.size
+        cuts = [0, *quarter.cuts(row.model), len(quarter.layers(row.model))]
+        assert len({after - before for before, after in pairwise(cuts)}) == 1  # equal stages
         assert quarter.samples % row.M == 0
+
+
+@pytest.mark.parametrize(("pipelines", "priorities"), [(1, [0]), (2, [-1, 0]), (4, [-3, -2, -1, 0])])
+def test_ranked_pipelines_have_streams_of_falling_priority(pipelines, priorities, monkeypatch):
+    made, kept = [], device.backend.idle
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "Stream", lambda at, priority: made.append(priority))
+    monkeypatch.setattr(device.backend, "Event", lambda at: None)
+    monkeypatch.setattr("avgpipe.runtime.streams.DeviceClock", lambda at: None)
+    with systems._ranked(pipelines):
+        streams = Streams(torch.device("cpu"))  # with one for copies
+        for _ in range(pipelines):
+            streams.lane(0, False)
+        assert device.backend.idle is not kept
+    assert made[1:] == priorities
+    assert device.backend.idle is kept
 
 
 @pytest.mark.ranks
@@ -73,14 +93,14 @@ def test_a_rank_that_failed_does_not_shift_later_meetings(monkeypatch):
 @pytest.mark.ranks
 def test_the_program_measures_every_system_on_the_cpu(tmp_path):
     out = tmp_path / "record.json"
-    words = ["--device", "cpu", "--small", "--parts", "2", "--rows", "6"]
+    words = ["--device", "cpu", "--small", "--parts", "2", "--rows", "8"]
     command = [sys.executable, "-m", "benchmarks.one_card.quarters", *words, "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(), timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     record = json.loads(out.read_text())
-    assert [row.get("failed") for row in record["rows"]] == [None] * 7
+    assert [row.get("failed") for row in record["rows"]] == [None] * 9
     systems = [row.get("system") for row in record["rows"]]
-    assert systems == [None, "avgpipe", "avgpipe", "avgpipe", "data parallel", "avgpipe", "torch"]
+    assert systems == [None, *["avgpipe"] * 3, "data parallel", *["avgpipe"] * 3, "torch"]
     assert record["rows"][0]["holds"] in (True, False)
     assert record["left_out"][0]["row"] == "avgpipe 1f1b, N = 1, M = 8 each, own"
 
@@ -140,3 +160,8 @@ def test_actions_in_turn_fill_the_bubbles():
     assert phases.gain(2, 4, "in turn") == pytest.approx(1.75, abs=0.03)
     assert phases.gain(4, 8, "in turn") == pytest.approx(11 / 8, abs=0.03)
     assert phases.gain(1, 4, "in turn") == 1.0
+
+
+def test_priorities_put_one_pipeline_ahead_and_the_other_fills_some_of_its_bubbles():
+    assert phases.gain(1, 4, "ranked") == 1.0
+    assert 1.2 < phases.gain(2, 4, "ranked") < phases.gain(4, 4, "ranked") < phases.gain(4, 4, "in turn")
