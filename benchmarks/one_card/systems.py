@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from statistics import median
 from typing import Any
@@ -130,7 +132,7 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 @contextmanager
 def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[str, Any]]]]:
-    """Yield what trains, and what the row knows at its end: how busy each worker was, and medians of its actions."""
+    """Yield what trains, and what returns what the row knows at its end."""
     plan = avgpipe.Plan(
         stages=quarter.size,
         pipelines=row.N,
@@ -141,29 +143,26 @@ def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[
         warmup_rounds=0,  # rounds that wait for the average leave nothing to fill bubbles with
         batch="global" if row.shared else "per-pipeline",
     )
-    with _ranked(row.N) if row.ranked else nullcontext():
-        pipeline = _pipeline(quarter, row, plan)
+    # Around all: a pipeline that is closed gives its streams to the next one.
+    streams: AbstractContextManager[None] = _ranked(row.N) if row.ranked else nullcontext()
+    with streams, _line(quarter, row.wire), closing(_pipeline(quarter, row, plan)) as pipeline:
+        yield partial(_train, pipeline), partial(_found, pipeline, quarter.size)
 
-    def train(batches: list[Any]) -> None:
-        for _ in pipeline.train(batches):
-            pass
 
-    def found() -> dict[str, Any]:
-        timeline = pipeline.timeline()
-        taken: dict[str, list[list[float]]] = {}
-        for event in timeline.events:
-            if event.kind in COMPUTE_KINDS:
-                taken.setdefault(event.kind, [[] for _ in range(quarter.size)])[event.worker].append(
-                    event.seconds
-                )
-        stage_ms = {kind: [round(1e3 * median(own), 2) for own in of if own] for kind, of in taken.items()}
-        return {"busy": [round(part, 3) for part in timeline.worker_busy_fraction], "stage_ms": stage_ms}
+def _train(pipeline: avgpipe.Pipeline, batches: list[Any]) -> None:
+    for _ in pipeline.train(batches):
+        pass
 
-    try:
-        with _line(quarter, row.wire):
-            yield train, found
-    finally:
-        pipeline.close()
+
+def _found(pipeline: avgpipe.Pipeline, workers: int) -> dict[str, Any]:
+    """Return how busy each worker was, and the median milliseconds of its actions."""
+    timeline = pipeline.timeline()
+    taken: dict[str, list[list[float]]] = {}
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS:
+            taken.setdefault(event.kind, [[] for _ in range(workers)])[event.worker].append(event.seconds)
+    stage_ms = {kind: [round(1e3 * median(own), 2) for own in of if own] for kind, of in taken.items()}
+    return {"busy": [round(part, 3) for part in timeline.worker_busy_fraction], "stage_ms": stage_ms}
 
 
 def _pipeline(quarter: Quarter, row: Row, plan: avgpipe.Plan) -> avgpipe.Pipeline:
@@ -203,15 +202,18 @@ def _ranked(pipelines: int) -> Iterator[None]:
 
 @contextmanager
 def _line(quarter: Quarter, seconds_per_byte: float) -> Iterator[None]:
-    """Hold messages between processes up, on the stream that copies them, by a kernel of one thread."""
-    if not (seconds_per_byte and quarter.cycles_per_s):
+    """Hold messages between processes up: on a GPU the stream that copies them, by a kernel of one thread."""
+    if not seconds_per_byte:
         yield
         return
     write = Format.write
 
     def held(format: Format, tensors: Any, memory: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if memory.is_cuda:
-            torch.cuda._sleep(int(quarter.cycles_per_s * seconds_per_byte * format.bytes))
+        seconds = seconds_per_byte * format.bytes
+        if quarter.cycles_per_s:
+            torch.cuda._sleep(int(quarter.cycles_per_s * seconds))
+        else:
+            time.sleep(seconds)
         return write(format, tensors, memory, *rest, **more)
 
     with mock.patch.object(Format, "write", held):
