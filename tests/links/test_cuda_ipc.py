@@ -17,7 +17,8 @@ from avgpipe.links.codec import Format
 from avgpipe.links.cuda import CudaIpcLink, DeviceMemory, DeviceSlots, Driver
 from avgpipe.links.link import Channel, Endpoint, LocalLink, Mailbox, Message
 from avgpipe.links.shared import Inbox
-from avgpipe_ext import nvrtc, ring
+from avgpipe_ext import driver as driver_module
+from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import BACK, CHANNELS, CPU, Ends
 from tests.patience import limit
@@ -360,8 +361,8 @@ class Library:
 @pytest.fixture
 def library(fake, monkeypatch):
     library = Library(4 << 20)
-    monkeypatch.setattr(nvrtc, "_load", lambda files: library)
-    monkeypatch.setattr(cuda, "driver", nvrtc.Driver)
+    monkeypatch.setattr(driver_module, "_load", lambda: library)
+    monkeypatch.setattr(cuda, "driver", driver_module.Driver)
     fake.init = lambda: None
     fake.empty_cache = lambda: setattr(library, "free_bytes", 8 << 20)
     return library

@@ -30,7 +30,7 @@ from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
 from avgpipe.links.codec import Decoder, Format, padded
 from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Endpoint, Key, Link, Transport
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
-from avgpipe_ext.nvrtc import driver
+from avgpipe_ext.driver import driver
 
 # Events that other processes wait for are CUDA's own, as are the streams that they are recorded on: torch.Event has no
 # handles, and a torch.Stream would misread these.
