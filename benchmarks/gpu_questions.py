@@ -116,6 +116,29 @@ def host_costs() -> str:
     return ", ".join(found)
 
 
+def launches() -> str:
+    """What does the host pay for a call of an operator, in microseconds, by a compiled kernel and through CuPy?"""
+    import avgpipe_ext
+    from avgpipe_ext import run_time
+
+    x, z = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    found: list[str] = []
+    for name in ("compiled", "CuPy") if avgpipe_ext.build_info()["cuda"] else ("CuPy",):
+        if name == "CuPy":
+            if not run_time.has_cupy():
+                return f"{', '.join(found)}; CuPy is not installed"
+            run_time.install(everywhere=True)
+        for _ in range(50):
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(500):
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+        found.append(f"{name} {2e3 * (time.perf_counter() - begin):.1f}")
+        torch.cuda.synchronize()
+    return ", ".join(found)
+
+
 def workspace() -> str:
     """How much memory does the first matrix product on another stream take?"""
     a = torch.randn(512, 512, device="cuda")
@@ -342,7 +365,7 @@ QUESTIONS: dict[str, tuple[Question, dict[str, str]]] = {
     **{
         made.__name__.replace("_", " "): (made, {})
         for made in (
-            *(pinned, allocation, host_costs, workspace, lstm, capture, events),
+            *(pinned, allocation, host_costs, launches, workspace, lstm, capture, events),
             *(ipc, two_handles, lost_memory, lost_event, context_memory),
         )
     },
