@@ -281,6 +281,22 @@ def test_kernels_compiled_by_cupy_run_on_the_current_stream_and_in_graphs():
     test_cuda_can_be_captured_in_a_graph(PULL)
 
 
+def test_a_device_that_has_machine_code_does_not_use_cupy():
+    if not avgpipe_ext.build_info()["cuda"]:
+        pytest.skip("built without CUDA kernels")
+    launches = []
+    try:
+        for everywhere in (False, True):
+            run_time.install(lambda *arguments: launches.append(arguments), everywhere)
+            x, z = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+            assert x[0] == (0.0 if everywhere else 0.5)
+            assert len(launches) == everywhere
+    finally:
+        run_time.uninstall()
+        run_time.install_if_needed()
+
+
 @pytest.mark.usefixtures("_by_cupy")
 def test_a_kernel_that_cupy_has_not_compiled_is_refused_within_a_capture():
     run_time.install(everywhere=True)  # which has no kernel yet
