@@ -371,7 +371,6 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
 }
 CONFLICTS: Sequence[Conflict] = (
     Conflict(_GRAPHS, _WEIGHTS, "a graph reads one version: use a schedule that flushes, or leave it out"),
-    Conflict(_GRAPHS, _CHECKS, "BitChecks runs a micro-batch again beside the graph's gradients: use one"),
     Conflict(_COPIES, "isolate=True", "pipelines in processes of their own replace each other"),
     Conflict(_COPIES, "spread=True", "use isolate=True, with which the other pipelines go on at once"),
     Conflict(_COPIES, _REPLICATION, "leave it out"),

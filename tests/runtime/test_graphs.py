@@ -236,6 +236,29 @@ def test_weights_that_are_loaded_are_those_that_train(captures):
     assert both(True) == both(False)
 
 
+def test_frozen_weights_get_graphs_of_their_own(captures):
+    batches = token_batches(10, 8)
+
+    def freezing(graphs):
+        options = {"loss_fn": LOSS, "optimizer": momentum, "cuda_graphs": graphs}
+        with Pipeline(language_model(), Plan(stages=2, micro_batches=2), **grouped(**options)) as p:
+            losses = [r.loss for r in p.train(batches[:4])]
+            p.requires_grad_("1", False)
+            losses += [r.loss for r in p.train(batches[4:7])]
+            p.requires_grad_("1", True)
+            return losses + [r.loss for r in p.train(batches[7:])], 0.0, p.state_dict()
+
+    assert_same(freezing(True), freezing(False))
+    assert len(captures) == 3
+
+
+def test_batches_that_are_run_again_to_be_checked_run_without(captures):
+    plan, check = Plan(stages=2, micro_batches=2), {"verify_every": 3}
+    plain, found = (train(token_batches(9, 8), graphs, plan, **check) for graphs in (False, True))
+    assert_same(found, plain)
+    assert 0 < launches(captures) < 9 - WARM_UPS
+
+
 # ---- between processes -------------------------------------------------------------------------------------
 
 

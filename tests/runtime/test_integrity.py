@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import BitChecks, CudaGraphs, Pipeline, Plan
+from avgpipe import BitChecks, Pipeline, Plan
 from avgpipe.errors import PipelineError
 from avgpipe.model.context import Carry
 from tests.isolated import Isolated
@@ -337,14 +337,6 @@ def test_what_cannot_be_is_refused() -> None:
                 optimizer=momentum,
                 extensions=[BitChecks(every=every)],
             )  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="runs a micro-batch again beside the graph"):
-        Pipeline(
-            language_model(),
-            Plan(),
-            loss_fn=LOSS,
-            optimizer=momentum,
-            extensions=[BitChecks(every=1), CudaGraphs()],
-        )
 
 
 def disagreeing() -> str:

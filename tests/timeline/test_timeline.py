@@ -28,8 +28,8 @@ def test_busy_bubble_and_makespan_of_two_stages():
 def test_only_computing_is_busy():
     kinds = [*sorted(COMPUTE_KINDS), "recv", "send", "host", "other"]
     timeline = Timeline(1, tuple(event(0, i, i + 1, kind) for i, kind in enumerate(kinds)))
-    assert timeline.busy_s == [len(COMPUTE_KINDS)] == [6]
-    assert timeline.makespan_s == 10
+    assert timeline.busy_s == [len(COMPUTE_KINDS)] == [7]
+    assert timeline.makespan_s == 11
 
 
 def test_overlapping_work_counts_once():

@@ -318,7 +318,7 @@ class CapturedRow:
         if options.loss_scale == "dynamic":
             self._scale = torch.ones((), device=device)
         self._carried = [_Carried(carry) for lane in lanes for carry in lane.trained.stage.carries]
-        self._addresses = self._weights()
+        self._captured_weights = self._weights()
         items = [item for segment in segments for item in segment.items]
         self._exchange, self._rooms = Exchange(lanes, items), _Rooms()
         static = replace(work, inputs=self._inputs, targets=self._targets, copied=None)
@@ -334,13 +334,14 @@ class CapturedRow:
         self._grads: dict[Lane, list[torch.Tensor | None]] = {}
         self._moments: dict[Place, list[Any]] = {}
 
-    def _weights(self) -> list[int]:
-        return [p.data_ptr() for lane in self._lanes for p in lane.trained.stage.parameters()]
+    def _weights(self) -> list[tuple[int, bool]]:
+        of_lanes = (lane.trained.stage.parameters() for lane in self._lanes)
+        return [(p.data_ptr(), p.requires_grad) for p in chain(*of_lanes)]
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are where the graphs read them."""
-        return self._addresses == self._weights()
+        """Whether the weights are where the graphs read them, and the same of them are trained."""
+        return self._captured_weights == self._weights()
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 

@@ -158,8 +158,6 @@ class Keeping:
             raise ValueError(
                 "prepare_stage has set up which gradients are averaged: freeze parameters before the Pipeline is made"
             )
-        if self._spec.options.cuda_graphs:
-            raise ValueError("CudaGraphs() has captured which gradients are needed: leave it out")
         indices = named("avgpipe.runtime.loading:find_parameters")(self._spec.model, names)
         with self._session.idle():
             self._session.world.require_same("argument of requires_grad_", json.dumps([names, flag]))

@@ -27,7 +27,7 @@ SLOW, WELL = 1.5, 1.2
 IN_A_ROW = 5  # readings that must agree, and the first ones that later ones are compared with
 _WINDOW_S = 5.0  # of one reading, or longer, until there are enough actions of each kind
 _ENOUGH = 5
-_KINDS = frozenset(kind.value for kind in ACTIONS) - {EventKind.UPDATE.value}
+_KINDS = frozenset(kind.value for kind in (*ACTIONS, EventKind.GRAPH)) - {EventKind.UPDATE.value}
 
 
 class Pace:

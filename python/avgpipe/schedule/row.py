@@ -327,6 +327,7 @@ class EventKind(str, Enum):
     worker waits for background transfers.
 
     Attributes:
+        GRAPH: All forwards and backwards of a batch, or some, launched as one CUDA graph.
         AVERAGE: Elastic averaging.
         HOST: Other work of the host; the detail names it: "loader", "caller" or any other word.
         RECEIVE: Nothing could run until a message arrived; the detail names it: "F" (an activation), "B" (a
@@ -340,6 +341,7 @@ class EventKind(str, Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     UPDATE = "U"
+    GRAPH = "graph"
     AVERAGE = "average"
     HOST = "host"
     RECEIVE = "recv"
@@ -350,7 +352,7 @@ class EventKind(str, Enum):
 
 
 ACTIONS = tuple(EventKind)[:5]
-COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.AVERAGE))
+COMPUTE_KINDS = frozenset((*ACTIONS, EventKind.GRAPH, EventKind.AVERAGE))
 
 
 class _EventFields(NamedTuple):
