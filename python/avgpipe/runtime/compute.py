@@ -241,6 +241,10 @@ class Compute:
             from avgpipe.runtime.graphs import StageGraphs
 
             self._layers = StageGraphs(trained.stage)
+        elif options.fuses_gradients:
+            from avgpipe.runtime.fused_gradients import FusedGradients
+
+            self._layers = FusedGradients(trained.stage, options.autocast)
         self._arrivals, self._departures = route.skips
         self._check: LossCheck | None = None
         if route.last and not is_mean_by_kind(options.loss_fn):
