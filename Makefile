@@ -25,12 +25,12 @@ NIGHTLY := nightly-slow nightly-ranks nightly-composes nightly-guides nightly-or
 test lint types native-test sanitize unit order promises older-torch mutants seeds $(NIGHTLY): export AVGPIPE_WERROR := 1
 
 ON_GPU := benchmarks/gpu_*.py tests/runtime/test_cuda.py tests/elastic/test_cuda.py tests/avgpipe_ext/test_cuda.py \
-  tests/happens_before/on_gpu.py
+  tests/happens_before/on_gpu.py benchmarks/one_card/*.py benchmarks/common/gpu_trace.py
 
 # Environments with torch, one for each version of Python that wheels are made for; their torch needs no CUDA.
 PYTHONS ?= $(BIN)/python
 
-.PHONY: demo test lint types unit order promises mutants seeds native-test sanitize docs wheels wheels-test gpu \
+.PHONY: demo test lint types unit order promises mutants seeds native-test sanitize docs wheels wheels-test gpu one-card \
   older-installed older-torch streams packages nightly-all $(NIGHTLY) clean
 
 demo: $(VENV)/installed
@@ -183,10 +183,14 @@ $(VENV)/installed: $(NATIVE)
 	$(BIN)/pip install -q --no-deps --upgrade --target $(VENV)/torchao "$(TORCHAO)"
 	touch $@
 
-# With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it, half an hour in six
-# stages. make gpu STAGE=2 runs one of them.
+# With the torch of PYTHON, and nothing installed: on a machine with a GPU, everything that needs it, three quarters of an
+# hour in stages. make gpu STAGE=2 runs one of them.
 gpu:
 	$(PYTHON) benchmarks/gpu_suite.py $(if $(STAGE),--stage $(STAGE))
+
+# Of these, what several pipelines gain on one GPU: within nine minutes on a fresh machine, the build included.
+one-card:
+	$(PYTHON) benchmarks/gpu_suite.py --only configure build "one worker" quarters $(if $(OUT),--out $(OUT))
 
 clean:
 	rm -rf build dist runs $(VENV)

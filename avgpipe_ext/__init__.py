@@ -24,7 +24,6 @@ Every operator takes a tensor, or lists of tensors of one length. Common to all:
 from __future__ import annotations
 
 from avgpipe_ext._library import build_info, cpu_path
-from avgpipe_ext.nvrtc import cuda_path, install_if_needed
 from avgpipe_ext.operators import (
     correct_update_,
     easgd_step_,
@@ -42,6 +41,7 @@ from avgpipe_ext.operators import (
     trial_sgd_,
     unpack_,
 )
+from avgpipe_ext.run_time import cuda_path, install_if_needed
 
 __all__ = [
     "build_info",

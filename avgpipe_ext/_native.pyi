@@ -129,13 +129,18 @@ def build_info(path: str) -> dict[str, Any]:
 def cpu_path(path: str) -> str:
     """Return the instruction set of the CPU kernels in use."""
 
-def set_launcher(path: str, launcher: Callable[[str, memoryview, int, int], object] | None) -> None:
-    """Make a function launch all CUDA kernels from now on; None: the built-in ones.
+def set_launcher(
+    path: str, launcher: Callable[[str, memoryview, int, int], object] | None, for_all: bool
+) -> None:
+    """Make a function launch the CUDA kernels of devices that no built-in one serves, or `for_all`; None: nothing.
 
     It is called with the kernel's definition, its only parameter, passed by value and invalid after the call,
     the number of chunks of work, which determines the grid's size, and the index of the device. An error that
     it raises becomes a RuntimeError of the operator.
     """
+
+def images_serve(images: str, major: int, minor: int) -> bool:
+    """Return whether a device of this compute capability runs one of the images, "8.0,9.0a,12.0+PTX"."""
 
 KERNEL_SOURCE: str
 """Source for NVRTC; with a line AVGPIPE_DEFINE_KERNEL(definition) after it, it makes a kernel."""

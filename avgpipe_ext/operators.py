@@ -8,17 +8,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Any, ParamSpec, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 import avgpipe_ext._library  # noqa: F401 (loads the library)
-from avgpipe_ext import plain
+from avgpipe_ext import arrays, plain
 
 _ops = torch.ops.avgpipe
 _P = ParamSpec("_P")
+Result = TypeVar("Result")
 _BOUND = torch.empty(0)  # returned by the body of an operator's wrapper if its arguments are valid
 
 Tensors: TypeAlias = "Tensor | Sequence[Tensor]"
@@ -36,11 +37,12 @@ def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
     singles = [a.name for a in packet.default._schema.arguments if "List" not in str(a.type)]
     leading = next(name for name in tensors if name in singles)
 
-    @wraps(function)
-    def call(*args: _P.args, **options: _P.kwargs) -> Tensor:
+    def run(*args: _P.args, **options: _P.kwargs) -> Tensor:
         function(*args, **options)  # a TypeError for arguments that are not in its signature
         given: dict[str, Any] = {**dict(zip(names, args)), **options}
         single = isinstance(given[leading], Tensor)
+        if not single:
+            _refuse_arrays(given[leading])
         if single and packet is _ops.reference_apply_ and not isinstance(given["update"], Tensor):
             given["z"], single = [given["z"]], False
         for name in tensors:
@@ -59,7 +61,28 @@ def _operator(function: Callable[_P, Tensor]) -> Callable[_P, Tensor]:
         result: Tensor = _run(packet.default if single else packet.list, **given)
         return result
 
+    return _or_of_arrays(wraps(function)(run))
+
+
+def _or_of_arrays(function: Callable[_P, Result]) -> Callable[_P, Result]:
+    """Make a function of tensors one of arrays of other libraries too, which it raises a TypeError for."""
+
+    @wraps(function)
+    def call(*args: _P.args, **options: _P.kwargs) -> Result:
+        try:
+            return function(*args, **options)
+        except TypeError as error:
+            shared_args, shared_options = arrays.shared(function, args, options, error)
+        return function(*shared_args, **shared_options)
+
     return call
+
+
+def _refuse_arrays(value: Any) -> None:
+    """Raise TypeError for an array, or a list that begins with one: in its own error torch would print the values."""
+    first = value[0] if type(value) is list and value else value
+    if not isinstance(first, Tensor) and arrays.is_array(first):
+        raise TypeError(f"got an array of type {type(first).__name__} instead of a tensor")
 
 
 def _run(overload: Any, *arguments: Any, **options: Any) -> Any:
@@ -107,6 +130,7 @@ def _require_lists(operator: str, *arguments: Sequence[Tensor]) -> None:
     for argument in arguments:
         if isinstance(argument, Tensor):
             raise TypeError(f"{operator}: got a Tensor instead of a list of tensors; pass [tensor]")
+        _refuse_arrays(argument)
 
 
 @_operator
@@ -545,6 +569,7 @@ def correct_update_(
     return _BOUND
 
 
+@_or_of_arrays
 def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
     """Copy the tensors' elements, one after another, into one buffer, to send them at once.
 
@@ -568,6 +593,7 @@ def pack(tensors: Sequence[Tensor], dtype: torch.dtype | None = None, *, out: Te
     return out
 
 
+@_or_of_arrays
 def unpack_(buffer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy `buffer`, as `pack` made it, back into `tensors`, in place, with conversion to their dtypes.
 

@@ -116,6 +116,29 @@ def host_costs() -> str:
     return ", ".join(found)
 
 
+def launches() -> str:
+    """What does the host pay for a call of an operator, in microseconds, by a compiled kernel and through CuPy?"""
+    import avgpipe_ext
+    from avgpipe_ext import run_time
+
+    x, z = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    found: list[str] = []
+    for name in ("compiled", "CuPy") if avgpipe_ext.build_info()["cuda"] else ("CuPy",):
+        if name == "CuPy":
+            if not run_time.has_cupy():
+                return f"{', '.join(found)}; CuPy is not installed"
+            run_time.install(everywhere=True)
+        for _ in range(50):
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(500):
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+        found.append(f"{name} {2e3 * (time.perf_counter() - begin):.1f}")
+        torch.cuda.synchronize()
+    return ", ".join(found)
+
+
 def workspace() -> str:
     """How much memory does the first matrix product on another stream take?"""
     a = torch.randn(512, 512, device="cuda")
@@ -220,7 +243,7 @@ def _receive(pipe: Any) -> Any:
 
 def ipc() -> str:
     """Is CUDA IPC there: memory and events of another process?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     offer = slots.offer()
@@ -229,7 +252,7 @@ def ipc() -> str:
 
 
 def _check(pipe: Any, offer: dict[str, str]) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     try:
         slots_of(torch.device("cuda", 0)).check(offer)
@@ -240,7 +263,7 @@ def _check(pipe: Any, offer: dict[str, str]) -> None:
 
 def two_handles() -> str:
     """Can another process open two small allocations, which may be of one block?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     made = [slots.make(64 << 10) for _ in range(2)]
@@ -253,7 +276,7 @@ def two_handles() -> str:
 
 
 def _open_both(pipe: Any, records: list[bytes]) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     try:
         slots = slots_of(torch.device("cuda", 0))
@@ -265,7 +288,7 @@ def _open_both(pipe: Any, records: list[bytes]) -> None:
 
 def lost_memory() -> str:
     """What does a process read that has another one's memory open, once that one has been killed?"""
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slots = slots_of(torch.device("cuda", 0))
     pipe, process = _talk(_offer)
@@ -281,7 +304,7 @@ def lost_memory() -> str:
 
 
 def _offer(pipe: Any) -> None:
-    from avgpipe.links.cuda import slots_of
+    from avgpipe.links.slots import slots_of
 
     slot = slots_of(torch.device("cuda", 0)).make(2 << 20)
     slot.memory.fill_(7)
@@ -342,7 +365,7 @@ QUESTIONS: dict[str, tuple[Question, dict[str, str]]] = {
     **{
         made.__name__.replace("_", " "): (made, {})
         for made in (
-            *(pinned, allocation, host_costs, workspace, lstm, capture, events),
+            *(pinned, allocation, host_costs, launches, workspace, lstm, capture, events),
             *(ipc, two_handles, lost_memory, lost_event, context_memory),
         )
     },

@@ -4,10 +4,10 @@
     python benchmarks/gpu_suite.py --stage 2            (or: make gpu STAGE=2)
     python benchmarks/gpu_suite.py --only build agree
 
-Six stages, each at most ten minutes, all together at most half an hour; docs/gpu.md says what each does. Every step
-prints a line with its verdict, and is written into the day's record at once: a stage that is cut off loses nothing of
-what was before it. A stage other than the first builds the libraries only where they are missing. On a machine that
-keeps no files, give each call --out FILE; --merge FILES, later, makes one record of them.
+Stages of at most ten minutes each, all together at most three quarters of an hour; docs/gpu.md says what each does.
+Every step prints a line with its verdict, and is written into the day's record at once: a stage that is cut off loses
+nothing of what was before it. A stage other than the first builds the libraries only where they are missing. On a
+machine that keeps no files, give each call --out FILE; --merge FILES, later, makes one record of them.
 
 Without a GPU it says what it leaves out, does the rest on the CPU, and writes the record into build/. Needs torch,
 pytest, hypothesis, numpy, CMake and ninja; no installation of avgpipe (pybind11's headers come with torch).
@@ -44,6 +44,8 @@ STAGES = {
     4: "what the hardware's counters say of four kernels, and answers to questions",
     5: "pipelines beside plain PyTorch",
     6: "accesses to memory that is not theirs",
+    7: "lanes on one worker of four, with emulated neighbours",
+    8: "four small GPUs in one: pipelines, torch's schedules and data parallelism",
 }
 _AGREE = "uneven and float32"  # every operator, with misaligned, odd and empty tensors; memcheck is slow
 _LANES = "on_the_cpu and None and 2"  # lanes on streams, two pipelines
@@ -159,8 +161,13 @@ def steps(gpu: Gpu | None) -> list[Step]:
     pipelines = [python, "benchmarks/gpu_pipelines.py", "--device", device]
     pipelines += ["--trace", str(BUILT / "trace.json.gz")]
     pipelines += (
-        ["--rounds", "3", "--batches", "8"] if gpu else ["--small", "--rounds", "1", "--batches", "2"]
+        ["--rounds", "3", "--batches", "16", "--budget", "360"]
+        if gpu
+        else ["--small", "--rounds", "1", "--batches", "4", "--budget", "60"]
     )
+    worker = [python, "-m", "benchmarks.one_card.one_worker", "--device", device]
+    worker += ["--budget", "190"] if gpu else ["--small", "--dtype", "fp32", "--rows", "8"]
+    quarters = [python, "-m", "benchmarks.one_card.quarters", "--budget", "310"]
     # The caching allocator hands out parts of what it holds: an access beyond one would go unseen.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *pytest, "-x"]
     uncached = required | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -176,9 +183,11 @@ def steps(gpu: Gpu | None) -> list[Step]:
         Step(3, "ranks, MPS", [*pytest, runtime, "-m", "ranks"], 150, required, ("GPU", _MPS), mps=True),
         _reporting(4, "counters", [python, "benchmarks/gpu_counters.py"], 110, ("GPU", "ncu")),
         _reporting(4, "questions", [python, "benchmarks/gpu_questions.py"], 130),
-        _reporting(5, "pipelines", pipelines, 290),
+        _reporting(5, "pipelines", pipelines, 400),
         Step(6, "memory", [*memcheck, operators, "-k", _AGREE], 100, uncached, ("GPU", memcheck[0])),
         Step(6, "lanes", [*memcheck, runtime, "-k", _LANES], 80, uncached, ("GPU", memcheck[0])),
+        _reporting(7, "one worker", worker, 230),
+        _reporting(8, "quarters", quarters, 370, ("GPU", _MPS)),
     ]
 
 

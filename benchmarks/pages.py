@@ -89,7 +89,9 @@ def make(mark: str) -> str:
     if name not in TABLES:
         raise ValueError(f"no table {name!r} is known; known are {', '.join(TABLES)}")
     loaded = [load(record) for record in records]
-    if None in loaded and not name.startswith("gpu"):  # these tables also have content without a record
+    if None in loaded and not name.startswith(
+        ("gpu", "one-card")
+    ):  # which also have content without a record
         return NOTHING
     return TABLES[name](*loaded)
 
@@ -168,7 +170,8 @@ TABLES: dict[str, Callable[..., str]] = {
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
-        *(one_card.one_card_lanes, one_card.one_card_cluster),
+        *(one_card.one_card_fill, one_card.one_card_phases, one_card.one_card_lanes, one_card.one_card_more),
+        *(one_card.one_card_partitions, one_card.one_card_cluster, one_card.one_card_expected),
         *(statistics.statistics_targets, statistics.statistics_search, statistics.statistics_variants),
         versions.versions,
     )

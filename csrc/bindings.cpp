@@ -6,6 +6,7 @@
 #include <string>
 #include <utility>
 
+#include "elastic/images.h"
 #include "elastic/launch.h"
 #include "kernel_source.h"
 #include "library.h"
@@ -56,8 +57,8 @@ py::dict build_info(const std::string& path) {
     return facts;
 }
 
-void set_launcher(const std::string& path, const py::object& launcher) {
-    library_at(path).set_launcher(launcher.is_none() ? nullptr : launch_by_python);
+void set_launcher(const std::string& path, const py::object& launcher, bool for_all) {
+    library_at(path).set_launcher(launcher.is_none() ? nullptr : launch_by_python, for_all);
     std::exchange(python_launcher, launcher.inc_ref()).dec_ref();
 }
 
@@ -73,7 +74,9 @@ PYBIND11_MODULE(_native, module) {
     module.def(
         "cpu_path", [](const std::string& path) { return avgpipe::library_at(path).cpu_path; },
         py::arg("path"));
-    module.def("set_launcher", avgpipe::set_launcher, py::arg("path"), py::arg("launcher").none(true));
+    module.def("set_launcher", avgpipe::set_launcher, py::arg("path"), py::arg("launcher").none(true),
+               py::arg("for_all"));
+    module.def("images_serve", avgpipe::images_serve, py::arg("images"), py::arg("major"), py::arg("minor"));
     module.attr("KERNEL_SOURCE") = avgpipe::kKernelSource;
     module.attr("KERNEL_THREADS") = avgpipe::kThreads;
     py::list definitions;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <stdexcept>
+#include <string_view>
 #include <vector>
 
 #include "elastic/cpu.h"
@@ -10,8 +12,6 @@
 
 #ifdef AVGPIPE_WITH_CUDA
 #include <dlfcn.h>
-
-#include <stdexcept>
 #endif
 
 namespace avgpipe {
@@ -85,22 +85,41 @@ void launch_inside(const Launch& launch, int32_t device) {
     TORCH_ERROR_CODE_CHECK(get(device, &stream));
     launch_kernel(launch, device, stream);
 }
+
+bool is_compiled_for(int32_t device) {
+    return has_image(device);
+}
 #else
-[[noreturn]] void launch_inside(const Launch&, int32_t) {
-    throw std::logic_error("a CUDA operator without kernels; see has_cuda_kernels");
+bool is_compiled_for(int32_t) {
+    return false;
+}
+
+void launch_inside(const Launch&, int32_t) {
+    throw std::logic_error("a CUDA operator without kernels; see require_kernel");
 }
 #endif
+
+std::string why_none(const View& view) {
+    if (view.device_type != aoti_torch_device_type_cuda()) return "; move the tensors to cpu or cuda";
+    const std::string_view list = avgpipe_library()->cuda_arch_list;
+    const std::string compiled =
+        list.empty() ? "built without CUDA" : text("the kernels are compiled for ", list);
+    return text(": ", compiled,
+                "; pip install 'avgpipe[cupy]' to compile them at first use, or rebuild with ",
+                list.empty() ? "AVGPIPE_CUDA=1" : "TORCH_CUDA_ARCH_LIST", "; see avgpipe doctor");
+}
 
 }  // namespace
 
 void require_kernel(const CallSite& site, const Tensor& tensor) {
     if (!is_strided(tensor)) refuse(site, "a sparse tensor was passed; pass dense tensors");
     const View view = view_of(tensor);
-    const bool is_on_cuda = view.device_type == aoti_torch_device_type_cuda();
-    if (view.device_type == aoti_torch_device_type_cpu() || (is_on_cuda && has_cuda_kernels())) return;
-    refuse(site, text("no kernel for ", device_of(view),
-                      is_on_cuda ? ": built without CUDA; see avgpipe doctor, or rebuild with AVGPIPE_CUDA=1"
-                                 : "; move the tensors to cpu or cuda"));
+    if (view.device_type == aoti_torch_device_type_cpu()) return;
+    if (view.device_type == aoti_torch_device_type_cuda()) {
+        const bool is_compiled = is_compiled_for(view.device_index);
+        if (is_compiled || outside_launcher(is_compiled) != nullptr) return;
+    }
+    refuse(site, text("no kernel for ", device_of(view), why_none(view)));
 }
 
 void execute(const Job& job, const View& where, void* lost) {
@@ -109,8 +128,9 @@ void execute(const Job& job, const View& where, void* lost) {
         if (lost != nullptr) *static_cast<int64_t*>(lost) = count;
         return;
     }
+    const Launcher outside = outside_launcher(is_compiled_for(where.device_index));
     for_each_launch(job, static_cast<unsigned long long*>(lost), [&](const Launch& launch) {
-        if (!launch_outside(launch, where.device_index)) launch_inside(launch, where.device_index);
+        (outside != nullptr ? outside : launch_inside)(launch, where.device_index);
     });
 }
 

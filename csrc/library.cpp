@@ -8,7 +8,8 @@
 namespace avgpipe {
 namespace {
 
-std::atomic<Launcher> outside_launcher{nullptr};
+std::atomic<Launcher> launcher_set{nullptr};
+std::atomic<bool> is_for_all{false};
 
 std::string cpu_features() {
     std::string list;
@@ -27,18 +28,8 @@ std::string cpu_features() {
 
 }  // namespace
 
-bool has_cuda_kernels() {
-#ifdef AVGPIPE_WITH_CUDA
-    return true;
-#else
-    return outside_launcher.load() != nullptr;
-#endif
-}
-
-bool launch_outside(const Launch& launch, int32_t device) {
-    const Launcher run = outside_launcher.load();
-    if (run != nullptr) run(launch, device);
-    return run != nullptr;
+Launcher outside_launcher(bool has_image) {
+    return has_image && !is_for_all.load() ? nullptr : launcher_set.load();
 }
 
 }  // namespace avgpipe
@@ -52,7 +43,11 @@ const avgpipe::Library* avgpipe_library() {
         .cuda_arch_list = AVGPIPE_CUDA_ARCH_LIST,
         .cpu_features = features.c_str(),
         .cpu_path = avgpipe::cpu_kernel().name,
-        .set_launcher = [](avgpipe::Launcher launcher) { avgpipe::outside_launcher.store(launcher); },
+        .set_launcher =
+            [](avgpipe::Launcher launcher, bool for_all) {
+                avgpipe::launcher_set.store(launcher);
+                avgpipe::is_for_all.store(for_all);
+            },
     };
     return &library;
 }

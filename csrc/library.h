@@ -6,15 +6,13 @@
 
 namespace avgpipe {
 
-// Whether CUDA tensors can be computed; if not, operators refuse them.
-bool has_cuda_kernels();
-
 // Launches on torch's current stream of the device, or throws std::runtime_error. The block may be reused
 // after the call.
 using Launcher = void (*)(const Launch& launch, int32_t device);
 
-// Hands the launch to the function that was set; false if none was.
-bool launch_outside(const Launch& launch, int32_t device);
+// The function to pass a device's launches to, or null: that which was set, if the device has no image in
+// this library, or if it was set for all devices.
+Launcher outside_launcher(bool has_image);
 
 // Lists are separated by commas.
 struct Library {
@@ -23,8 +21,8 @@ struct Library {
     const char* cuda_arch_list;  // of the kernels compiled in
     const char*
         cpu_features;  // instruction sets, among those that kernels are built for, that this processor has
-    const char* cpu_path;                     // that of the CPU kernels in use
-    void (*set_launcher)(Launcher launcher);  // null for none again
+    const char* cpu_path;                                   // that of the CPU kernels in use
+    void (*set_launcher)(Launcher launcher, bool for_all);  // null for none again
 };
 
 }  // namespace avgpipe

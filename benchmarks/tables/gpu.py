@@ -7,6 +7,8 @@ from typing import Any
 from benchmarks.gpu_suite import STAGES, Gpu, steps
 from benchmarks.tables.markdown import NOTHING, Record, table
 
+# Of rows in records that have no groups yet: benchmarks.gpu_pipelines has this group, too.
+_SHARING = "sharing a batch on one full GPU, fp32"
 _STATES = {"failed": "**failed**"}
 
 
@@ -109,15 +111,19 @@ def gpu_pipelines(record: Record | None) -> str:
     rows = []
     for model, made in report["rows"].items():
         for row in made:
+            head = (model, row.get("group", _SHARING), row["name"])
             if "failed" in row:
-                rows.append((model, row["name"], f"failed: {_cell(row['failed'])}", "", ""))
-                continue
-            spread = f"{row['least']:.0f} to {row['most']:.0f}"
-            rows.append(
-                (model, row["name"], f"{row['samples_per_s']:.0f}", spread, f"{row['against_plain']:.2f}")
-            )
-    head = f"{report['stages']} stages, the transformer {report['width']} wide:\n\n"
-    return head + table("model | row | samples/s: | least to most: | times plain:", rows)
+                rows.append((*head, f"failed: {_cell(row['failed'])}", "", "", ""))
+            elif "left_out" not in row:
+                spread = f"{row['least']:.0f} to {row['most']:.0f}"
+                peak = f"{row['peak_mib']:,}" if "peak_mib" in row else ""
+                figures = f"{row['samples_per_s']:.0f}", spread, f"{row['against_plain']:.2f}", peak
+                rows.append((*head, *figures))
+    left = [row for made in report["rows"].values() for row in made if "left_out" in row]
+    head = f"{report['stages']} stages, the transformer {report['width']} wide"
+    head += f"; {len(left)} rows were left out for lack of time:\n\n" if left else ":\n\n"
+    columns = "model | group | row | samples/s: | least to most: | times the group's first row: | peak, MiB:"
+    return head + table(columns, rows)
 
 
 def gpu_actions(record: Record | None) -> str:

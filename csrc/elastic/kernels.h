@@ -295,9 +295,15 @@ __device__ __forceinline__ void run_block(const LaunchBlock& block) {
     if (constants.checks) add_lost(lost, block.head.lost);
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostResident = 4;  // of 1,024 threads
+#else
+constexpr int kMostResident = 5;
+#endif
+
 // Blocks that a multiprocessor holds at once: as many as leave the kernel the registers that it needs.
 constexpr AVGPIPE_HD int resident_blocks(Optimizer optimizer, bool is_double, bool is_mixed) {
-    if (optimizer == Optimizer::kNone) return is_mixed ? 3 : is_double ? 4 : 5;
+    if (optimizer == Optimizer::kNone) return is_mixed ? 3 : is_double ? 4 : kMostResident;
     if (is_mixed || is_double) return 2;
     return optimizer == Optimizer::kAdam ? 3 : 4;
 }

@@ -27,8 +27,11 @@ int kernel_count();
 // several chunks if there are many.
 int64_t grid_size(int64_t chunks, int64_t processors);
 
+// Whether the kernels of this build run on the device. Only in a build with nvcc, as the next one.
+bool has_image(int device);
+
 // Enqueues the launch on `stream` (a cudaStream_t) of device `device`; never waits. Throws std::runtime_error
-// if the launch fails. Only in a build with nvcc.
+// if the launch fails.
 void launch_kernel(const Launch& launch, int device, void* stream);
 
 }  // namespace avgpipe

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "elastic/images.h"
 #include "library.h"
 
 namespace {
@@ -213,19 +214,32 @@ void test_a_launcher_from_outside_is_told_all_and_its_failure_is_thrown() {
     std::string failure, definition;
     for_each_launch(example.job, nullptr, [&](const Launch& launch) {
         definition = kernel_definition(launch.kernel);
-        expect(!launch_outside(launch, 0), "launched by nobody", 1, 0);
-        avgpipe_library()->set_launcher(record);
-        expect(has_cuda_kernels() && launch_outside(launch, 3), "launched", 0, 1);
+        expect(outside_launcher(false) == nullptr, "launcher before any was set", 1, 0);
+        avgpipe_library()->set_launcher(record, false);
+        expect(outside_launcher(true) == nullptr, "launcher of a device with an image", 1, 0);
+        outside_launcher(false)(launch, 3);
         expect(outside_numbers == std::vector<int64_t>{launch.kernel, 2, 3, 3}, "numbers", 0, 1);
         try {
-            launch_outside(launch, 7);
+            avgpipe_library()->set_launcher(record, true);
+            outside_launcher(true)(launch, 7);
         } catch (const std::runtime_error& error) {
             failure = error.what();
         }
-        avgpipe_library()->set_launcher(nullptr);
+        avgpipe_library()->set_launcher(nullptr, true);
+        expect(outside_launcher(true) == nullptr, "launcher after it was removed", 1, 0);
     });
     expect(definition == "adam_float, kAdam, float, false", "definition", 0, 1);
     expect(failure == "device 7 is lost", "message", 0, 1);
+}
+
+void test_machine_code_serves_its_major_version_and_ptx_all_later_ones() {
+    const std::string_view list = "7.5,8.0,9.0a,10.0,12.0+PTX";
+    const int served[] = {75, 80, 86, 89, 90, 100, 103, 120, 121, 130, 210};
+    for (const int device : served) expect(images_serve(list, device / 10, device % 10), "served", device, 1);
+    for (const int device : {70, 72, 60, 91, 110, 20})
+        expect(!images_serve(list, device / 10, device % 10), "served", device, 0);
+    expect(!images_serve("", 9, 0), "served by no images", 90, 0);
+    expect(images_serve("8.6", 8, 9) && !images_serve("8.6", 8, 0), "later minor versions only", 86, 80);
 }
 
 void test_grid_size() {
@@ -242,6 +256,7 @@ int main() {
     test_misaligned_tensors_are_marked();
     test_each_tensor_gets_the_kernel_of_its_dtypes();
     test_a_launcher_from_outside_is_told_all_and_its_failure_is_thrown();
+    test_machine_code_serves_its_major_version_and_ptx_all_later_ones();
     test_grid_size();
     if (failures == 0) std::puts("launch_test: every element once, operands and kernels as the job has them");
     return failures == 0 ? 0 : 1;

@@ -1,6 +1,6 @@
 """Compiles the CUDA kernels and looks at their machine code: no spills, no local memory, 16-byte accesses.
 
-    python csrc/tests/sass.py --nvcc nvcc --architectures "8.0;9.0"
+    python csrc/tests/sass.py --nvcc nvcc --architectures "7.5;9.0"
 
 Prints a row per kernel. Exits 1 if a kernel spills, uses local memory or a stack, or if it
 lacks a 16-byte load or store of an operand. The disassembler, cuobjdump, is searched in PATH, beside nvcc

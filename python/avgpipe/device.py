@@ -59,6 +59,15 @@ class _Torch:
     def free_cached(self, device: torch.device) -> None:
         torch.get_device_module(device).empty_cache()
 
+    def random_state(self, device: torch.device) -> Any:
+        return torch.Generator(device)
+
+    def draw_from(self, device: torch.device, state: Any) -> Any:
+        generator: Any = generator_of(device)
+        before = generator.graphsafe_get_state()
+        generator.graphsafe_set_state(state)
+        return before
+
 
 backend: Any = _Torch()
 
@@ -190,6 +199,16 @@ def has_graphs(device: torch.device) -> bool:
 def free_cached(device: torch.device) -> None:
     """Return the allocator's cached memory to the device. Waits for the device."""
     backend.free_cached(device)
+
+
+def random_state(device: torch.device) -> Any:
+    """Return the state of a generator, to be registered with a graph; ``manual_seed`` seeds what it draws next."""
+    return backend.random_state(device)
+
+
+def draw_from(device: torch.device, state: Any) -> Any:
+    """Make layers on a device draw from a state; return the state from which they drew before."""
+    return backend.draw_from(device, state)
 
 
 class ReadyOnEvent:

@@ -250,11 +250,13 @@ class MovingAverage(Extension):
 
 @dataclass(frozen=True)
 class CudaGraphs(Extension):
-    """On CUDA, launch a stage's forward, or backward, of a micro-batch as one graph.
+    """On CUDA, launch all forwards and backwards of a batch as one graph.
 
-    For plans that flush, and stages whose layers launch the same kernels every time: no random numbers, no waiting for
-    the device, no state carried from batch to batch. Inputs of another shape than the first batch's, as in a short last
-    one, run without.
+    A batch is several graphs where it waits for messages of other processes. For plans that flush, and stages whose
+    layers launch the same kernels every time, without waiting for the device. The first two batches of each shape
+    run without graphs, and so do shapes beyond the first four. Dropout and ``Carry`` are as without, in every bit.
+    Once a batch is captured, Python code of layers and hooks does not run: StageError, if a forward draws from a
+    generator of the host, or assigns attributes; or if a gradient is sparse.
     """
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:
@@ -395,10 +397,8 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
     "Compile()": lambda o, p: o.compile is not None,
 }
 CONFLICTS: Sequence[Conflict] = (
-    Conflict(_GRAPHS, _RECOMPUTE, "use one of the two"),
     Conflict(_GRAPHS, _WEIGHTS, "a graph reads one version: use a schedule that flushes, or leave it out"),
     Conflict(_GRAPHS, _CHECKS, "BitChecks runs a micro-batch again beside the graph's gradients: use one"),
-    Conflict(_FUSED, _GRAPHS, "graphs add gradients up in memory of their own: use one of the two"),
     Conflict(_FUSED, _RECOMPUTE, "leave one of the two out"),
     Conflict(_FUSED, _CHECKS, "BitChecks runs a micro-batch again without it: leave one of the two out"),
     Conflict(_FUSED, "Compile()", "compiled layers have backwards of their own: leave one of the two out"),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import avgpipe_ext
-from avgpipe_ext import nvrtc
+from avgpipe_ext import run_time
 from tests.avgpipe_ext.cases import CASES, FLOATS, PULL, SIXTEEN_BIT, adam, arguments, mixes, same, sgd
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ LIST_SIZES = (0, 1, 7, 8, 9, 4095, 4096, 4097, 0, 10007)
 
 @pytest.fixture(autouse=True)
 def _kernels():
-    path = nvrtc.cuda_path()
+    path = run_time.cuda_path()
     if path.startswith("none"):
         assert os.environ.get("AVGPIPE_REQUIRE_CUDA") != "1", path
         pytest.skip(path)  # which says why there are no kernels here
@@ -212,7 +212,7 @@ def test_a_captured_step_counts_on():
         torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-6)
 
 
-# ---- sizes, devices, the other launcher --------------------------------------------------------------------
+# ---- sizes, devices --------------------------------------------------------------------
 def test_cuda_indexes_beyond_32_bits():
     count = (1 << 31) + 9
     needed = 3 * 2 * count
@@ -238,18 +238,21 @@ def test_devices_do_not_mix():
         avgpipe_ext.elastic_pull_(torch.zeros(3, device="cuda"), torch.zeros(3), 0.5)
 
 
+# ---- kernels compiled by CuPy ------------------------------------------------------------------------------
 @pytest.fixture
-def _through_driver():
-    nvrtc.install()
+def _by_cupy():
+    if not run_time.has_cupy():
+        pytest.skip(f"CuPy is not installed: {run_time.how_to_get_cupy()}")
+    run_time.install(everywhere=True)
     yield
-    nvrtc.uninstall()
-    nvrtc.install_if_needed()
+    run_time.uninstall()
+    run_time.install_if_needed()
 
 
-@pytest.mark.usefixtures("_through_driver")
+@pytest.mark.usefixtures("_by_cupy")
 @EVERY_CASE
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-def test_kernels_through_the_driver_equal_cpu(case, dtype):
+def test_kernels_compiled_by_cupy_equal_cpu(case, dtype):
     tensors = list_arguments(case, LIST_SIZES, dtype)
     for column in tensors:
         column[3][::7] = float("inf")
@@ -257,7 +260,83 @@ def test_kernels_through_the_driver_equal_cpu(case, dtype):
     check(case, tensors, check_finite=True)
 
 
-@pytest.mark.usefixtures("_through_driver")
-def test_kernels_through_the_driver_run_on_the_current_stream_and_in_graphs():
+@pytest.mark.usefixtures("_by_cupy")
+@EVERY_CASE
+@pytest.mark.parametrize("dtype", SIXTEEN_BIT, ids=str)
+def test_kernels_compiled_by_cupy_mix_16_bit_with_float32(case, dtype):
+    for dtypes in mixes(case, dtype):
+        check(case, arguments(case, (10007,), dtypes), check_finite=True)
+
+
+@pytest.mark.usefixtures("_by_cupy")
+@pytest.mark.parametrize("source", FLOATS, ids=str)
+@pytest.mark.parametrize("wire", FLOATS, ids=str)
+def test_kernels_compiled_by_cupy_pack_and_unpack_as_cpu(source, wire):
+    test_cuda_packs_and_unpacks_as_cpu(source, wire)
+
+
+@pytest.mark.usefixtures("_by_cupy")
+def test_kernels_compiled_by_cupy_run_on_the_current_stream_and_in_graphs():
     test_cuda_runs_on_the_current_stream()
     test_cuda_can_be_captured_in_a_graph(PULL)
+
+
+def test_a_device_that_has_machine_code_does_not_use_cupy():
+    if not avgpipe_ext.build_info()["cuda"]:
+        pytest.skip("built without CUDA kernels")
+    launches = []
+    try:
+        for everywhere in (False, True):
+            run_time.install(lambda *arguments: launches.append(arguments), everywhere)
+            x, z = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+            avgpipe_ext.elastic_pull_(x, z, 0.5)
+            assert x[0] == (0.0 if everywhere else 0.5)
+            assert len(launches) == everywhere
+    finally:
+        run_time.uninstall()
+        run_time.install_if_needed()
+
+
+@pytest.mark.usefixtures("_by_cupy")
+def test_a_kernel_that_cupy_has_not_compiled_is_refused_within_a_capture():
+    run_time.install(everywhere=True)  # which has no kernel yet
+    x, z = torch.zeros(8, device="cuda"), torch.ones(8, device="cuda")
+    with (
+        pytest.raises(RuntimeError, match="call the operator once before the capture"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        avgpipe_ext.elastic_pull_(x, z, 0.5)
+    avgpipe_ext.elastic_pull_(x, z, 0.5)
+    assert torch.equal(x, torch.full_like(x, 0.5))
+
+
+@pytest.fixture
+def cupy():
+    return pytest.importorskip("cupy", reason=f"CuPy is not installed: {run_time.how_to_get_cupy()}")
+
+
+@EVERY_CASE
+def test_cupy_arrays_are_updated_in_place(case, cupy):
+    on_cpu = arguments(case, (5003,), torch.float32)
+    arrays = [[cupy.asarray(t.numpy()) for t in flat([item])] for item in on_cpu]
+    passed = [array if isinstance(item, list) else array[0] for array, item in zip(arrays, on_cpu)]
+    expected = case.operator(*on_cpu, *case.scalars, check_finite=True)
+    lost = case.operator(*passed, *case.scalars, check_finite=True)
+    assert torch.equal(lost.cpu(), expected)
+    for array, tensor in zip(flat(arrays), flat(on_cpu)):
+        assert same(torch.from_numpy(cupy.asnumpy(array)), tensor)
+
+
+def test_an_update_of_a_cupy_array_waits_for_cupys_current_stream(cupy):
+    x, z = cupy.zeros(1 << 20, cupy.float32), cupy.zeros(1 << 20, cupy.float32)
+    z.fill(0.5)
+    avgpipe_ext.elastic_pull_(x, z, 1.0)  # both kernels are loaded before the race
+    torch.cuda.synchronize()
+    filling = torch.cuda.Stream()
+    with torch.cuda.stream(filling):
+        torch.cuda._sleep(100_000_000)
+    with cupy.cuda.Stream.from_external(filling):
+        z.fill(1.0)
+        avgpipe_ext.elastic_pull_(x, z, 1.0)  # on torch's current stream
+    torch.cuda.synchronize()
+    assert bool((x == 1.0).all())

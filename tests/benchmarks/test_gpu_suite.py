@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -17,7 +18,8 @@ from tests.cli.command import ROOT
 from tests.patience import wait_until
 
 GPU = Gpu("A GPU", "9.0", 2**37)
-LEASE_S, ALL_S = 590, 1750  # of a machine that is lent: one command, and all
+ONE_CARD = "one_card-2026-11-27.json"  # the page has it beside the suite's
+LEASE_S, ALL_S = 590, 2460  # of a machine that is lent: one command, and all
 
 
 def options(**given):
@@ -195,10 +197,11 @@ PAGE = (ROOT / "docs" / "gpu.md").read_text()
 
 
 def test_without_a_record_the_page_says_that_nothing_has_run(tmp_path, monkeypatch):
+    shutil.copy(pages.RECORDS / ONE_CARD, tmp_path)
     monkeypatch.setattr(pages, "RECORDS", tmp_path)
     page = pages.fill(PAGE)
     assert "**Nothing has run on a GPU yet.**" in page
-    assert page.count("*No record yet.*") == 8
+    assert page.count("*No record yet.*") == 7
     assert "| 3 | processes that share the device, without and with MPS | `ranks`, `ranks, MPS` |" in page
 
 
@@ -229,6 +232,7 @@ def test_the_page_shows_what_a_record_has(tmp_path, monkeypatch):
         "kernels": {"avgpipe_adam": {**kernel, "read_bytes": 2400.0, "written_bytes": 1600.0}},
     }
     row = {"name": "avgpipe, N = 2", "samples_per_s": 10.0, "least": 9.0, "most": 11.0, "against_plain": 0.97}
+    row |= {"group": "own batches, bf16", "peak_mib": 512}
     trace = {
         "actions": [{"action": "F", "count": 8, "host_us": 120.5, "kernels": 14.0, "device_us": 99.0}],
         "kernels_by_time": [{"kernel": "gemm", "count": 4, "total_us": 80.0, "mean_us": 20.0}],
@@ -250,17 +254,21 @@ def test_the_page_shows_what_a_record_has(tmp_path, monkeypatch):
     )
     (tmp_path / "gpu_suite-2026-01-30.json").write_text("{}")  # an older one
     (tmp_path / "gpu_suite-2026-01-31.json").write_text(json.dumps(made))
+    shutil.copy(pages.RECORDS / ONE_CARD, tmp_path)
     monkeypatch.setattr(pages, "RECORDS", tmp_path)
     page = pages.fill(PAGE)
     assert "Nothing has run" not in page
     assert "Run on A GPU (compute capability 9.0, 128 GiB), 2026-01-31, torch 2.11" in page
-    assert "**Failed: order.** Not run: stage 3, 6." in page
+    assert "**Failed: order.** Not run: stage 3, 6, 7, 8." in page
     assert "| 1 | `kernels` | ok | copy_ 3000 GB/s; of it: adamw 0.90 | 1 | A GPU |" in page
     assert "| 2 | `order` | **failed** | 9 failed |" in page
     assert "| 100 M | adamw | one tensor | `elastic_adamw_` | 2.500 | 2700 | 0.90 | 2.20 |" in page
     assert "| `avgpipe_adam` | 91 % | 38 % | 74 | 1.500 | 40.0 |" in page
-    assert "| transformer | avgpipe, N = 2 | 10 | 9 to 11 | 0.97 |" in page
-    assert "| transformer | avgpipe, N = 4 | failed: out of memory |" in page
+    assert "| transformer | own batches, bf16 | avgpipe, N = 2 | 10 | 9 to 11 | 0.97 | 512 |" in page
+    assert (
+        "| transformer | sharing a batch on one full GPU, fp32 | avgpipe, N = 4 | failed: out of memory |"
+        in page
+    )
     assert "| F | 8 | 120.5 | 14.0 | 99.0 |" in page
     assert "3 of 4 copies to the device ran while a kernel did" in page
     assert "| Is it there? | it is / there |" in page
@@ -322,3 +330,69 @@ def test_a_question_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatc
         question.__doc__.endswith("?") or "?" in question.__doc__
         for question, _ in gpu_questions.QUESTIONS.values()
     )
+
+
+# ---- several pipelines on one GPU ------------------------------------------------------------------------------
+
+
+def test_the_suites_rows_replace_those_of_the_earlier_record(tmp_path, monkeypatch):
+    lane = {"model": "gnmt", "dtype": "bf16", "M": 4, "how": "row", "k": 0, "wire": 0.0}
+    lanes = [
+        {**lane, "N": 1, "samples_per_s": 100.0, "peak_mib": 1500},
+        {**lane, "N": 2, "samples_per_s": 125.0},
+        {**lane, "N": 2, "apart": True, "samples_per_s": 171.0},
+        {
+            "row": "update",
+            "model": "gnmt",
+            "fused_adamw_ms": 0.2,
+            "elastic_adamw_ms": 0.3,
+            "times": 1.5,
+            "weights": 4e7,
+        },
+        {
+            "row": "hidden update",
+            "model": "gnmt",
+            "compute_ms": 4.0,
+            "updates_ms": 1.0,
+            "both_ms": 4.2,
+            "hidden": 0.8,
+        },
+        {"row": "occupancy", "model": "gnmt", "N": 2, "kernels": 900, "mean_us": 5.0, "at_once": 1.4}
+        | {"blocks_fill": 0.6, "warps_fill": 0.3, "busy_us": 99.0},
+        {"row": "occupancy", "model": "bert", "N": 2, "failed": "no CUPTI"},
+    ]
+    row = {"model": "bert", "precision": "fp32", "wire": 0.0, "least": 1.0, "most": 9.0}
+    quarters = [
+        {"row": "partitions", "sms": 33, "alone": [12.0, 700.0], "together_to_alone": 0.97, "holds": True},
+        {**row, "row": "avgpipe 1f1b, N = 1, M = 4 each, own", "samples_per_s": 200.0},
+        {**row, "row": "avgpipe advance-forward, N = 2, M = 4 each, own", "samples_per_s": 260.0},
+        {**row, "row": "data parallel", "failed": "RuntimeError: out of memory"},
+    ]
+    at = "2026-01-31 10:00"
+    made = {
+        "one worker": step(7, "", at, report={"device": "A GPU", "rows": lanes}),
+        "quarters": step(8, "", at, report={"device": "A GPU", "rows": quarters}),
+    }
+    (tmp_path / "gpu_suite-2026-01-31.json").write_text(json.dumps(record(**made)))
+    shutil.copy(pages.RECORDS / ONE_CARD, tmp_path)
+    monkeypatch.setattr(pages, "RECORDS", tmp_path)
+    page = pages.fill(PAGE)
+    assert "| gnmt | 4 | 0 | a graph for the batch | 100 | 1.25 | 1.71 | | | 1,500 | |" in page
+    assert "two updates 1.00 ms, both at once 4.20 ms: 80 % of the updates hidden |" in page
+    assert (
+        "60 % of multiprocessors have a block, 30 % of warps; 900 kernels of 5.0 µs, 1.40 at once |" in page
+    )
+    assert "| bert | occupancy | failed: no CUPTI |" in page
+    assert "at 0.97 of the rate of one alone (12.0 Tflop/s, 33 multiprocessors), so they do not slow" in page
+    assert "| advance-forward, N = 2, M = 4 | 1.30 |" in page
+    assert "| N = 2, a batch for each pipeline | 1.55 to 1.70 | 1.30 |" in page
+    assert "neighbours were too slow" not in page
+
+
+def test_rows_that_ran_without_a_gpu_replace_nothing(tmp_path, monkeypatch):
+    lane = {"model": "gnmt", "M": 4, "how": "eager", "k": 0, "wire": 0.0, "N": 1, "samples_per_s": 1.0}
+    made = {"one worker": step(7, "", "2026-01-31 10:00", report={"device": "cpu", "rows": [lane]})}
+    (tmp_path / "gpu_suite-2026-01-31.json").write_text(json.dumps(record(**made)))
+    shutil.copy(pages.RECORDS / ONE_CARD, tmp_path)
+    monkeypatch.setattr(pages, "RECORDS", tmp_path)
+    assert "| bert | 4 | 0 | a graph for the batch | 781 | 1.90 | | 3.32 | | | |" in pages.fill(PAGE)

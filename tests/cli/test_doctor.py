@@ -10,7 +10,7 @@ import torch
 import avgpipe_ext
 from avgpipe import __version__
 from avgpipe.cli.doctor import try_shared_memory
-from avgpipe_ext import ring
+from avgpipe_ext import ring, run_time
 from tests.cli.command import invoke, strict
 
 
@@ -51,6 +51,56 @@ def device(monkeypatch, tmp_path):
     return tmp_path
 
 
+@pytest.mark.parametrize(
+    ("capability", "images", "cupy", "kernels"),
+    [
+        ((7, 5), ["7.5", "8.0"], False, "compiled"),
+        ((7, 0), ["7.5", "8.0"], True, "cupy"),
+        ((7, 0), ["7.5", "8.0"], False, "none"),
+        ((9, 0), [], False, "none"),
+        ((9, 0), [], True, "cupy"),
+        ((12, 1), ["8.0", "9.0+PTX"], False, "compiled"),
+    ],
+)
+def test_the_images_of_the_kernels_are_compared_with_the_devices(
+    device, monkeypatch, capability, images, cupy, kernels
+):
+    major, minor = capability
+    properties = SimpleNamespace(name="A GPU", major=major, minor=minor, total_memory=2**36)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: properties)
+    info = {**avgpipe_ext.build_info(), "cuda": bool(images), "cuda_arch_list": images}
+    monkeypatch.setattr(avgpipe_ext, "build_info", lambda: info)
+    monkeypatch.setattr(run_time, "build_info", lambda: info)
+    monkeypatch.setattr(run_time, "has_cupy", lambda: cupy)
+    answer = strict(invoke("doctor", "--json").stdout)
+    assert [d["kernels"] for d in answer["cuda"]["devices"]] == [kernels]
+    lacking = [item for item in answer["missing"] if item["what"].startswith("CUDA kernels for A GPU")]
+    assert len(lacking) == (kernels == "none")
+    for item in lacking:
+        assert f"(compute capability {major}.{minor})" in item["what"]
+        assert ("plain torch is used" in item["what"]) is (not images)
+        assert "avgpipe[cupy]" in item["do"]
+        assert f"TORCH_CUDA_ARCH_LIST={major}.{minor}" in item["do"]
+
+
+@pytest.mark.parametrize(
+    ("architectures", "lacks"),
+    [
+        (["sm_75", "sm_90", "compute_120"], False),
+        (["sm_80", "sm_86"], True),
+        (["sm_80", "compute_80"], False),
+        (["sm_90a"], False),
+        ([], False),  # torch does not say
+    ],
+)
+def test_the_architectures_of_torch_are_compared_with_the_devices(device, monkeypatch, architectures, lacks):
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    answer = strict(invoke("doctor", "--json").stdout)
+    assert answer["cuda"]["torch_architectures"] == architectures
+    found = [item["what"] for item in answer["missing"] if item["what"].startswith("torch's own kernels")]
+    assert len(found) == lacks
+
+
 def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
     told = strict(invoke("doctor", "--json").stdout)["cuda"]
     assert told["queues"] == "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
@@ -60,7 +110,18 @@ def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
     (device / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     told = strict(invoke("doctor", "--json").stdout)["cuda"]
     assert told["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
-    assert told["shared_by_processes"] == "kernels run at once (MPS is running)"
+    assert told["shared_by_processes"].startswith(
+        "kernels run at once (MPS is running); no guarantee about lost"
+    )
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_shares_memory_of_devices_may_be_missing(device, monkeypatch, is_there):
+    monkeypatch.setattr("avgpipe.cli.doctor._has_binding", lambda: is_there)
+    told = strict(invoke("doctor", "--json").stdout)
+    assert ("CUDA IPC" in told["links"]["other process, same CUDA device"]) is is_there
+    assert ("peer access" in told["links"]["a CUDA device for each process"]) is is_there
+    assert any("cuda.bindings" in item["what"] for item in told["missing"]) is not is_there
 
 
 def test_an_mps_that_has_ended_is_not_there(device):

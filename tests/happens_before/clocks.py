@@ -138,7 +138,7 @@ class Account:
         self.idle: dict[Any, list[Stream]] = defaultdict(list)
         self.default = self.Stream()
 
-    def Stream(self, device: Any = None) -> Stream:
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
         return Stream(self)
 
     def Event(self, device: Any = None, **_: bool) -> Event:

@@ -36,7 +36,7 @@ STATEMENTS = {"wait_event", "wait_stream", "record_event", "record", "record_str
 STATEMENTS |= {"used_on", "wait_for_device", "received"}
 OF_A_STREAM = {"begin", "end"}
 EVENTS = {"record_event", "issued"}
-BLOCKS = {"_stream", "_copies", "averaging", "_averaging", "receiving"}  # that run on a stream of their own
+BLOCKS = {"_stream", "copies", "averaging", "_averaging", "receiving"}  # that run on a stream of their own
 
 # The quickest ones first: a mutant ends with the first test that fails.
 TESTS = (

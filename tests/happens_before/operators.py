@@ -106,7 +106,7 @@ class Operators(TorchDispatchMode):
     def _note(self, func: Any, args: Any, kwargs: Any) -> Any:
         account = self._account
         memory = account.memory
-        reads, writes = _tensors_of(func, args, kwargs)
+        reads, writes = tensors_of(func, args, kwargs)
         result = func(*args, **kwargs)
         asked = kwargs.get("device")
         if asked is not None and _caller().endswith(_ENGINE):
@@ -161,7 +161,7 @@ def _writes(func: Any) -> tuple[list[bool], dict[str, bool]]:
     return found, {a.name: written for a, written in zip(func._schema.arguments, found)}
 
 
-def _tensors_of(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def tensors_of(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """The tensors that an operator reads, and those that it writes."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []

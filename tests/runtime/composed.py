@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from avgpipe import ElasticAveraging, Pipeline, Plan, Reference
+from avgpipe import device as devices
 from tests.options import grouped
 from tests.runtime.capture_rules import capture_rules
 
@@ -89,7 +90,8 @@ class Setup:
         return model
 
     def data(self) -> list[Any]:
-        return [(x.to(self.dtype) if x.is_floating_point() else x, y) for x, y in self.batches()]
+        batches = self.batches() * (2 if self.graphs else 1)  # the first two of a pipeline run without
+        return [(x.to(self.dtype) if x.is_floating_point() else x, y) for x, y in batches]
 
     def pipeline(self, plan: Plan, **more: Any) -> Pipeline:
         compiles = self.backend is not None and not self.comes_compiled
@@ -120,7 +122,10 @@ class Result(NamedTuple):
 def in_a_pipeline(setup: Setup, plan: Plan, **more: Any) -> Result:
     batches = setup.data()
     with setup.pipeline(plan, **more) as p:
-        return result_of(p, setup, [r.loss for r in p.train(batches)], batches)
+        found = result_of(p, setup, [r.loss for r in p.train(batches)], batches)
+    if setup.graphs:
+        assert any(graph.replays for graph in devices.backend.graphs), "no batch was launched as a graph"
+    return found
 
 
 def result_of(p: Pipeline, setup: Setup, losses: list[float], batches: list[Any]) -> Result:

@@ -338,13 +338,13 @@ def test_evaluation_saving_and_loading(N: int, tmp_path: Path) -> None:
 
 
 def test_capturing_compiled_layers() -> None:
-    plan, batches = Plan(stages=2, micro_batches=3), token_batches(3, 6)
+    plan, batches = Plan(stages=2, micro_batches=3), token_batches(5, 6)
     expected = train(language_model(), plan, batches)
     backend = Backend()
     with capture_rules() as device:
         losses, state = train(language_model(), plan, batches, compile={"backend": backend}, cuda_graphs=True)
     assert backend.graphs > 0
-    assert len(device.graphs) == 2 * 2 * 3
+    assert [graph.replays for graph in device.graphs] == [3]
     assert losses == expected[0]
     assert_same_state(state, expected[1])
 

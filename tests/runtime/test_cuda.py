@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.errors import StageError
 from avgpipe.runtime.streams import CopyStream, LaneStream
 from avgpipe.timeline import Event
 from tests.options import grouped
@@ -154,17 +155,35 @@ def test_waiting_for_no_loss_means_waiting_for_nothing(monkeypatch: pytest.Monke
 # ---- graphs ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("N", [1, 2])
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("N", [1, 2, 4])
 @pytest.mark.usefixtures("late")
-def test_graphs_train_as_without(N: int) -> None:
-    plan = Plan(stages=3, pipelines=N, micro_batches=3)
-    batches = token_batches(4 * N, 9, last=7)
-    check(*(train(plan, batches, "cuda", cuda_graphs=graphs) for graphs in (True, False)))
+def test_graphs_train_as_without(N: int, dropout: float, staleness: int) -> None:
+    plan = Plan(stages=3, pipelines=N, micro_batches=3, staleness=staleness)
+    batches = token_batches(6 * N, 9, last=7)
+    runs = [
+        train(plan, batches, "cuda", language_model(dropout=dropout), cuda_graphs=graphs)
+        for graphs in (True, False)
+    ]
+    assert runs[0][0] == runs[1][0]  # in every bit
+    check(*runs)
 
 
-def test_a_model_that_draws_random_numbers_has_no_graphs() -> None:
-    with pytest.raises(ValueError, match="draws random numbers"):
-        train(Plan(stages=2), token_batches(1, 8), "cuda", language_model(dropout=0.3), cuda_graphs=True)
+def test_a_draw_that_no_batch_has_made_before_is_refused() -> None:
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = [0]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls[0] += 1
+            return nn.functional.dropout(x, 0.5) if self.calls[0] > 2 else x
+
+    layers = language_model()
+    model = nn.Sequential(*layers[:3], Late(), *layers[5:])
+    with pytest.raises(StageError, match="cannot be captured as a CUDA graph"):
+        train(Plan(stages=2, micro_batches=1), token_batches(4, 8), "cuda", model, cuda_graphs=True)
 
 
 # ---- links between processes ---------------------------------------------------------------------------------
@@ -205,7 +224,7 @@ def test_processes_that_share_a_device_use_its_memory() -> None:
     assert all("cuda-ipc" in names for names in run(2, named))
 
 
-def held_up() -> Any:
+def held_up(device: str = SHARED, K: int = 3) -> Any:
     """The receiver's lane starts late, and the sender's copies too."""
     step = LaneStream.step
 
@@ -215,7 +234,7 @@ def held_up() -> Any:
         return step(self, *arguments)
 
     LaneStream.step = slow  # type: ignore[method-assign,assignment]
-    return over("cuda-ipc", 2)
+    return over("cuda-ipc", 2, device, K=K)
 
 
 @pytest.mark.ranks
@@ -282,6 +301,12 @@ def test_a_narrower_wire_goes_through_the_host(link: str) -> None:
     assert abs(ours[2] - theirs[2]) < 1e-3
 
 
+REACHING = pytest.mark.skipif(
+    torch.cuda.device_count() < 2 or not torch.cuda.can_device_access_peer(0, 1),
+    reason="needs two GPUs that reach each other's memory",
+)
+
+
 def on_a_gpu_each(N: int, K: int = 3, link: str = "nccl") -> Any:
     return over(link, N, "cuda", K=K)
 
@@ -289,20 +314,28 @@ def on_a_gpu_each(N: int, K: int = 3, link: str = "nccl") -> Any:
 @pytest.mark.ranks
 @TWO
 @pytest.mark.parametrize("N", [1, 2])
-@pytest.mark.parametrize("link", ["nccl", "auto", "shm", "gloo"])
+@pytest.mark.parametrize("link", ["nccl", "auto", "shm", "gloo", pytest.param("cuda-ipc", marks=REACHING)])
 def test_two_processes_with_a_gpu_each_train_as_one(link: str, N: int) -> None:
     alone = train(Plan(stages=2, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
     for rank in run(2, on_a_gpu_each, N=N, K=2, link=link):
         check(rank, alone)
 
 
-def several(link: str) -> list[int]:
+@pytest.mark.ranks
+@REACHING
+def test_slots_of_another_gpu_are_neither_read_too_early_nor_written() -> None:
+    alone = train(Plan(stages=2, pipelines=2, micro_batches=3), token_batches(8, 8, last=5), "cpu")
+    for rank in run(2, held_up, device="cuda", K=2):
+        check(rank, alone)
+
+
+def several(link: str, device: str = SHARED) -> list[int]:
     """Memory of the device that is taken after each of some Pipelines, which are closed one before the next."""
     taken = []
     join()
     for _ in range(5):
         plan = Plan(stages=2, pipelines=2, micro_batches=3)
-        train(plan, token_batches(4, 8), "cuda" if link == "nccl" else SHARED, link=link)
+        train(plan, token_batches(4, 8), device, link=link)
         torch.cuda.empty_cache()
         dist.barrier()
         free, total = torch.cuda.mem_get_info()
@@ -312,10 +345,17 @@ def several(link: str) -> list[int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("link", ["cuda-ipc", pytest.param("nccl", marks=TWO)])
-def test_pipelines_one_after_another_take_no_more_memory(link: str) -> None:
+@pytest.mark.parametrize(
+    ("link", "device"),
+    [
+        ("cuda-ipc", SHARED),
+        pytest.param("cuda-ipc", "cuda", marks=REACHING),
+        pytest.param("nccl", "cuda", marks=TWO),
+    ],
+)
+def test_pipelines_one_after_another_take_no_more_memory(link: str, device: str) -> None:
     """Slots serve the next one, and communicators end."""
-    for taken in run(2, several, link=link):
+    for taken in run(2, several, link=link, device=device):
         assert max(taken[2:]) - taken[1] < 16 << 20
 
 
@@ -330,7 +370,7 @@ def two_of_three_share(N: int) -> Any:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("N", [1, 2])
 def test_of_three_processes_two_may_share_a_gpu(N: int) -> None:
-    """Those by its memory, and the first one is joined by NCCL."""
+    """Those by its memory, and the first one is joined by NCCL, or by CUDA IPC too where the two GPUs allow it."""
     alone = train(Plan(stages=3, pipelines=N, micro_batches=3), token_batches(8, 8, last=5), "cpu")
     for rank in run(3, two_of_three_share, N=N):
         check(rank, alone)

@@ -143,11 +143,11 @@ def test_wrong_extensions_are_refused_with_the_way_out() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'autocast'"):
         Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=momentum, autocast=torch.bfloat16)  # type: ignore[call-arg]
     with pytest.raises(
-        ValueError, match=r"CudaGraphs\(\) cannot have recompute='always': use one of the two"
+        ValueError, match=r"CudaGraphs\(\) cannot have weights='stash': a graph reads one version"
     ):
         Pipeline(
             language_model(),
-            Plan(recompute="always"),
+            Plan(stages=2, micro_batches=2, schedule="pipedream", weights="stash"),
             loss_fn=LOSS,
             optimizer=momentum,
             extensions=[CudaGraphs()],

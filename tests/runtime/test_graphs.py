@@ -1,9 +1,11 @@
-"""What may become a CUDA graph, and runs whose graphs are recorded operators, by the rules of captures."""
+"""Runs whose batches are launched as graphs, by the rules of captures: the same, bit for bit, as without."""
 
 from __future__ import annotations
 
 import logging
+import random
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,22 +13,23 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import StageError
-from avgpipe.measure.memory import SavedBytes
-from avgpipe.model.context import Carry, Position
-from avgpipe.runtime.graphs import StageGraphs
-from avgpipe.runtime.stage import Stage
+from avgpipe.model.context import Carry
 from avgpipe.runtime.streams import captured
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE
 from tests.options import grouped
-from tests.runtime.capture_rules import CaptureError, GraphsAndStreams, RecordedGraph, capture_rules
-from tests.runtime.cases import adamw, language_model, token_batches
+from tests.runner import run
+from tests.runtime.capture_rules import (
+    CaptureError,
+    GraphsAndStreams,
+    RandomState,
+    RecordedGraph,
+    capture_rules,
+)
+from tests.runtime.cases import adamw, language_model, momentum, token_batches
 
-CPU = torch.device("cpu")
-
-
-def stage_of(*layers: nn.Module) -> Stage:
-    return Stage(layers, 0, 0, 0, CPU).train()
+LOSS = nn.CrossEntropyLoss()
+WARM_UPS = 2  # batches of a form before its graph
 
 
 @pytest.fixture
@@ -36,94 +39,385 @@ def captures():
         yield backend.graphs
 
 
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + torch.rand_like(x)
+def train(batches, graphs, plan=None, model=None, loss_fn=LOSS, **options):
+    """Losses, evaluation loss and weights."""
+    plan = plan or Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3)
+    options = {"loss_fn": loss_fn, "optimizer": adamw, "cuda_graphs": graphs, **options}
+    with Pipeline(language_model() if model is None else model(), plan, **grouped(**options)) as p:
+        return [r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()
+
+
+def assert_same(found, expected):
+    assert found[:2] == expected[:2]
+    assert all(torch.equal(value, found[2][name]) for name, value in expected[2].items())
+
+
+def launches(graphs):
+    return sum(graph.replays for graph in graphs)
+
+
+# ---- equal to a run without --------------------------------------------------------------------------------
+
+TWO = {"pipelines": 2, "stages": 2, "micro_batches": 3}
+PLANS = [
+    Plan(stages=2, micro_batches=3),
+    Plan(**TWO, batch="per-pipeline", staleness=0),
+    Plan(**TWO, batch="per-pipeline", staleness=1),
+    Plan(**TWO, batch="global"),
+    Plan(stages=2, micro_batches=2, replication=(2, 1)),
+    Plan(stages=2, micro_batches=3, schedule="zero-bubble-h1"),
+    Plan(stages=2, micro_batches=3, schedule="dualpipe-v"),
+]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"clip_grad_norm": 0.1},
+    {"loss_scale": 8.0, "clip_grad_norm": 0.1},
+    {"skip_nonfinite": True},
+]
+
+
+def linear_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS[:5], ids=str)
+def test_products_that_add_gradients_up_are_captured_with_their_casts(captures, plan, autocast):
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(n, 5, generator=draw), torch.randint(3, (n,), generator=draw)) for n in [12] * 9 + [9]
+    ]
+    options = {"model": linear_model, "fuses_gradients": True, "autocast": autocast}
+    plain, found = (train(batches, graphs, plan, **options) for graphs in (False, True))
+    assert_same(found, plain)
+    assert launches(captures) > 0
+
+
+@pytest.mark.grid(10)
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_every_plan_trains_as_without_and_launches_once_per_batch(captures, plan, options):
+    batches = token_batches(11, 12, last=9)
+    plain, found = (train(batches, graphs, plan, **options) for graphs in (False, True))
+    assert_same(found, plain)
+    per_pipeline = 11 if plan.batch == "global" else 6  # and 5 of the second one
+    full = per_pipeline * plan.pipelines - (plan.batch != "global" and plan.pipelines > 1)
+    short = 1 if plan.batch != "global" else plan.pipelines
+    assert launches(captures) == full - short - WARM_UPS * plan.pipelines
+    assert len(captures) == plan.pipelines  # a graph each
+
+
+@pytest.mark.host  # it has an account of its own
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_graphs_are_captured_and_launched_in_the_order_of_streams(plan):
+    """What a graph reads and writes is the same memory each time: of another batch, or of another stage's lane."""
+    batches = token_batches(8, 12)
+    plain = train(batches, False, plan)
+    with on_streams(GraphsAndStreams()) as account:
+        found = train(batches, True, plan)
+    assert launches(account.graphs)
+    assert not account.memory.found
+    assert_same(found, plain)
+
+
+@pytest.mark.grid(4)
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("pipelines", [1, 2, 4])
+def test_dropout_draws_what_it_draws_without(captures, pipelines, staleness):
+    plan = Plan(stages=3, pipelines=pipelines, micro_batches=2, staleness=staleness, batch="per-pipeline")
+    batches = token_batches(5 * pipelines, 8)
+    drops = lambda: language_model(dropout=0.4)  # noqa: E731
+    plain, found = (train(batches, graphs, plan, drops) for graphs in (False, True))
+    assert_same(found, plain)
+    assert launches(captures) == 3 * pipelines
+
+
+@pytest.mark.parametrize("recompute", ["always", "except-last"])
+def test_a_forward_that_runs_again_draws_the_same(captures, recompute):
+    plan = Plan(stages=2, micro_batches=3, recompute=recompute)
+    drops = lambda: language_model(dropout=0.4)  # noqa: E731
+    plain, found = (train(token_batches(5, 9), graphs, plan, drops) for graphs in (False, True))
+    assert_same(found, plain)
+    assert launches(captures) == 3
+
+
+def test_a_loss_function_that_draws_draws_the_same(captures):
+    def noisy(output, target):
+        return LOSS(output + torch.rand_like(output), target)
+
+    plain, found = (train(token_batches(5, 8), g, Plan(stages=2), loss_fn=noisy) for g in (False, True))
+    assert_same(found, plain)
+
+
+def test_shapes_take_turns_and_further_ones_run_without(captures, caplog):
+    """The last batch of each epoch is short, and lengths vary: a few forms have a graph each, from one pool."""
+    batches = [b for n in (8, 6, 10, 4, 12, 8, 6, 10, 4, 12) for b in token_batches(1, n, seed=n)] * 3
+    plain = train(batches, False, Plan(stages=2, micro_batches=2))
+    with caplog.at_level(logging.WARNING, logger="avgpipe"):
+        found = train(batches, True, Plan(stages=2, micro_batches=2))
+    assert_same(found, plain)
+    assert len(captures) == 4
+    assert len({id(graph.pool()) for graph in captures}) == 1
+    assert sum("more than 4 forms" in record.message for record in caplog.records) == 1
 
 
 class Carrying(nn.Module):
+    """Adds what the batch before has left."""
+
     def __init__(self):
         super().__init__()
-        self.carry = Carry()
+        self.lin, self.carry = nn.Linear(8, 8), Carry()
 
     def forward(self, x):
+        before = self.carry.get()
+        x = torch.tanh(self.lin(x) + (0 if before is None else before[0]))
+        self.carry.set((x.detach().mean(0),))
         return x
 
 
-def test_stages_that_differ_from_pass_to_pass_are_refused(captures):
-    for layers, reason in [
-        (
-            (nn.Linear(4, 4), nn.Dropout(0.1)),
-            r"Dropout \('1' of stage 0\) draws random numbers.*probability to 0",
-        ),
-        ((nn.LSTM(4, 4, 2, dropout=0.5),), "LSTM .* draws random numbers"),
-        ((Carrying(),), "carries state.*leave CudaGraphs out"),
-    ]:
-        with pytest.raises(ValueError, match=reason):
-            StageGraphs(stage_of(*layers))
-    graphs = StageGraphs(stage_of(nn.Linear(4, 4), Noise()))
-    with pytest.raises(ValueError, match="a layer of stage 0 draws random numbers"):
-        graphs(torch.ones(2, 4), Position(0, 0, 0))
-    StageGraphs(stage_of(nn.Linear(4, 4), nn.Dropout(0.0)))
+def carrying_model():
+    model = language_model(dropout=0.2)
+    torch.manual_seed(3)
+    return nn.Sequential(*model[:2], Carrying().double(), *model[5:])
+
+
+@pytest.mark.parametrize("pipelines", [1, 2])
+def test_state_is_carried_over_with_and_without_graphs_in_turn(captures, pipelines):
+    plan = Plan(stages=2, pipelines=pipelines, micro_batches=2, batch="per-pipeline")
+    sizes = [8] * 4 + [6] + [8] * 4 + [6] + [8] * 3
+    batches = [b for n, size in enumerate(sizes) for b in token_batches(1, size, seed=n)]
+    plain, found = (train(batches, graphs, plan, carrying_model) for graphs in (False, True))
+    assert_same(found, plain)
+    assert launches(captures)
+
+
+def test_normalisation_counts_whole_batches(captures):
+    def model():
+        layers = language_model()
+        return nn.Sequential(*layers[:2], nn.BatchNorm1d(8).double(), *layers[2:])
+
+    plain, found = (
+        train(token_batches(5, 12), graphs, Plan(stages=2, micro_batches=3), model)
+        for graphs in (False, True)
+    )
+    assert_same(found, plain)
+    assert int(found[2]["2.num_batches_tracked"]) == 5
+
+
+def test_a_scale_that_changes_is_not_captured(captures):
+    """It falls with infinite gradients; what was captured before uses the new one, as float16 shows."""
+
+    def explodes(output, target):
+        return LOSS(output, target) * torch.where((target == 10).any(), torch.inf, 1.0)
+
+    batches = [(x, y.clamp(max=9)) for x, y in token_batches(9, 8)]
+    batches[4][1][0] = 10
+    options = {"loss_scale": "dynamic", "autocast": torch.float16, "loss_fn": explodes, "optimizer": momentum}
+    model = lambda: language_model().float()  # noqa: E731
+    plain, found = (
+        train(batches, g, Plan(stages=2, micro_batches=2), model, **options) for g in (False, True)
+    )
+    assert not torch.isfinite(torch.tensor(plain[0][4]))
+    assert_same((found[0][:4] + found[0][5:], *found[1:]), (plain[0][:4] + plain[0][5:], *plain[1:]))
+    assert launches(captures) == 7
+
+
+def test_counts_and_metrics_are_the_same(captures):
+    def counted(output, target):
+        keeps = target > 2
+        losses = nn.functional.cross_entropy(output, target, reduction="none")
+        return ((losses * keeps).sum(), keeps.sum()), {"hits": (output.argmax(1) == target).double().sum()}
+
+    def metrics(graphs):
+        options = {"loss_fn": counted, "optimizer": adamw, "cuda_graphs": graphs}
+        plan = Plan(stages=2, pipelines=2, micro_batches=4, batch="global")
+        with Pipeline(language_model(), plan, **grouped(**options)) as p:
+            return [(r.loss, r.metrics) for r in p.train(token_batches(6, 16))], p.state_dict()
+
+    plain, found = metrics(False), metrics(True)
+    assert found[0] == plain[0]
+    assert all(torch.equal(value, found[1][name]) for name, value in plain[1].items())
+
+
+def test_weights_that_are_loaded_are_those_that_train(captures):
+    batches = token_batches(8, 8)
+
+    def both(graphs):
+        options = {"loss_fn": LOSS, "optimizer": momentum, "cuda_graphs": graphs}
+        with Pipeline(language_model(), Plan(stages=2, micro_batches=2), **grouped(**options)) as p:
+            begun = {name: value.clone() for name, value in p.state_dict().items()}
+            list(p.train(batches[:4]))
+            p.load_state_dict(begun)
+            return [r.loss for r in p.train(batches)]
+
+    assert both(True) == both(False)
+
+
+# ---- between processes -------------------------------------------------------------------------------------
+
+
+def on_ranks(link: str, plan: dict[str, Any], dropout: float) -> Any:
+    found = []
+    batches = token_batches(5 * plan.get("pipelines", 1), 8)
+    for graphs in (False, True):
+        with capture_rules() as backend:
+            options = {
+                "loss_fn": LOSS,
+                "optimizer": adamw,
+                "cuda_graphs": graphs,
+                "link": link,
+                "timeout_s": 30,
+            }
+            model = language_model(dropout=dropout)
+            with Pipeline(model, Plan(**plan), **grouped(**options)) as p:
+                found.append(([r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()))
+            count = launches(backend.graphs)
+    return found, count
+
+
+ON_RANKS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"stages": 2, "micro_batches": 3}),
+    (2, {"stages": 2, "micro_batches": 3, "schedule": "zero-bubble-h1"}),
+    (2, {"stages": 4, "micro_batches": 2, "stages_per_worker": 2, "schedule": "interleaved-1f1b"}),
+    (2, {"stages": 2, "micro_batches": 2, "pipelines": 2, "batch": "per-pipeline"}),
+    (3, {"stages": 2, "micro_batches": 2, "replication": (2, 1)}),
+]
+
+
+@pytest.mark.ranks
+@pytest.mark.promise
+@pytest.mark.host
+@pytest.mark.parametrize("link", ["shm", "gloo"])
+@pytest.mark.parametrize(("ranks", "plan"), ON_RANKS, ids=str)
+def test_a_row_is_cut_where_it_waits_for_another_process(ranks, plan, link):
+    for found, count in run(ranks, on_ranks, link=link, plan=plan, dropout=0.3):
+        plain, graphed = found
+        assert_same(graphed, plain)
+        assert count >= 3
+
+
+# ---- what graphs cannot repeat -----------------------------------------------------------------------------
+
+
+class Looks(nn.Module):
+    def forward(self, x):
+        return x * 2 if float(x.detach().sum()) > 1e9 else x
+
+
+class DrawsByItself(nn.Module):
+    """Draws with a generator of its own, which nobody would miss."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x):
+        return x + torch.rand(x.shape, generator=self.generator)
+
+
+class SkippedAtRandom(nn.Module):
+    """As LayerDrop: the host decides, by its own generator."""
+
+    def forward(self, x):
+        return x if random.random() < 0.5 else torch.tanh(x)
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Remembers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("before", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        self.before = (self.before + x.detach().mean(0)) / 2
+        return x + self.before
+
+
+class DrawsSometimes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.hidden = [0]
+
+    def forward(self, x):
+        self.hidden[0] += 1
+        return nn.functional.dropout(x, 0.5) if self.hidden[0] > 1 else x
+
+
+@pytest.mark.parametrize(
+    ("layer", "why"),
+    [
+        (Looks, "waits for the device during a capture"),
+        (DrawsByItself, "draws random numbers during a capture"),
+        (SkippedAtRandom, r"draws from a generator of the host \(random\)"),
+        (Counts, "a forward assigns .*calls.* in each batch"),
+        (Remembers, "a forward assigns .*before.* in each batch.*add_.*Carry"),
+        (DrawsSometimes, "draw random numbers in some batches and not in others"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_what_a_graph_would_get_wrong_is_refused(captures, layer, why):
+    def model():
+        layers = language_model()
+        return nn.Sequential(*layers[:3], layer(), *layers[5:])
+
+    with pytest.raises(StageError, match=f"(?s){why}.*leave CudaGraphs out"):
+        train(token_batches(5, 8), True, Plan(stages=2, micro_batches=1), model)
+    assert RecordedGraph.current is None  # the capture has ended
+
+
+def test_sparse_gradients_are_refused(captures):
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(11, 8, sparse=True), nn.Linear(8, 11)).double()
+
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)  # noqa: E731
+    with pytest.raises(StageError, match="a gradient is sparse; leave CudaGraphs out"):
+        train(token_batches(4, 8), True, Plan(stages=2, micro_batches=2), model, optimizer=sgd)
+
+
+def test_hooks_are_warned_of(captures, caplog):
+    def model():
+        layers = language_model()
+        layers[1].register_forward_hook(lambda module, given, made: made * 1.5)
+        return layers
+
+    plain = train(token_batches(5, 8), False, Plan(stages=2), model)
+    with caplog.at_level(logging.WARNING, logger="avgpipe"):
+        found = train(token_batches(5, 8), True, Plan(stages=2), model)
+    assert_same(found, plain)
+    assert any("modules with hooks (1)" in record.message for record in caplog.records)
 
 
 @pytest.mark.host
 def test_the_cpu_has_no_graphs():
-    options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
+    options = {"loss_fn": LOSS, "optimizer": adamw, "cuda_graphs": True}
     with pytest.raises(ValueError, match="needs CUDA, not device 'cpu': leave it out"):
         Pipeline(language_model(), Plan(), **grouped(**options))
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        Plan(stages=2, micro_batches=2, schedule="pipedream", weights=weights)
-        for weights in ("stash", "vertical-sync", "double-buffer")
-    ],
-    ids=lambda plan: plan.weights,
-)
-def test_versions_of_the_weights_are_refused(plan):
+@pytest.mark.parametrize("weights", ["stash", "vertical-sync", "double-buffer"])
+def test_versions_of_the_weights_are_refused(weights):
     """A graph reads the addresses that its capture saw, and a version is other memory that the parameters point to: it
     would train on stale weights without a word. The plan alone tells, on whatever device.
     """
-    options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": True}
-    with pytest.raises(ValueError, match=rf"CudaGraphs\(\) .* weights='{plan.weights}'.*flushes.*leave"):
+    plan = Plan(stages=2, micro_batches=2, schedule="pipedream", weights=weights)
+    options = {"loss_fn": LOSS, "optimizer": adamw, "cuda_graphs": True}
+    with pytest.raises(ValueError, match=rf"CudaGraphs\(\) .* weights='{weights}'.*flushes.*leave"):
         Pipeline(language_model(), plan, **grouped(**options))
 
 
-def train(batches, graphs, plan=None, **options):
-    """Losses, evaluation loss and weights."""
-    plan = plan or Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3)
-    options = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adamw, "cuda_graphs": graphs, **options}
-    with Pipeline(language_model(), plan, **grouped(**options)) as p:
-        return [r.loss for r in p.train(batches)], p.evaluate(batches).loss, p.state_dict()
-
-
-def test_a_captured_run_is_the_run_without(captures, caplog):
-    batches = token_batches(6, 9, last=7)
-    plain = train(batches, False)
-    with caplog.at_level(logging.INFO, logger="avgpipe"):
-        captured = train(batches, True)
-    assert captured[:2] == plain[:2]
-    assert all(torch.equal(value, captured[2][name]) for name, value in plain[2].items())
-    assert len(captures) == 2 * 3 * 2 * 3  # forward and backward, stages, pipelines, micro-batches
-    # The last batch's micro-batches have 3, 2 and 2 samples: each lane of pipeline 1 says once that it runs without.
-    assert sum("without CUDA graphs" in record.message for record in caplog.records) == 3
-
-
-@pytest.mark.host  # it has an account of its own
-@pytest.mark.parametrize("batch", ["per-pipeline", "global"])
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_graphs_are_launched_in_the_order_of_streams(batch, staleness):
-    """What a graph reads and writes is the same memory each time: of another batch, or of another stage's lane."""
-    plan = Plan(stages=3, pipelines=2, batch=batch, micro_batches=4, staleness=staleness)
-    batches = token_batches(6, 9, last=7)
-    plain = train(batches, False, plan)
-    with on_streams(GraphsAndStreams()) as account:
-        found = train(batches, True, plan)
-    assert account.graphs
-    assert not account.memory.found
-    assert found[:2] == plain[:2]
+# ---- the stand-in ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.host
@@ -149,177 +443,21 @@ def test_no_other_thread_issues_on_a_stream_that_is_captured():
     assert "another thread issues aten.ones" in refused[0]
 
 
-def test_capturing_leaves_buffers_and_gradients_as_they_were(captures):
-    stage = stage_of(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    graphs = StageGraphs(stage)
-    x = torch.randn(6, 4)
-    expected = nn.functional.batch_norm(stage.layers[0](x), None, None, training=True)
-    output = graphs(x, Position(0, 0, 0))
-    torch.testing.assert_close(output, expected)
-    assert int(stage.layers[1].num_batches_tracked) == 0
-    assert stage.statistics is not None
-    stage.statistics.commit(0)
-    assert int(stage.layers[1].num_batches_tracked) == 1
-    assert all(p.grad is None for p in stage.parameters())
-
-
-def test_what_is_sent_back_is_not_the_graph_s_memory(captures):
-    x = torch.ones(2, 4, requires_grad=True)
-    graphs = StageGraphs(stage_of(nn.Linear(4, 4)))
-    graphs(x, Position(0, 0, 0)).sum().backward()
-    first, again = x.grad, x.grad.clone()
-    graphs(torch.zeros(2, 4, requires_grad=True), Position(0, 1, 0)).prod().backward()
-    assert torch.equal(first, again)
-
-
-def test_values_keep_their_structure(captures):
-    class Fork(nn.Module):
-        def forward(self, value):
-            return {"x": value[0] * value[1], "mask": value[0] > 0, "text": "plain", "scale": value[1]}
-
-    graphs = StageGraphs(stage_of(Fork()))
-    for n in range(3):
-        result = graphs((torch.full((2,), float(n)), 0.5), Position(0, n, 0))
-        assert (result["text"], result["scale"]) == ("plain", 0.5)
-        assert torch.equal(result["x"], torch.full((2,), n * 0.5))
-        assert result["mask"].dtype == torch.bool
-
-
-# ---- gradients in fixed memory ---------------------------------------------------------------------------------------
-
-TWO = {"pipelines": 2, "stages": 2, "micro_batches": 3}
-PLANS = [
-    Plan(stages=2, micro_batches=3),
-    Plan(**TWO, batch="per-pipeline", staleness=0),
-    Plan(**TWO, batch="per-pipeline", staleness=1),
-    Plan(**TWO, batch="global"),
-    Plan(stages=2, micro_batches=2, replication=(2, 1)),
-    Plan(stages=2, micro_batches=3, schedule="zero-bubble-h1"),
-    Plan(stages=2, micro_batches=3, schedule="dualpipe-v"),
-]
-
-
-@pytest.mark.grid(10)
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"clip_grad_norm": 0.1}, {"loss_scale": 8.0, "clip_grad_norm": 0.1}, {"skip_nonfinite": True}],
-    ids=lambda options: "-".join(options) or "plain",
-)
-def test_every_way_of_updates_gets_the_gradients_of_a_run_without(captures, plan, options):
-    batches = token_batches(6, 12, last=9)
-    plain, captured = (train(batches, graphs, plan, **options) for graphs in (False, True))
-    assert captures
-    assert captured[:2] == plain[:2]
-    assert all(torch.equal(value, captured[2][name]) for name, value in plain[2].items())
-
-
-def test_gradients_add_up_in_one_place_until_they_are_dropped(captures):
-    stage = stage_of(nn.Linear(4, 3))
-    graphs, (weight, bias) = StageGraphs(stage), stage.parameters()
-    x = torch.randn(2, 4)
-    graphs(x, Position(0, 0, 0)).sum().backward()
-    memory, once = weight.grad, weight.grad.clone()
-    graphs(x, Position(0, 0, 1)).sum().backward()
-    assert weight.grad is memory
-    torch.testing.assert_close(weight.grad, 2 * once)
-    bias.grad = None  # somebody drops one alone
-    graphs(x, Position(0, 0, 0)).sum().backward()
-    assert torch.equal(bias.grad, torch.full((3,), 2.0))
-    torch.testing.assert_close(weight.grad, 3 * once)
-    weight.grad = once.clone()  # of a micro-batch that ran without graphs
-    graphs(x, Position(0, 0, 0)).sum().backward()
-    assert weight.grad is memory
-    torch.testing.assert_close(weight.grad, 2 * once)
-    weight.grad = bias.grad = None
-    graphs(x, Position(0, 1, 0)).sum().backward()
-    assert torch.equal(weight.grad, once)
-
-
-def test_parameters_that_are_not_used_have_no_gradient(captures):
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.used(x), self.idle(x).detach()
-
-    stage = stage_of(Half())
-    outputs = StageGraphs(stage)(torch.ones(2, 4), Position(0, 0, 0))
-    assert [o.requires_grad for o in outputs] == [True, False]
-    outputs[0].sum().backward()
-    half = stage.layers[0]
-    assert half.used.weight.grad is not None
-    assert half.idle.weight.grad is None
-
-
-# ---- rules of captures -----------------------------------------------------------------------------------------------
-
-
-class Looks(nn.Module):
-    def forward(self, x):
-        return x * 2 if float(x.detach().sum()) > 0 else x
-
-
-class DrawsLate(nn.Module):
-    """Draws with a generator of its own, which nobody would miss."""
-
-    def __init__(self):
-        super().__init__()
-        self.generator = torch.Generator()
-
-    def forward(self, x):
-        return x + torch.rand(x.shape, generator=self.generator)
-
-
-@pytest.mark.parametrize(("layer", "why"), [(Looks(), "waits for the device"), (DrawsLate(), "draws random")])
-def test_what_a_capture_forbids_is_said(captures, layer, why):
-    with pytest.raises(
-        StageError, match=f"stage 0 cannot be captured as a CUDA graph: .*{why}.*leave CudaGraphs"
-    ):
-        StageGraphs(stage_of(nn.Linear(4, 4), layer))(torch.ones(2, 4), Position(0, 0, 0))
-    assert RecordedGraph.current is None  # the capture has ended
-
-
-def test_weights_that_move_are_noticed(captures):
-    stage = stage_of(nn.Linear(4, 4))
-    graphs = StageGraphs(stage)
-    graphs(torch.ones(2, 4), Position(0, 0, 0))
-    stage.layers[0].weight.data = torch.zeros(4, 4)
-    with pytest.raises(CaptureError, match="has moved"):
-        graphs(torch.ones(2, 4), Position(0, 1, 0))
-
-
-def test_captures_warm_up_once_and_empty_the_cache_once():
-    class Counts(nn.Module):
-        calls = 0
-
-        def forward(self, x):
-            Counts.calls += 1
-            return x * 2
-
-    with capture_rules() as backend:
-        graphs = StageGraphs(stage_of(nn.Linear(4, 4), Counts()))
-        for m in range(3):
-            graphs(torch.ones(2, 4), Position(0, 0, m))
-        assert backend.emptied == 1
-        assert Counts.calls == 3 + 3  # the look for random numbers, two to warm up; a capture each
-        for m in range(3):
-            graphs(torch.ones(2, 4), Position(0, 1, m))
-        assert Counts.calls == 6
-        pools = [graph.pool() for graph in backend.graphs]
-        assert pools[0::2] == pools[1::2]  # a forward's and its backward's
-        assert len(set(pools)) == 3
-
-
-def test_what_is_saved_counts_once(captures):
-    layers = nn.Linear(4, 4), nn.Tanh()
-    x = torch.ones(2, 4)
-    counts = []
-    for run in (stage_of(*layers), StageGraphs(stage_of(*layers))):
-        saved = SavedBytes([])
-        with saved.counting():
-            run(x.clone(), Position(0, 0, 0))
-        counts.append(saved.bytes)
-    assert counts[0] == counts[1]
+def test_a_capture_computes_nothing_and_each_launch_draws_by_its_seed(captures):
+    device, state, total = torch.device("cpu"), RandomState(), torch.zeros(3)
+    graph = RecordedGraph()
+    graph.register_generator_state(state)
+    graph.capture_begin(capture_error_mode="thread_local")
+    RecordedGraph.drawn_from = state
+    graph.draw_from(state)
+    total.add_(torch.rand(3, device=device))
+    RecordedGraph.drawn_from = None
+    with pytest.raises(CaptureError, match="draws random numbers"):
+        torch.rand(3)
+    graph.capture_end()
+    assert torch.equal(total, torch.zeros(3))
+    for seed in (5, 6):
+        state.manual_seed(seed)
+        graph.replay()
+    expected = [torch.rand(3, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6)]
+    assert torch.equal(total, sum(expected))

@@ -282,7 +282,6 @@ REFUSED = {  # the note in the guide, and what the error says
     ("weights stashed", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='stash'.*flushes"),
     ("weights double-buffered", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='double-buffer'"),
     ("weights predicted", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='predicted'"),
-    ("recomputation", GRAPHS): ("c", "CudaGraphs\\(\\) cannot have recompute='always': use one of the two"),
     ("models of transformers", GRAPHS): ("d", "cannot be captured as a CUDA graph.*leave CudaGraphs out"),
     ("weights predicted", BITS): ("e", "cannot be predicted from the state of AdamW.*error-feedback"),
     ("FSDP2 inside a stage", COMPILE): ("f", r"cannot have compile: .* call layer.compile\(\)"),

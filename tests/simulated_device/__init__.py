@@ -1,4 +1,4 @@
-"""A simulated accelerator: two devices, "sim:0" and "sim:1", on which all is done late and in a replayable order.
+"""A simulated accelerator: four devices, "sim:0" to "sim:3", on which all is done late and in a replayable order.
 
 Operators are the CPU's, on memory that the host cannot read; what is issued to a stream waits there until a policy lets
 it run. A wait, a ``record_stream`` or a host synchronisation that is missing gives NaN or wrong numbers under some
@@ -27,7 +27,7 @@ import torch
 from avgpipe import device
 
 NAME = "sim"
-DEVICES = 2
+DEVICES = 4
 POLICIES = ("eager", "late", "random", "starved")
 
 _HERE = Path(__file__).parent
@@ -134,6 +134,11 @@ class Simulation:
         found: list[str] = self._native.log()
         return found
 
+    @property
+    def stuck(self) -> str:
+        """The kernels that spin, in words, and for whom."""
+        return str(self._native.stuck())
+
     @contextmanager
     def without_host_waits(self) -> Iterator[None]:
         """Have every wait of the host for a device raise, inside the block."""
@@ -153,8 +158,28 @@ class Simulation:
             self._native.know_avgpipe(True)
 
 
+class Hardware(NamedTuple):
+    """What a GPU has less of than a program may hope.
+
+    Attributes:
+        queues: Of a device. Its streams, in the order of their creation, are mapped to them in turn, and what waits at
+            the head of a queue holds up all behind it. 0: each stream has its own.
+        has_pool: Whether a device has 32 streams of each priority, which are used again in turn.
+        loads_late: Whether the first launch of a kernel on a device waits for the device, which loads it.
+    """
+
+    queues: int = 0
+    has_pool: bool = False
+    loads_late: bool = False
+
+
+GENEROUS = Hardware()
+
+
 @contextmanager
-def simulate(policy: str = "random", seed: int = 0, keeps_log: bool = False) -> Iterator[Simulation]:
+def simulate(
+    policy: str = "random", seed: int = 0, keeps_log: bool = False, hardware: Hardware = GENEROUS
+) -> Iterator[Simulation]:
     """Begin a new life of the devices, whose order is a function of policy, seed and what is issued.
 
     Streams, free memory and generators are as new; what an earlier simulation left undone is dropped. Garbage is
@@ -166,12 +191,13 @@ def simulate(policy: str = "random", seed: int = 0, keeps_log: bool = False) -> 
             on one stream of each device, chosen by the seed, only what somebody waits for.
         seed: Of the order.
         keeps_log: Whether ``Simulation.log`` is kept.
+        hardware: What the devices lack.
     """
     native = load()
     gc.collect()
     collects = gc.isenabled()
     gc.disable()
-    native.reset(policy, seed, keeps_log)
+    native.reset(policy, seed, keeps_log, *hardware)
     device.backend.idle.clear()  # streams of an earlier life
     try:
         yield Simulation(native)

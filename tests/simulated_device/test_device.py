@@ -12,7 +12,7 @@ from torch import nn
 
 from avgpipe.device import own_device
 from avgpipe.model.context import CallerGenerators, seed_generators
-from tests.simulated_device import POLICIES, Simulation, simulate
+from tests.simulated_device import DEVICES, POLICIES, Simulation, simulate
 
 SIM, OTHER = "sim:0", "sim:1"  # names that the process of pytest itself does not know
 HIDDEN = ("late", "random", "starved")  # policies under which mistakes are seen
@@ -39,13 +39,13 @@ def current(device: str = SIM) -> Any:
 # ---- what torch sees -------------------------------------------------------------------------------------------------
 
 
-def test_it_is_an_accelerator_with_two_devices():
+def test_it_is_an_accelerator_with_four_devices():
     assert torch.accelerator.current_accelerator().type == "sim"
-    assert torch.accelerator.device_count() == 2
+    assert torch.accelerator.device_count() == DEVICES
     assert own_device("sim") == torch.device(SIM)
     with pytest.raises(ValueError, match="use 'cpu' or 'sim'"):
         own_device("cuda")
-    assert len(torch.get_device_module("sim").default_generators) == 2
+    assert len(torch.get_device_module("sim").default_generators) == DEVICES
 
 
 def test_current_devices_and_streams_are_the_thread_s():

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -98,24 +100,53 @@ def examine() -> Findings:
 def _cuda(found: Findings) -> None:
     import torch
 
-    every = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
-    devices = [
-        {"name": p.name, "capability": f"{p.major}.{p.minor}", "memory_bytes": p.total_memory} for p in every
-    ]
-    found.facts["cuda"] = {"torch_built_for": torch.version.cuda, "devices": devices}
+    from avgpipe_ext.run_time import how_to_get_cupy, kernels_for
+
+    devices = []
+    for n in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(n)
+        capability, kernels = f"{p.major}.{p.minor}", kernels_for(p.major, p.minor)
+        facts = {"name": p.name, "capability": capability, "memory_bytes": p.total_memory}
+        devices.append({**facts, "kernels": kernels})
+        if kernels == "none":
+            compiled = ", ".join(found.facts["native"]["cuda_arch_list"])
+            found.lacks(
+                f"CUDA kernels for {p.name} (compute capability {capability}): the build has those for "
+                f"{compiled or 'no device'}, and CuPy, which could compile them, is not installed; "
+                f"{'operators raise an error' if compiled else 'plain torch is used, which is slower'}",
+                f"{how_to_get_cupy()}, or put nvcc on PATH and build again: AVGPIPE_CUDA=1 "
+                f"TORCH_CUDA_ARCH_LIST={capability} pip install --no-build-isolation -e .",
+            )
+        _torch_kernels(found, p.name, p.major, p.minor)
+    found.facts["cuda"] = {
+        "torch_built_for": torch.version.cuda,
+        "torch_architectures": torch.cuda.get_arch_list(),
+        "devices": devices,
+    }
     if devices:
         found.facts["cuda"] |= {"queues": _queues(), "shared_by_processes": _sharing()}
-    if devices and not found.facts["native"]["cuda"] and found.facts["operators"]["cuda"] != "nvrtc":
-        found.lacks(
-            "CUDA kernels: not built, and NVRTC, which could compile them, cannot be loaded; plain torch is slower",
-            "pip install nvidia-cuda-nvrtc of torch's CUDA version, or put nvcc on PATH and build again: "
-            "AVGPIPE_CUDA=1 pip install --no-build-isolation -e .",
-        )
     if not devices and torch.version.cuda is None:
         found.lacks("CUDA: this torch is built for CPU", "for GPUs, install a torch build with CUDA")
     elif not devices:
         found.lacks(
             "CUDA: torch sees no device", "check the driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _torch_kernels(found: Findings, name: str, major: int, minor: int) -> None:
+    """Note it if torch itself has no machine code for a device."""
+    import torch
+
+    from avgpipe_ext import _native
+
+    entries = []  # as in TORCH_CUDA_ARCH_LIST: sm_90a is 9.0a, compute_120 is 12.0+PTX
+    for kind, digits, suffix in re.findall(r"(sm|compute)_(\d+)(\w?)", " ".join(torch.cuda.get_arch_list())):
+        entries.append(f"{digits[:-1]}.{digits[-1]}{suffix}{'+PTX' if kind == 'compute' else ''}")
+    if entries and not _native.images_serve(",".join(entries), major, minor):
+        found.lacks(
+            f"torch's own kernels for {name} (compute capability {major}.{minor}): torch is built for "
+            f"{', '.join(entries)}",
+            "install a build of torch for this device",
         )
 
 
@@ -136,7 +167,10 @@ def _sharing() -> str:
     except (OSError, ValueError):
         runs = False
     if runs:
-        return "kernels run at once (MPS is running)"
+        return (
+            "kernels run at once (MPS is running); no guarantee about lost processes: NVIDIA leaves undefined what "
+            "becomes of the others when one is killed at work"
+        )
     return "one after another: no MPS; where workers share a device, start nvidia-cuda-mps-control -d"
 
 
@@ -148,12 +182,16 @@ def _links(found: Findings) -> None:
     problem = try_shared_memory()
     on_host = "shared memory" if problem is None else "torch.distributed, gloo"
     devices = torch.cuda.device_count()
+    nccl = "NCCL" if dist.is_nccl_available() else on_host
+    can_share = problem is None and _has_binding()
     found.facts["links"] = {
         "same process": "local",
         "other process of this host": on_host,
         "other host": "torch.distributed, gloo",
-        "other process, same CUDA device": ("CUDA IPC" if problem is None else on_host) if devices else None,
-        "a CUDA device for each process": ("NCCL" if dist.is_nccl_available() else on_host)
+        "other process, same CUDA device": ("CUDA IPC" if can_share else on_host) if devices else None,
+        "a CUDA device for each process": (
+            f"CUDA IPC where the two have peer access, else {nccl}" if can_share else nccl
+        )
         if devices
         else None,
         "waits": f"spin briefly, then sleep, while this host has at most {cores()} workers; else they sleep at once",
@@ -164,8 +202,21 @@ def _links(found: Findings) -> None:
             "workers of one host use gloo, which is slower; make them visible to each other in /proc (one PID "
             "namespace, one user, no hidepid), and allow memfd_create",
         )
+    if devices and not _has_binding():
+        found.lacks(
+            "cuda.bindings, with which processes share the memory of devices",
+            "pip install cuda-bindings of torch's CUDA version; torch's own wheels bring it",
+        )
     if cores() == 1:
         found.lacks("a second core", "workers of this host take turns; --stages 1 is as fast")
+
+
+def _has_binding() -> bool:
+    """Whether NVIDIA's binding of the CUDA driver is installed."""
+    try:
+        return find_spec("cuda.bindings.driver") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def try_shared_memory() -> str | None:
@@ -206,5 +257,6 @@ def _words(name: str, value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(_words("", v) for v in value)
     if isinstance(value, dict):
-        return f"{value['name']} ({value['capability']}, {_words('memory_bytes', value['memory_bytes'])})"
+        size = _words("memory_bytes", value["memory_bytes"])
+        return f"{value['name']} ({value['capability']}, {size}, kernels: {value['kernels']})"
     return str(value)

@@ -46,7 +46,7 @@ class Turns:
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._published = 0  # steps; the next has this number
         self._averaging: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if stream is None else stream.averaging
+            nullcontext if stream is None else stream.issuing
         )
 
     @staticmethod

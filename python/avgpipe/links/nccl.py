@@ -26,7 +26,6 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
 from avgpipe.links.codec import Decoder, Encoder, Format
-from avgpipe.links.cuda import device_id
 from avgpipe.links.link import (
     BY_HOST,
     OF_MICRO_BATCHES,
@@ -38,6 +37,7 @@ from avgpipe.links.link import (
     Message,
     Transport,
 )
+from avgpipe.links.slots import device_id
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}

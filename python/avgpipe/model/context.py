@@ -15,7 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -144,10 +144,34 @@ def key_layers(device: torch.device, key: int | None) -> None:
     _layers = None if key is None else (device, key)
 
 
+class Draws(Protocol):
+    """Is called instead of seeding the generators, while it is there; see :func:`watch_draws`."""
+
+    def begin_layer(self, device: torch.device, key: int, number: int) -> None:
+        """Make what layer ``number`` draws on ``device`` a function of its stage's ``key``."""
+
+
+_draws: Draws | None = None
+
+
+def watch_draws(draws: Draws | None) -> None:
+    """Have ``draws`` called when layers begin; None: seed the generators again."""
+    global _draws
+    _draws = draws
+
+
 def begin_layer(number: int) -> None:
     """Seed the generators for layer ``number``; for a module that runs several layers of the unsplit model."""
     if _layers is not None and _here.batch != -1:
-        seed_generators(_layers[0], mix_more(_layers[1], number))
+        seed_layer(*_layers, number)
+
+
+def seed_layer(device: torch.device, key: int, number: int) -> None:
+    """Seed the generators for layer ``number`` of a stage whose forward has this key."""
+    if _draws is None:
+        seed_generators(device, mix_more(key, number))
+    else:
+        _draws.begin_layer(device, key, number)
 
 
 def seed_generators(device: torch.device, key: int) -> None:

@@ -121,7 +121,7 @@ class RemoteUpdates:
             for i, replica in route.remote
         }
         self._averaging: Callable[[], AbstractContextManager[None]] = (
-            nullcontext if stream is None else stream.averaging
+            nullcontext if stream is None else stream.issuing
         )
 
     def resume(self, batches: int) -> None:

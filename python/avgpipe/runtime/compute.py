@@ -61,6 +61,7 @@ class Work:
         is_step: whether this counts as a step of the run, as it does if other pipelines have a batch in it.
         names: what isolated pipelines are given to identify it.
         is_kept: whether stages keep the input of one of their micro-batches, to run it again.
+        form: shapes and plain values of the whole batch, equal if its micro-batches' are; None: unknown.
     """
 
     batch: int
@@ -76,6 +77,7 @@ class Work:
     is_step: bool = True
     names: Any = None
     is_kept: bool = False
+    form: Any = None
 
     def place(self, pipeline: int, micro_batch: int) -> Position:
         """Return the position of a micro-batch of a ``pipeline`` in the run."""
@@ -237,11 +239,7 @@ class Compute:
         # A prepared stage is called as a module, so that the hooks it was given run.
         run = trained.stage.forward if self._prepared is None else trained.stage
         self._layers: Callable[..., Any] = run
-        if options.cuda_graphs:
-            from avgpipe.runtime.graphs import StageGraphs
-
-            self._layers = StageGraphs(trained.stage)
-        elif options.fuses_gradients:
+        if options.fuses_gradients:
             from avgpipe.runtime.fused_gradients import FusedGradients
 
             self._layers = FusedGradients(trained.stage, options.autocast)
@@ -256,8 +254,8 @@ class Compute:
         self._seeds: dict[tuple[float, torch.dtype], torch.Tensor] = {}  # most micro-batches share one
         self._branches = Branches()
         # A torch function mode would make compiled layers compile again.
-        is_plain = not options.cuda_graphs and not any(map(is_compiled, trained.stage.modules()))
-        self._branches.done = options.check == "off" or not is_plain
+        is_compiled_here = any(map(is_compiled, trained.stage.modules()))
+        self._branches.done = options.check == "off" or is_compiled_here
         self._has_learnt = False
         self.measures = False
         self.saved_bytes = 0
@@ -473,20 +471,28 @@ class Compute:
         if is_last and self._prepared is not None:
             self._trained.arena.settle_grads()
         if is_last and route.last:
-            self._check_learns(state)
-            state.part = state.sum_losses()
-            if not route.peers:
-                state.set_outcome(state.part)
+            self._end_losses(state)
         if not route.first:
             message = [x.grad for x in saved.inputs]
             if is_last and not route.placement.is_replicated:
                 # the batch's loss travels with its last gradient, so every stage gets it without another
                 # message
-                message += state.message()
+                message += self._outcome_message(state)
             self._port.send(Message.GRADIENT, route.at(route.stage - 1, m), step.batch, m, message)
         for skip, tensors in zip(self._arrivals, saved.arrived):
             to = route.at(skip.stage, m)
             self._port.send(Message.SKIP_GRADIENT, to, step.batch, m, [x.grad for x in tensors])
+
+    def _end_losses(self, state: BatchState) -> None:
+        """Add up the losses of a batch, after its last backward on the last stage."""
+        self._check_learns(state)
+        state.part = state.sum_losses()
+        if not self._route.peers:
+            state.set_outcome(state.part)
+
+    def _outcome_message(self, state: BatchState) -> list[Any]:
+        """Return what is sent of a batch's outcome to the stage before."""
+        return state.message()
 
     def backward_weight(self, state: BatchState, step: Step) -> None:
         """Run the part of a micro-batch's backward that is for the weights."""

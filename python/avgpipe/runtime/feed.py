@@ -28,6 +28,7 @@ from avgpipe.model.batch import (
 )
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.compute import BatchState, Work
 from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.options import TrainingOptions
@@ -248,11 +249,12 @@ class BatchFeed(Feed):
         answers = cut([targets for _, targets in given], parts, counts, dims.targets)
         loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
         weights = loss_weights(loss_fn, answers, sizes, loss_weight)
+        form = named("avgpipe.runtime.graphs:form_of")(given) if self._options.cuda_graphs else None
         if copied is not None:
             given = copied.value
             answers = cut([targets for _, targets in given], parts, counts, dims.targets)
         inputs = cut([inputs for inputs, _ in given], parts, counts, dims.inputs)
-        work = Work(batch, len(sizes), inputs, answers, weights, copied)
+        work = Work(batch, len(sizes), inputs, answers, weights, copied, form=form)
         shares = (
             enumerate(self._share_out(work, weights))
             if self._shares > 1

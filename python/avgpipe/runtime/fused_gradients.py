@@ -34,21 +34,18 @@ class FusedGradients:
     """
 
     def __init__(self, stage: Stage, autocast: torch.dtype | None) -> None:
-        self._stage, self._last = stage, Position()
-        self.products = Products(stage.device, autocast)
-        for module in [] if comes_compiled(list(stage.modules())) else stage.modules():
+        self._stage, modules = stage, list(stage.modules())
+        # A captured batch has an object of its own, for the same layers.
+        known = next((module.products for module in modules if isinstance(module, FusedLinear)), None)
+        self.products = known or Products(stage.device, autocast)
+        for module in [] if comes_compiled(modules) else modules:
             if type(module) is nn.Linear and module.weight.requires_grad:
                 # The object stays: its tensors, flags and hooks, and every place that holds it.
                 module.__class__ = FusedLinear
                 module.__dict__["products"] = self.products
 
     def __call__(self, value: Any, place: Position) -> Any:
-        last, self._last = self._last, place
-        if (
-            place[:2] != last[:2] or place.micro_batch <= last.micro_batch
-        ):  # a batch begins, perhaps once more
-            self.products.narrow.clear()
-        self.products.train = True
+        self.products.begin(place)
         try:
             return self._stage(value, place)
         finally:
@@ -64,9 +61,17 @@ class Products:
     """
 
     def __init__(self, device: torch.device, autocast: torch.dtype | None) -> None:
-        self.train = False
+        self.train, self._last = False, Position()
         self.narrow: dict[int, torch.Tensor] = {}
         self.widens = autocast is not None and _adds_wide(device, autocast)
+
+    def begin(self, place: Position) -> None:
+        """Begin a forward that the pipeline trains by."""
+        last, self._last = self._last, place
+        # A batch begins, perhaps once more, on weights that were loaded.
+        if place[:2] != last[:2] or place.micro_batch <= last.micro_batch:
+            self.narrow.clear()
+        self.train = True
 
     def cast(self, p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         found = self.narrow.get(id(p))

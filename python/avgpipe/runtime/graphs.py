@@ -1,307 +1,275 @@
-"""A stage's forward and backward as CUDA graphs: one launch each for all the kernels of a micro-batch.
+"""Which batches of a pipeline are launched as CUDA graphs: those of a form that has run without before.
 
-A graph reads and writes fixed memory, so each micro-batch of a batch has its own pair of graphs: its memory
-is free again when the next batch begins. It is captured when the micro-batch first runs, on the lane's
-stream, which is the current one then. The two graphs of a micro-batch share a memory pool. All graphs of a
-lane could share one only if they were always launched in the order of their capture, which an advance that
-changes, or a short first batch, would break.
-
-Gradients are summed inside the graph, in memory that the lane keeps for them and lays out like the weights. A
-batch's first backward zeroes this memory and makes it the parameters' ``grad``; it stays that until an update
-or the caller drops or replaces it. So autograd has no work for each parameter; neither does it call the hooks
-that sum gradients over a group while the backward runs, so the group's sums begin when the backward has been
-launched.
-
-Running statistics stay outside: a graph writes the moments that its BatchNorms note of the micro-batch to its
-own memory, and the end of the batch reads them there.
+The first batches of each form run as they would without graphs: libraries choose kernels and initialise themselves, the
+checks of a run look at them, and here is found what a graph cannot repeat, and which layers draw random numbers. The
+next one is captured, and from then on such a batch is launched; see :mod:`avgpipe.runtime.captured`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from avgpipe.device import free_cached
-from avgpipe.elastic.flat import Layout
 from avgpipe.errors import StageError, reason
-from avgpipe.links.link import tensors_of
-from avgpipe.model.context import Position, generators, moved, position, set_position
-from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.streams import captured
+from avgpipe.links.link import described
+from avgpipe.model.context import Carry, has_hooks
+from avgpipe.runtime.captured import CapturedRow, Item, Segment, segments_of
+from avgpipe.runtime.compute import BatchState, Compute, Work
+from avgpipe.runtime.draws import Draws, SeenDraws
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.route import Step, StepKind
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.lane import Lane, PipelineRow
 
 _log = logging.getLogger("avgpipe")
-_WARM_UPS = 2  # passes before the first capture, in which libraries choose kernels and initialise themselves
+_WARM_UPS = 2  # batches of a form that run without graphs
+_FORMS = 4  # whose graphs are kept
+_LEAVE = "leave CudaGraphs out"
+_PLAIN = bool, int, float, str, type(None)
 
 
-class StageGraphs:
-    """Runs a stage in training by its graphs; inputs of other shapes than the first batch's run without."""
-
-    def __init__(self, stage: Stage) -> None:
-        check_capturable(stage)
-        self._stage = stage
-        self._gradients = _Gradients(p for p in stage.parameters() if p.requires_grad)
-        self._captured: dict[int, _Captured] = {}  # by micro-batch
-        self._warm: set[Any] = set()  # signatures of inputs
-        self._warned = False
-
-    def __call__(self, value: Any, place: Position) -> Any:
-        leaves, structure = pytree.tree_flatten(value)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        signature = structure, tuple(_described(x) for x in leaves)
-        pair = self._captured.get(place.micro_batch)
-        if pair is None:
-            pair = self._captured[place.micro_batch] = self._capture(value, tensors, signature, place)
-        if pair.signature != signature:
-            if not self._warned:
-                _log.info(
-                    "stage %d: %s has another shape: it runs without CUDA graphs", self._stage.index, place
-                )
-                self._warned = True
-            return self._stage(value, place)
-        return pair(tensors, place)
-
-    def _capture(self, value: Any, tensors: list[torch.Tensor], signature: Any, place: Position) -> _Captured:
-        stage = self._stage
-        if not self._captured:
-            free_cached(stage.device)  # graphs cannot use the allocator's cache
-        before = set_position(place)
-        try:
-            return _Captured(stage, self._gradients, value, tensors, signature, self._warm)
-        except (RuntimeError, StageError) as error:
-            raise StageError(
-                f"stage {stage.index} cannot be captured as a CUDA graph: {reason(error)}; leave CudaGraphs out"
-            ) from error
-        finally:
-            set_position(before)
+def form_of(given: Any) -> Any:
+    """Return what two batches have in common if one's graph serves the other; None if no graph can serve it."""
+    leaves, structure = pytree.tree_flatten(given)
+    try:
+        return structure, [(type(leaf), described(leaf)) for leaf in leaves]
+    except TypeError:
+        return None
 
 
-class _Gradients:
-    """Memory in which the graphs of a lane sum its parameters' gradients."""
+@dataclass
+class _Form:
+    """Batches that one graph serves.
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.parameters = list(parameters)
-        self._memory = Layout(self.parameters).zeros()
-        self.tensors = self._memory.tensors()
-
-    def begin(self, used: Sequence[int]) -> None:
-        """Make this memory the gradients of these parameters; those that had none begin with zeros."""
-        is_new = all(p.grad is None for p in self.parameters)
-        if is_new:
-            self._memory.zero_()  # one launch for all
-        for n in used:
-            p, here = self.parameters[n], self.tensors[n]
-            if p.grad is here:
-                continue
-            if p.grad is not None:  # of a micro-batch that ran without graphs
-                here.copy_(p.grad)
-            elif not is_new:
-                here.zero_()
-            p.grad = here
-
-
-def check_capturable(stage: Stage) -> None:
-    """Refuse, with ValueError, a stage whose forward does not run the same kernels every time."""
-    way_out = "leave CudaGraphs out, or use a model without it"
-    if stage.carries:
-        raise ValueError(
-            f"CudaGraphs(): stage {stage.index} carries state from batch to batch, which a graph cannot; {way_out}"
-        )
-    for name, module in stage.layers.named_modules():
-        rate = getattr(module, "p", None) if isinstance(module, nn.modules.dropout._DropoutNd) else None
-        rate = getattr(module, "dropout", rate)
-        if isinstance(module, nn.RReLU) or (isinstance(rate, float) and rate > 0):
-            raise ValueError(
-                f"CudaGraphs(): {type(module).__name__} ({name!r} of stage {stage.index}) draws random numbers, "
-                f"which a graph would repeat; set its probability to 0, or leave CudaGraphs out"
-            )
-
-
-def draws_random_numbers(layers: _Layers, tensors: list[torch.Tensor]) -> bool:
-    """Whether a forward uses a generator; its changes of buffers are undone."""
-    device, buffers = layers.stage.device, [(b, b.clone()) for b in layers.buffers()]
-    before = generators(device)
-    with torch.no_grad():
-        layers(*tensors)
-        for buffer, kept in buffers:
-            buffer.copy_(kept)
-    return bool(moved(before, generators(device)))
-
-
-class _Layers(nn.Module):
-    """A stage's layers as a function from tensors to tensors, as capture requires."""
-
-    stage: Stage
-
-    def __init__(self, stage: Stage, value: Any) -> None:
-        super().__init__()
-        self.layers = stage.layers
-        self.__dict__["stage"] = stage  # not as a submodule: its parameters are registered once already
-        self._given = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
-        self._made: Any = None
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        value = _filled(self._given, tensors)
-        value = self.stage.inputs.run(self._run, value, position(), self.stage.training, True)
-        if self.stage.statistics is not None:
-            self.stage.statistics.end_forward()
-        self._made = pytree.tree_map_only(torch.Tensor, lambda t: _HERE, value)
-        return tuple(tensors_of(value))
-
-    def _run(self, value: Any, place: Position) -> Any:
-        if self.stage.statistics is not None:
-            self.stage.statistics.begin_forward()
-        for number, layer in enumerate(self.layers, self.stage.first):
-            value = self.stage._call(number, layer, value)
-        return value
-
-    def result(self, tensors: Any) -> Any:
-        """Return the value whose tensors the last forward returned."""
-        return _filled(self._made, tensors)
-
-
-_HERE = object()  # in place of a tensor
-
-
-def _filled(form: Any, tensors: Iterable[torch.Tensor]) -> Any:
-    """Return a value with these tensors in place of its marks."""
-    rest = iter(tensors)
-    return pytree.tree_map(lambda leaf: next(rest) if leaf is _HERE else leaf, form)
-
-
-class _Captured:
-    """The two graphs of one micro-batch, and the memory that they read and write.
-
-    Args:
-        gradients: the memory that parameters' gradients are added to.
-        signature: the description of ``value``.
-        warm: signatures of the inputs that have been warmed up.
+    Attributes:
+        seen: by batch that ran without a graph, what layers drew.
+        state: of the layers before the newest of these, see :func:`_state_of`.
     """
 
-    def __init__(
-        self,
-        stage: Stage,
-        gradients: _Gradients,
-        value: Any,
-        tensors: list[torch.Tensor],
-        signature: Any,
-        warm: set[Any],
-    ) -> None:
-        self.signature = signature
-        self._stage, self._gradients = stage, gradients
-        self._layers = _Layers(stage, value)
-        self._inputs = [t.detach().clone().requires_grad_(t.requires_grad) for t in tensors]
-        # The only input that requires a gradient if the stage's inputs do not.
-        self._anchor = torch.zeros((), device=stage.device, requires_grad=bool(gradients.parameters))
-        kind = stage.device.type
-        dtype = torch.get_autocast_dtype(kind)
-        buffers = [(b, b.clone()) for b in self._layers.buffers()]
-        # Cached casts would be memory of one graph that other graphs read.
-        with torch.autocast(kind, dtype, torch.is_autocast_enabled(kind), cache_enabled=False):
-            if signature not in warm:
-                self._warm_up()
-                warm.add(signature)
-            self._capture()
-        with torch.no_grad():  # all these passes have counted batches
-            for buffer, kept in buffers:
-                buffer.copy_(kept)
-        # The last pass was the captured one: each launch of the graph writes these tensors again.
-        self._noted = [] if stage.statistics is None else stage.statistics.of(position())
+    form: Any
+    seen: list[SeenDraws] = field(default_factory=list)
+    state: dict[str, Any] = field(default_factory=dict)
+    row: CapturedRow | None = None
 
-    def _warm_up(self) -> None:
-        if draws_random_numbers(self._layers, self._inputs):
-            raise ValueError(
-                f"CudaGraphs(): a layer of stage {self._stage.index} draws random numbers, which a graph would "
-                "repeat; leave CudaGraphs out"
-            )
-        # Hooks that count what is saved for backwards must count the captured pass alone.
-        with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda kept: kept):
-            for _ in range(_WARM_UPS):
-                outputs = self._layers(*self._inputs)
-                self._backward(outputs, [torch.empty_like(o) for o in outputs])
 
-    def _backward(
-        self, outputs: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]
-    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Return the gradients of the inputs and of the parameters."""
-        wanted = [x for x in self._inputs if x.requires_grad]
-        pairs = [(o, g) for o, g in zip(outputs, grads) if o.requires_grad]
-        of = (
-            torch.autograd.grad(
-                [o for o, _ in pairs],
-                [*wanted, *self._gradients.parameters],
-                [g for _, g in pairs],
-                allow_unused=True,
+class RowGraphs:
+    """The graphs of a pipeline's batches on some lanes of this process.
+
+    The lanes, and the rows of which they are, add themselves. Either they are the whole pipeline, or one row of it.
+
+    Args:
+        device: of the lanes.
+        seed: of the run.
+    """
+
+    def __init__(self, options: TrainingOptions, device: torch.device, seed: int) -> None:
+        self._options, self._device, self._seed = options, device, seed
+        self.lanes: list[Lane] = []
+        self.rows: list[PipelineRow] = []
+        self._forms: list[_Form] = []
+        self._pool: Any = None
+        self._rows_of: dict[int, list[list[Item]]] = {}  # by batch, what the rows do in it
+        self._decided: dict[int, CapturedRow | None] = {}  # by batch
+        self._begun = 0  # rows that have begun the newest batch
+        self._left: list[Segment] = []  # of the batch that is being launched
+        self._warming: tuple[int, SeenDraws] | None = None
+        self._said: set[str] = set()
+
+    # ---- the steps of a row ------------------------------------------------------------------------------------------
+
+    def start(self, row: PipelineRow, batch: int, items: list[Item]) -> None:
+        """Take the forwards and backwards of a batch in a row; queue what decides how they run."""
+        self._rows_of.setdefault(batch, []).append(items)
+        lane = next(iter(row.lanes.values()))
+        row.computing.add(Step(StepKind.BEGIN_ROW, lane.route.stage, batch, -1, (), begins=True))
+
+    def is_ready(self, lane: Lane, step: Step) -> bool:
+        """Whether a step of these kinds, whose messages have arrived, may run."""
+        if step.kind is StepKind.LAUNCH:
+            return self._begun == len(self.rows)  # no step of another row is left behind
+        if lane is not self.lanes[0]:
+            return step.batch in self._decided
+        return all(one.is_flushed(step.batch) for one in self.lanes)
+
+    def perform(self, lane: Lane, step: Step) -> None:
+        """Perform a step of these kinds, on the lane's stream."""
+        if step.kind is StepKind.LAUNCH:
+            self._launch(step)
+            return
+        row = next(row for row in self.rows if lane in row.lanes.values())
+        if lane is self.lanes[0]:
+            self._decided, self._begun = {step.batch: self._decide(step.batch)}, 0
+        self._begun += 1
+        captured = self._decided[step.batch]
+        if captured is None:
+            row.computing.put_next([item[1] for item in self._rows_of[step.batch][self.rows.index(row)]])
+        elif lane is self.lanes[0]:  # the first row launches for all
+            self._left = list(captured.segments)
+            place = lane.route.stage, step.batch, -1
+            row.computing.put_next(
+                [Step(StepKind.LAUNCH, *place, _of_batch(s, step.batch)) for s in self._left]
             )
-            if pairs
-            else (None,) * (len(wanted) + len(self._gradients.parameters))
+        if self._begun == len(self.rows):
+            del self._rows_of[step.batch]
+
+    def _launch(self, step: Step) -> None:
+        captured = self._decided[step.batch]
+        assert captured is not None
+        segment = self._left.pop(0)
+        if segment.graph is None:
+            self._guarded(lambda: captured.capture(segment))
+            self._pool = captured.pool
+        states = {lane: state for lane in self.lanes if (state := lane.state_of(step.batch)) is not None}
+        captured.launch(segment, step.needs, states)
+
+    # ---- decisions ---------------------------------------------------------------------------------------------------
+
+    def warming(self, batch: int) -> SeenDraws | None:
+        """Return what notes the draws of a batch, if a graph is captured after it."""
+        return self._warming[1] if self._warming is not None and self._warming[0] == batch else None
+
+    def _decide(self, batch: int) -> CapturedRow | None:
+        """Return the graphs that run a batch; None if it runs without."""
+        state = self.lanes[0].state_of(batch)
+        assert state is not None
+        work, self._warming = state.work, None
+        if work.form is None or work.micro_batches == 0 or work.is_kept:
+            return None
+        weights = work.weights
+        rows = [
+            [(lane.route.replica, *step._replace(batch=0, needs=())) for lane, step in row]
+            for row in self._rows_of[batch]
+        ]
+        carried = [sorted(carry.values) for lane in self.lanes for carry in lane.trained.stage.carries]
+        form = (
+            work.form,
+            rows,
+            carried,
+            weights and (weights.factors, weights.total, weights.scale, weights.shares),
         )
-        rest = iter(of)
-        return [next(rest) if x.requires_grad else None for x in self._inputs], list(rest)
+        found = next((one for one in self._forms if one.form == form), None)
+        if found is None:
+            if len(self._forms) == _FORMS:
+                self._say("batches have more than %d forms: further ones run without CUDA graphs", _FORMS)
+                return None
+            found = _Form(form)
+            self._forms.append(found)
+        if len(found.seen) < _WARM_UPS:
+            found.seen.append(SeenDraws(self._device))
+            found.state = self._layers_state()
+            self._warming = batch, found.seen[-1]
+            return None
+        if found.row is None or not found.row.is_current:
+            found.row = self._new_row(found, work)
+        return found.row
 
-    def _capture(self) -> None:
-        device = self._stage.device
-        with captured(device) as self._forward:
-            outputs = self._layers(*self._inputs)
-        self._wants = [o.requires_grad for o in outputs]
-        self._outputs = [o.detach() for o in outputs]
-        self._output_grads = [torch.zeros_like(o) for o in self._outputs]
-        with captured(device, self._forward.pool()) as self._backward_graph:
-            self._input_grads, grads = self._backward(outputs, self._output_grads)
-            made = {n: grad for n, grad in enumerate(grads) if grad is not None}
-            if any(grad.is_sparse for grad in made.values()):
-                raise RuntimeError("a gradient is sparse")
-            if made:
-                torch._foreach_add_([self._gradients.tensors[n] for n in made], list(made.values()))
-        self._used = list(made)
+    def _new_row(self, form: _Form, work: Work) -> CapturedRow:
+        self._check(form)
+        if self._pool is None:
+            free_cached(self._device)  # graphs cannot use the allocator's cache
+        lane = self.lanes[0]
+        segments = segments_of(self._rows_of[work.batch], self.lanes)
+        draws = Draws(self._device, self._seed, lane.pipeline, form.seen[-1].drawings)
+        return CapturedRow(self.lanes, segments, work, self._options, draws, self._pool)
 
-    def __call__(self, tensors: list[torch.Tensor], place: Position) -> Any:
-        if self._stage.statistics is not None:
-            self._stage.statistics.put(place, self._noted)
-        return self._layers.result(_Launched.apply(self, self._anchor, *tensors))  # type: ignore[no-untyped-call]
+    def _guarded(self, capture: Any) -> None:
+        try:
+            capture()
+        except (RuntimeError, StageError) as error:
+            stages = ", ".join(str(lane.route.stage) for lane in self.lanes)
+            raise StageError(
+                f"stage {stages} cannot be captured as a CUDA graph: {reason(error)}; {_LEAVE}"
+            ) from error
 
-    def forward(self, ctx: Any, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        for mine, given in zip(self._inputs, tensors):
-            mine.detach().copy_(given)
-        self._forward.replay()
-        outputs = [o.detach() for o in self._outputs]
-        ctx.mark_non_differentiable(*(o for o, wants in zip(outputs, self._wants) if not wants))
-        return tuple(outputs)
+    # ---- what a graph cannot repeat ----------------------------------------------------------------------------------
 
-    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Add to the parameters' gradients, and return those of the inputs."""
-        for mine, grad in zip(self._output_grads, grads):
-            if grad is None:
-                mine.zero_()
-            else:
-                mine.copy_(grad)
-        self._gradients.begin(self._used)
-        self._backward_graph.replay()
-        # Copies: the graph's own memory is overwritten when it is launched again, and these are sent.
-        return [None if g is None else g.clone() for g in self._input_grads]
+    def _check(self, form: _Form) -> None:
+        """Refuse layers that do something else in each batch, as far as two batches show it."""
+        elsewhere = sorted(set().union(*(seen.elsewhere for seen in form.seen)))
+        if elsewhere:
+            raise StageError(
+                f"CudaGraphs(): a layer draws from a generator of the host ({', '.join(elsewhere)}), whose draws a "
+                f"graph would repeat: draw on the device, or {_LEAVE}"
+            )
+        if any(seen.drawings != form.seen[0].drawings for seen in form.seen):
+            raise StageError(
+                f"CudaGraphs(): layers draw random numbers in some batches and not in others, which a graph cannot: "
+                f"{_LEAVE}"
+            )
+        now = self._layers_state()
+        changed = [name for name, value in now.items() if not _is_same(value, form.state.get(name))]
+        if changed:
+            raise StageError(
+                f"CudaGraphs(): a forward assigns {changed[0]!r} in each batch, of which a graph would keep the first "
+                f"value: change a tensor in place, as by add_(), or keep it in an avgpipe.Carry, or {_LEAVE}"
+            )
+        hooked = [name for lane in self.lanes for name, module in _modules(lane) if has_hooks(module)]
+        if hooked:
+            self._say(
+                "modules with hooks (%s): in batches that are launched as CUDA graphs no code of a hook runs, only the "
+                "work on the device that it issued when the graph was captured",
+                hooked[0],
+            )
+
+    def _layers_state(self) -> dict[str, Any]:
+        """Return what modules keep outside of parameters and buffers that a graph updates in place."""
+        found: dict[str, Any] = {}
+        for lane in self.lanes:
+            for name, module in _modules(lane):
+                for key, value in (*vars(module).items(), *module._buffers.items()):
+                    is_own = key == "training" or key.startswith("_")
+                    is_made = isinstance(value, torch.Tensor) and value.grad_fn is not None
+                    if not is_own and not is_made and isinstance(value, (torch.Tensor, *_PLAIN)):
+                        found[f"stage {lane.route.stage}: {name}.{key}"] = value
+        return found
+
+    def _say(self, text: str, *values: Any) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning(text, *values)
 
 
-class _Launched(torch.autograd.Function):
-    """A micro-batch whose forward and backward are a launch each."""
-
-    @staticmethod
-    def forward(ctx: Any, of: _Captured, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
-        ctx.of = of
-        ctx.set_materialize_grads(False)
-        return of.forward(ctx, tensors)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        return (None, None, *ctx.of.backward(grads))
+def _modules(lane: Lane) -> Iterator[tuple[str, nn.Module]]:
+    return ((n, m) for n, m in lane.trained.stage.layers.named_modules() if not isinstance(m, Carry))
 
 
-def _described(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return tuple(leaf.shape), leaf.dtype, leaf.requires_grad
-    return type(leaf), leaf
+def _is_same(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor):
+        return value is before
+    return bool(value == before)
+
+
+def _of_batch(segment: Segment, batch: int) -> tuple[Any, ...]:
+    return tuple(key._replace(batch=batch) for key in segment.needs)
+
+
+class WatchedCompute(Compute):
+    """Runs steps, and notes what layers draw in batches after which a graph is captured."""
+
+    def __init__(self, graphs: RowGraphs, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._graphs = graphs
+
+    def forward(self, state: BatchState, step: Step) -> None:
+        seen = self._graphs.warming(step.batch)
+        if seen is None:
+            super().forward(state, step)
+            return
+        with seen.watching(step):
+            super().forward(state, step)
+
+    def backward(self, state: BatchState, step: Step) -> None:
+        seen = self._graphs.warming(step.batch)
+        if seen is None:
+            super().backward(state, step)
+            return
+        with seen.watching(step):
+            super().backward(state, step)

@@ -27,10 +27,12 @@ from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
     from avgpipe.runtime.between import SharedBatches
+    from avgpipe.runtime.graphs import RowGraphs
     from avgpipe.runtime.policy import Peers
     from avgpipe.runtime.streams import LaneStream
 
 _STEPS = {kind: StepKind(kind.value) for kind in Kind}
+WHOLE_ROWS = StepKind.BEGIN_ROW, StepKind.LAUNCH
 
 
 class Lane:
@@ -42,6 +44,7 @@ class Lane:
         remote: pipelines of other processes, dedicated or isolated; None without any.
         stream: where the steps run; None for a CPU.
         shared: the other pipelines' part of batches that they share; None if each has its own batches.
+        graphs: launches whole batches; None without that option.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Lane:
         remote: Peers | None = None,
         stream: LaneStream | None = None,
         shared: SharedBatches | None = None,
+        graphs: RowGraphs | None = None,
     ) -> None:
         self.trained, self.route, self.port = trained, route, port
         self.compute, self.update, self.remote, self.stream = compute, update, remote, stream
@@ -65,7 +69,9 @@ class Lane:
         self._in_flight: dict[int, BatchState] = {}  # by batch, oldest first
         self.next_versions = [Version(0)]  # of the next batches, as far as a version may exist already
         self._place = route.replica, route.pipeline
-        self._shared = shared
+        self._shared, self.graphs = shared, graphs
+        if graphs is not None:
+            graphs.lanes.append(self)
         if shared is not None:
             shared.lanes.append(self)
             update.share_factor = partial(shared.factor, self)
@@ -128,6 +134,8 @@ class Lane:
         if self.remote is not None:
             self.remote.collect()
         if step.micro_batch < 0:
+            if step.kind in WHOLE_ROWS:
+                return self.graphs is not None and self.graphs.is_ready(self, step)
             if self._shared is not None and not self._knows_enough(step, self._shared):
                 return False
             if step.kind is not StepKind.UPDATE:
@@ -150,9 +158,8 @@ class Lane:
         if self.stream is None:
             self._perform(state, step)
         else:
-            place = (
-                (*self._place, step.batch, step.micro_batch, step.kind.value) if state.work.trains else None
-            )
+            is_shown = state.work.trains and step.kind is not StepKind.BEGIN_ROW
+            place = (*self._place, step.batch, step.micro_batch, step.kind.value) if is_shown else None
             receive = partial(self.port.receive, step.needs)
             with self.stream.step(place, step.begins, step.kind is StepKind.UPDATE, receive):
                 self._perform(state, step)
@@ -164,6 +171,10 @@ class Lane:
         for watch in self.watchers:
             watch(self, step)
         if step.micro_batch < 0:
+            if step.kind in WHOLE_ROWS:
+                assert self.graphs is not None
+                self.graphs.perform(self, step)
+                return
             with self._gradients_of(state):
                 others = [s.version for s in self._in_flight.values() if not s.updated and s is not state]
                 self.update.perform(state, step, [*others, *self.next_versions])
@@ -187,13 +198,31 @@ class Lane:
                     state.grads = self.trained.take_grads()  # before the next batch adds its own
                 self._queue_updates()
         if state.outcome is not None and not state.outcome_is_sent:
-            state.outcome_is_sent = True
-            for to in self.route.loss_receivers:
-                self.port.send(Message.LOSS, to, step.batch, -1, state.message())
+            self._send_outcome(state)
         if step.kind is StepKind.UPDATE and state.outcome is not None:
             for to in self.route.result_receivers:
                 end = end_message(state.outcome, state.metrics, state.norm, state.lr)
                 self.port.send(Message.LOSS, to, step.batch, -1, end)
+
+    def _send_outcome(self, state: BatchState) -> None:
+        state.outcome_is_sent = True
+        for to in self.route.loss_receivers:
+            self.port.send(Message.LOSS, to, state.work.batch, -1, state.message())
+
+    # ---- whole rows --------------------------------------------------------------------------------------------------
+
+    def is_flushed(self, batch: int) -> bool:
+        """Whether a batch may begin that runs as a whole: the earlier ones are done."""
+        due = self.updates.head
+        return (due is None or due.batch >= batch) and self.trained.settled
+
+    def end_computing(self, state: BatchState) -> None:
+        """Continue as after the last backward of a batch, whose forwards and backwards have run as a whole."""
+        state.backwards_left = state.computing_left = 0
+        state.has_graph = True
+        if state.outcome is not None:
+            self._send_outcome(state)
+        self._queue_updates()
 
     # ---- batches that pipelines share --------------------------------------------------------------------------------
 
@@ -258,6 +287,10 @@ class Queue:
         else:
             self._rest.append(step)
 
+    def put_next(self, steps: Iterable[Step]) -> None:
+        """Insert steps behind the head."""
+        self._rest.extendleft(reversed(list(steps)))
+
     def pop(self) -> None:
         self.head = self._rest.popleft() if self._rest else None
 
@@ -287,6 +320,9 @@ class PipelineRow:
     ) -> None:
         self.pipeline = lanes[0].pipeline
         self.lanes = {lane.route.stage: lane for lane in lanes}
+        self._graphs = lanes[0].graphs
+        if self._graphs is not None:
+            self._graphs.rows.append(self)
         self.computing = Queue(self.lanes)
         self._weights, self._warmup = weights, warmup
         self.follow(row, first_row)
@@ -305,7 +341,17 @@ class PipelineRow:
         """Begin a batch, and queue the steps whose order is fixed now."""
         for stage, lane in self.lanes.items():
             lane.start(work, self._next_versions(stage)[0], *self._counts(stage, work.micro_batches))
-        self._enqueue(self._cursor.begin(work.batch, work.micro_batches))
+        actions = self._cursor.begin(work.batch, work.micro_batches)
+        if self._graphs is None:
+            self._enqueue(actions)
+            return
+        self._enqueue([pair for pair in actions if pair[0].micro_batch is None])
+        items = [
+            (lane := self.lanes[action.stage], lane.step(_STEPS[action.kind], batch, action.micro_batch))
+            for action, batch in actions
+            if action.micro_batch is not None
+        ]
+        self._graphs.start(self, work.batch, items)
 
     def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
         """Count the backwards, and all forwards and parts of backwards, that a batch has on a stage."""

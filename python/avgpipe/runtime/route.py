@@ -31,6 +31,8 @@ class StepKind(str, Enum):
             norm; before SUM_TIED if earlier stages count all shared parameters.
         UPDATE: scale the gradients by the norm of all stages, or drop them; step the optimizer, average.
         RECEIVE_LOSS: receive the batch's loss, if it did not arrive with a gradient.
+        BEGIN_ROW: decide whether the forwards and backwards of a batch are launched as graphs.
+        LAUNCH: launch them, up to those that need another worker's message.
     """
 
     FORWARD = "F"
@@ -44,6 +46,8 @@ class StepKind(str, Enum):
     SUM_TIED = "sum tied gradients"
     ADD_NORM = "norm"
     RECEIVE_LOSS = "receive loss"
+    BEGIN_ROW = "begin row"
+    LAUNCH = "graph"
 
     __hash__ = str.__hash__  # an Enum's own is slow
 

@@ -23,8 +23,7 @@ from avgpipe.model.context import (
     Position,
     key_layers,
     mix,
-    mix_more,
-    seed_generators,
+    seed_layer,
     set_position,
 )
 from avgpipe.model.parts import PartLayer
@@ -103,7 +102,7 @@ class Stage(nn.Module):
             value = unfolded(value)
         for number, layer in self._chain:
             if training:
-                seed_generators(self.device, mix_more(key, number))
+                seed_layer(self.device, key, number)
             value = self._call(number, layer, value)
             if self._see is not None:
                 self._see(number, value)

@@ -23,7 +23,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
@@ -48,7 +48,7 @@ _REBASE_MS = 10_000.0  # events measure the time between them in float32
 
 
 @contextmanager
-def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
+def captured(device: torch.device, pool: Any = None, states: Iterable[Any] = ()) -> Iterator[Any]:
     """Capture what the block issues on the current stream, instead of running it; yield the graph.
 
     ``torch.cuda.graph`` does this too, but waits for the device each time, empties the allocator's cache, and
@@ -57,8 +57,11 @@ def captured(device: torch.device, pool: Any = None) -> Iterator[Any]:
     Args:
         pool: the ``pool()`` of a graph after which this one is always replayed, and with which it shares
             memory.
+        states: of generators, see :func:`avgpipe.device.random_state`, from which the block draws.
     """
     graph = devices.backend.graph(device)
+    for state in states:
+        graph.register_generator_state(state)
     shared = {} if pool is None else {"pool": pool}
     graph.capture_begin(**shared, capture_error_mode="thread_local")
     try:
@@ -144,17 +147,34 @@ class LaneStream:
             if updates:
                 self._stream.record_event(self._averaged)
 
-    def averaging(self) -> AbstractContextManager[Any]:
-        """Return the context that issues work on this stream outside of any step, as a part of the chain of updates.
+    def issuing(self) -> AbstractContextManager[Any]:
+        """Return the context that issues work on this stream outside of any step.
 
-        If updates arrive from other processes, this is the only lane of its reference here: the chain is its
-        stream.
+        If updates arrive from other processes, they are a part of the chain of updates: this is the only lane
+        of its reference here, so the chain is its stream.
         """
         return self._stream  # type: ignore[no-any-return]
 
     def wait_for(self, other: LaneStream) -> None:
         """Order what this lane issues next after what the other lane has issued."""
         self._stream.wait_stream(other._stream)
+
+    def begin_for(self, other: LaneStream) -> None:
+        """Order what this lane issues next after all that the other lane's next batch must wait for."""
+        self._stream.wait_stream(other._stream)
+        if other._moves_others:
+            self._stream.wait_event(other._averaged)
+
+    def wait_event(self, event: Any) -> None:
+        """Order what this lane issues next after an event."""
+        self._stream.wait_event(event)
+
+    @contextmanager
+    def noting(self, place: Place) -> Iterator[None]:
+        """Note on the clock what the block issues on this stream as a step at another place."""
+        start = self._clock.mark(self._stream)
+        yield
+        self._clock.note(place, start, self._clock.mark(self._stream))
 
     def issued(self) -> Any:
         """Return an event after all that this lane has issued so far."""

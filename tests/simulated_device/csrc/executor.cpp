@@ -37,8 +37,13 @@ Executor& Executor::get() {
     return *executor;
 }
 
-void Executor::reset(Policy policy, uint64_t seed, bool keeps_log) {
+void Executor::reset(Policy policy, uint64_t seed, bool keeps_log, Hardware hardware) {
     const std::lock_guard lock(mutex_);
+    hardware_ = hardware;
+    meetings_.clear();
+    loaded_.clear();
+    for (auto& pools : pools_) pools = {};
+    taken_ = {};
     for (auto& streams : streams_) {
         for (auto& queue : streams) queue->tasks.clear();  // marks in them hold the queues
         streams.clear();
@@ -65,26 +70,62 @@ Queue& Executor::queue(c10::DeviceIndex device, int64_t stream) {
     return *streams[stream];
 }
 
-int64_t Executor::new_stream(c10::DeviceIndex device) {
+int64_t Executor::new_stream(c10::DeviceIndex device, bool is_urgent) {
     const std::lock_guard lock(mutex_);
-    const auto id = static_cast<int64_t>(streams_.at(device).size());
+    std::vector<int64_t>& pool = pools_.at(device)[is_urgent];
+    const int64_t place = taken_[device][is_urgent]++ % kPool;
+    if (hardware_.has_pool && place < static_cast<int64_t>(pool.size())) return pool[place];
+    const auto id = static_cast<int64_t>(streams_[device].size());
     streams_[device].push_back(std::make_shared<Queue>(Queue{device, id}));
+    pool.push_back(id);
     return id;
 }
 
 void Executor::enqueue(c10::DeviceIndex device, int64_t stream, Task task) {
     const std::lock_guard lock(mutex_);
     Queue& to = queue(device, stream);
+    task.number = counters_.issued++;
     to.tasks.push_back(std::move(task));
     ++to.issued;
     after_call();
+}
+
+void Executor::meet(c10::DeviceIndex device, int64_t stream, const std::string& name, size_t member,
+                    size_t size, std::function<void()> run) {
+    const std::lock_guard lock(mutex_);
+    MeetingPtr& found = meetings_[name];
+    if (!found) {
+        found = std::make_shared<Meeting>(Meeting{name, {}, {}, {}});
+        found->queues.resize(size);
+        found->here.resize(size);
+    }
+    const MeetingPtr meeting = found;
+    TORCH_CHECK(member < size && meeting->here.size() == size && !meeting->queues[member], "member ", member,
+                " of ", size, " is there already, or they are not ", size, ": ", name);
+    Queue& to = queue(device, stream);
+    meeting->queues[member] = streams_[device][stream];
+    meeting->run = std::move(run);  // the last one's, which has all buffers
+    const bool is_whole = std::all_of(meeting->queues.begin(), meeting->queues.end(),
+                                      [](const auto& of_member) { return of_member != nullptr; });
+    if (is_whole) meetings_.erase(name);
+    to.tasks.push_back({"spin", {}, {}, {}, meeting, member, counters_.issued++});
+    ++to.issued;
+    after_call();
+}
+
+void Executor::load(c10::DeviceIndex device, const char* kernel) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (!hardware_.loads_late || !loaded_.emplace(device, kernel).second) return;
+    }
+    wait_for_device(device);
 }
 
 MarkPtr Executor::record(c10::DeviceIndex device, int64_t stream, const char* name) {
     const std::lock_guard lock(mutex_);
     Queue& in = queue(device, stream);
     auto mark = std::make_shared<Mark>(Mark{streams_[device][stream], in.issued++});
-    in.tasks.push_back({name, {}, {}, mark});
+    in.tasks.push_back({name, {}, {}, mark, {}, 0, counters_.issued++});
     after_call();
     return mark;
 }
@@ -95,7 +136,47 @@ void Executor::block(c10::DeviceIndex device, int64_t stream, MarkPtr mark) {
 
 // ---- what runs next ---------------------------------------------------------------------------------
 
+// Whether a stream's next task is the oldest one of its hardware queue.
+bool Executor::is_first(const Queue& queue) const {
+    return hardware_.queues == 0 ||
+           &const_cast<Executor*>(this)->first_before(const_cast<Queue&>(queue)) == &queue;
+}
+
+// The stream whose next task is the oldest one of the hardware queue that `queue` is mapped to.
+Queue& Executor::first_before(Queue& queue) {
+    if (hardware_.queues == 0) return queue;
+    Queue* first = &queue;
+    const auto& streams = streams_[queue.device];
+    for (auto id = queue.id % hardware_.queues; id < static_cast<int64_t>(streams.size());
+         id += hardware_.queues) {
+        Queue& other = *streams[id];
+        if (!other.tasks.empty() && other.tasks.front().number < first->tasks.front().number) first = &other;
+    }
+    return *first;
+}
+
+bool Executor::can_run(const Queue& queue) const {
+    if (queue.tasks.empty() || !is_first(queue)) return false;
+    const Task& head = queue.tasks.front();
+    if (head.awaited && !head.awaited->is_reached()) return false;
+    return !head.meeting || !head.meeting->here[head.member] || head.meeting->is_complete();
+}
+
+// A kernel begins to spin.
+void Executor::come(Task& task) {
+    task.meeting->here[task.member] = true;
+    ++counters_.tasks;
+    if (task.meeting->is_complete() && failure_.empty()) {
+        const c10::impl::ForceDispatchKeyGuard guard = no_modes();
+        task.meeting->run();
+    }
+}
+
 void Executor::run_head(Queue& queue) {
+    if (Task& head = queue.tasks.front(); head.meeting && !head.meeting->here[head.member]) {
+        come(head);
+        if (!head.meeting->is_complete()) return;
+    }
     const Task task = std::move(queue.tasks.front());
     queue.tasks.pop_front();
     if (task.run && failure_.empty()) {
@@ -113,11 +194,11 @@ void Executor::run_head(Queue& queue) {
     if (task.reached) task.reached->reached_ms = static_cast<double>(counters_.tasks) * kTaskMs;
     const auto place = static_cast<uint64_t>(queue.device) << 32 | static_cast<uint64_t>(queue.id);
     counters_.digest = mixed(counters_.digest ^ place);
-    for (const char* at = task.name; *at != '\0'; ++at)
-        counters_.digest = (counters_.digest ^ static_cast<unsigned char>(*at)) * 0x100000001B3u;
-    if (keeps_log_) {
-        log_.push_back(std::to_string(queue.device) + "/" + std::to_string(queue.id) + " " + task.name);
-    }
+    const std::string& name = task.meeting ? task.meeting->name : task.name;
+    for (const char at : name)
+        counters_.digest = (counters_.digest ^ static_cast<unsigned char>(at)) * 0x100000001B3u;
+    if (keeps_log_)
+        log_.push_back(std::to_string(queue.device) + "/" + std::to_string(queue.id) + " " + name);
 }
 
 bool Executor::is_starved(const Queue& queue) const {
@@ -134,7 +215,7 @@ Queue* Executor::choose(bool also_starved) {
     std::vector<Queue*> ready;
     for (const auto& streams : streams_) {
         for (const auto& queue : streams) {
-            if (queue->is_ready() && (also_starved || !is_starved(*queue))) ready.push_back(queue.get());
+            if (can_run(*queue) && (also_starved || !is_starved(*queue))) ready.push_back(queue.get());
         }
     }
     if (ready.empty()) return nullptr;
@@ -158,16 +239,71 @@ void Executor::after_call() {
     }
 }
 
-// Runs what a mark needs and nothing else: of its stream, all before it, and of others, what that waits for.
-void Executor::lead_to(const MarkPtr& mark) {
+bool Executor::run_some() {
+    const std::lock_guard lock(mutex_);
+    bool has_run = false;
+    while (Queue* const next = choose(true)) {
+        run_head(*next);
+        has_run = true;
+    }
+    return has_run;
+}
+
+// Runs what a mark needs and nothing else: of its stream, all before it, and of others, what that waits for,
+// or is held up by.
+Executor::Led Executor::lead_to(const MarkPtr& mark) {
     Queue& queue = *mark->queue;
     while (!mark->is_reached()) {
-        TORCH_CHECK(!queue.tasks.empty(), "deadlock: the host waits for an event of stream ", queue.id,
-                    " of device ", int(queue.device), ", which nothing will record");
-        const MarkPtr awaited = queue.tasks.front().awaited;
-        if (awaited) lead_to(awaited);
-        run_head(queue);
+        if (queue.tasks.empty()) return Led::kNotIssued;
+        if (const Led led = lead_head(queue); led != Led::kThere) return led;
     }
+    return Led::kThere;
+}
+
+// Runs the task that a stream's next one is behind, or that one itself.
+Executor::Led Executor::lead_head(Queue& of) {
+    Queue& queue = first_before(of);
+    if (queue.is_led) return Led::kCircle;  // it is needed for itself
+    queue.is_led = true;
+    Led led = Led::kThere;
+    const MarkPtr awaited = queue.tasks.front().awaited;
+    const MeetingPtr meeting = queue.tasks.front().meeting;
+    if (awaited) led = lead_to(awaited);
+    if (meeting) {
+        if (!meeting->here[queue.tasks.front().member]) come(queue.tasks.front());
+        for (size_t m = 0; led == Led::kThere && m < meeting->here.size(); ++m) {
+            while (led == Led::kThere && !meeting->here[m])
+                led = meeting->queues[m] ? lead_head(*meeting->queues[m]) : Led::kNotIssued;
+        }
+    }
+    queue.is_led = false;
+    if (led == Led::kThere) run_head(queue);
+    return led;
+}
+
+// What holds up the devices, in words: the kernels that spin, and the heads of queues that wait.
+std::string Executor::waits() const {
+    std::string found;
+    for (const auto& streams : streams_) {
+        for (const auto& queue : streams) {
+            if (queue->tasks.empty() || !is_first(*queue)) continue;
+            const Task& head = queue->tasks.front();
+            if (!head.meeting || !head.meeting->here[head.member] || head.meeting->is_complete()) continue;
+            found += "; device " + std::to_string(queue->device) + " spins in " + head.meeting->name + " for";
+            for (size_t m = 0; m < head.meeting->here.size(); ++m) {
+                if (head.meeting->here[m]) continue;
+                const auto& other = head.meeting->queues[m];
+                found += " member " + std::to_string(m);
+                found += other ? " (behind others in its queue)" : " (not issued)";
+            }
+        }
+    }
+    return found.empty() ? "; no kernel spins" : found;
+}
+
+std::string Executor::stuck() {
+    const std::lock_guard lock(mutex_);
+    return waits().substr(2);
 }
 
 // ---- the host asks and waits ------------------------------------------------------------------------
@@ -180,7 +316,9 @@ bool Executor::is_reached(const MarkPtr& mark) {
 bool Executor::query(const MarkPtr& mark) {
     const std::lock_guard lock(mutex_);
     if (!mark->is_reached()) after_call();
-    if (!mark->is_reached() && ++mark->asked > kPatience) lead_to(mark);
+    if (!mark->is_reached() && ++mark->asked > kPatience) {
+        TORCH_CHECK(lead_to(mark) != Led::kCircle, "deadlock: a device waits for itself", waits());
+    }
     return mark->is_reached();
 }
 
@@ -195,7 +333,8 @@ bool Executor::query_stream(c10::DeviceIndex device, int64_t stream) {
     if (end == nullptr || end->is_reached()) return true;
     // No event remembers how often it was asked for, so every question makes progress.
     const Queue& of = *end->queue;
-    lead_to(std::make_shared<Mark>(Mark{end->queue, of.executed}));
+    TORCH_CHECK(lead_to(std::make_shared<Mark>(Mark{end->queue, of.executed})) != Led::kCircle,
+                "deadlock: a device waits for itself", waits());
     return end->is_reached();
 }
 
@@ -209,15 +348,32 @@ void Executor::begin_host_wait() {
 }
 
 void Executor::wait(const MarkPtr& mark) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     begin_host_wait();
     while (policy_ != Policy::kLate && mark != nullptr && !mark->is_reached()) {
         Queue* const next = choose(false);
         if (next == nullptr) break;  // what is left needs the starved stream
         run_head(*next);
     }
-    if (mark != nullptr) lead_to(mark);
+    if (mark != nullptr) wait_led(lock, {mark});
     TORCH_CHECK(failure_.empty(), "the device has failed: ", failure_);
+}
+
+// Until marks are reached. Meanwhile other hosts issue what these need, if there are any.
+void Executor::wait_led(std::unique_lock<std::mutex>& lock, const std::vector<MarkPtr>& marks) {
+    for (const MarkPtr& mark : marks) {
+        Led led = lead_to(mark);
+        while (led == Led::kNotIssued && give_way_) {
+            lock.unlock();
+            const bool goes_on = give_way_(mark->queue->device);
+            lock.lock();
+            if (!goes_on) break;
+            led = lead_to(mark);
+        }
+        TORCH_CHECK(led != Led::kCircle, "deadlock: a device waits for itself", waits());
+        TORCH_CHECK(led == Led::kThere, "deadlock: the host waits for an event of stream ", mark->queue->id,
+                    " of device ", int(mark->queue->device), ", which nothing will record", waits());
+    }
 }
 
 void Executor::wait_for_stream(c10::DeviceIndex device, int64_t stream) {
@@ -230,11 +386,13 @@ void Executor::wait_for_stream(c10::DeviceIndex device, int64_t stream) {
 }
 
 void Executor::wait_for_device(c10::DeviceIndex device) {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     begin_host_wait();
+    std::vector<MarkPtr> ends;
     for (size_t id = 0; id < streams_.at(device).size(); ++id) {
-        if (const MarkPtr end = end_of(device, static_cast<int64_t>(id))) lead_to(end);
+        if (MarkPtr end = end_of(device, static_cast<int64_t>(id))) ends.push_back(std::move(end));
     }
+    wait_led(lock, ends);
     TORCH_CHECK(failure_.empty(), "the device has failed: ", failure_);
 }
 

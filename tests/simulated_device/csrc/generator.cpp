@@ -139,7 +139,11 @@ std::function<at::Generator()> next_draw(const at::Generator& generator) {
 }
 
 const at::Generator& default_generator(c10::DeviceIndex device) {
-    static auto* const all = new std::vector<at::Generator>{new_generator(0), new_generator(1)};
+    static auto* const all = [] {
+        auto* const made = new std::vector<at::Generator>();
+        for (c10::DeviceIndex device = 0; device < kDevices; ++device) made->push_back(new_generator(device));
+        return made;
+    }();
     return all->at(device < 0 ? 0 : device);
 }
 

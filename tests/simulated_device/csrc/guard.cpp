@@ -65,12 +65,12 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
         return stream_of(index, current().streams[index]);
     }
     c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
-    c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
-        return getNewStream(device);
+    c10::Stream getStreamFromGlobalPool(c10::Device device, bool is_urgent) const override {
+        return getNewStream(device, is_urgent ? -1 : 0);
     }
-    c10::Stream getNewStream(c10::Device device, int = 0) const override {
+    c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
         const c10::DeviceIndex index = index_of(device);
-        return stream_of(index, Executor::get().new_stream(index));
+        return stream_of(index, Executor::get().new_stream(index, priority < 0));
     }
     c10::Stream exchangeStream(c10::Stream stream) const override {
         const c10::DeviceIndex index = index_of(stream.device());

@@ -156,6 +156,7 @@ void issue(const c10::OperatorHandle& op, Stack* stack, const Shapes& shapes) {
         }
     };
     const c10::Stream stream = current_stream_of(device);
+    Executor::get().load(device.index(), op.schema().name().c_str());
     poison_freed(stream);
     Executor::get().enqueue(device.index(), stream.id(), {op.schema().name().c_str(), run, {}, {}});
     if (made) {
