@@ -11,6 +11,7 @@ from avgpipe.options import (
     Compile,
     Copies,
     CudaGraphs,
+    FusedGradients,
     MemoryLimit,
     MovingAverage,
     Precision,
@@ -45,6 +46,8 @@ def grouped(**options: Any) -> dict[str, Any]:
                 found[kind][its_name] = value
         elif name == "cuda_graphs":
             extensions += [CudaGraphs()] if value else []
+        elif name == "fuses_gradients":
+            extensions += [FusedGradients()] if value else []
         elif name == "compile":
             extensions += [] if value is False else [Compile(**({} if value is True else value))]
         else:

@@ -20,6 +20,7 @@ from avgpipe.model.compiler import compile_options
 from avgpipe.plan import Plan
 from avgpipe.runtime.options import CHECKS, Extension, TrainingOptions, preparing
 from avgpipe.runtime.spec import Spec
+from avgpipe.schedule import Kind
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -262,6 +263,29 @@ class CudaGraphs(Extension):
         return replace(options, cuda_graphs=True)
 
 
+@dataclass(frozen=True)
+class FusedGradients(Extension):
+    """Have the products that make the gradients of linear layers' weights add them up over micro-batches.
+
+    Then no gradient of a micro-batch is written, read and added, and under autocast a weight is cast once for
+    each batch. Sums are rounded less often than those of autograd, so trained weights differ in their last bits.
+    It applies to modules that are exactly an ``nn.Linear``; all others train as before. Where a stage has
+    replicas, sums over them begin after the last backward, and not during it. Meant for accelerators, whose
+    memory these passes fill; a CPU gains nothing.
+    """
+
+    def configure(self, options: TrainingOptions) -> TrainingOptions:
+        return replace(options, fuses_gradients=True)
+
+    def check(self, spec: Spec) -> None:
+        """Refuse schedules that split backwards: both parts would add the same gradient."""
+        kinds = {action.kind for row in spec.running.build_schedule().rows for action in row}
+        if Kind.BACKWARD_WEIGHT in kinds:
+            raise ValueError(
+                f"FusedGradients() cannot have schedule={spec.plan.schedule!r}: use one whose backwards are whole"
+            )
+
+
 class Compile(Extension):
     """Compile every layer separately by ``torch.compile``: let a layer be a whole block.
 
@@ -348,7 +372,8 @@ class Conflict(NamedTuple):
 
 
 _PREPARED, _COPIES, _GRAPHS = "Ranks(prepare_stage)", "Copies", "CudaGraphs()"
-_WEIGHTS = "weights={plan.weights!r}"
+_FUSED = "FusedGradients()"
+_RECOMPUTE, _WEIGHTS = "recompute={plan.recompute!r}", "weights={plan.weights!r}"
 _REPLICATION, _PIPELINES = "replication={plan.replication}", "pipelines={plan.pipelines}"
 _AUTO, _CHECKS = 'advance="auto"', "BitChecks(every={options.verify_every})"
 _AVERAGE, _GROUP = "MovingAverage({options.ema_decay})", "Ranks(mesh or group)"
@@ -358,6 +383,8 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
     _PREPARED: lambda o, p: o.prepare,
     _COPIES: lambda o, p: o.copies,
     _GRAPHS: lambda o, p: o.cuda_graphs,
+    _FUSED: lambda o, p: o.fuses_gradients,
+    _RECOMPUTE: lambda o, p: p.recompute != "never",
     _WEIGHTS: lambda o, p: p.weights != "flush",
     _REPLICATION: lambda o, p: p.replication,
     _PIPELINES: lambda o, p: p.pipelines > 1,
@@ -371,6 +398,10 @@ _GIVEN: Mapping[str, Callable[[TrainingOptions, Plan], Any]] = {
 }
 CONFLICTS: Sequence[Conflict] = (
     Conflict(_GRAPHS, _WEIGHTS, "a graph reads one version: use a schedule that flushes, or leave it out"),
+    Conflict(_FUSED, _RECOMPUTE, "leave one of the two out"),
+    Conflict(_FUSED, _CHECKS, "BitChecks runs a micro-batch again without it: leave one of the two out"),
+    Conflict(_FUSED, "Compile()", "compiled layers have backwards of their own: leave one of the two out"),
+    Conflict(_PREPARED, _FUSED, "leave it out"),
     Conflict(_COPIES, "isolate=True", "pipelines in processes of their own replace each other"),
     Conflict(_COPIES, "spread=True", "use isolate=True, with which the other pipelines go on at once"),
     Conflict(_COPIES, _REPLICATION, "leave it out"),

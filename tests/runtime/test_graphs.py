@@ -76,6 +76,24 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+def linear_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.LayerNorm(7), nn.Linear(7, 3))
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("plan", PLANS[:5], ids=str)
+def test_products_that_add_gradients_up_are_captured_with_their_casts(captures, plan, autocast):
+    draw = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(n, 5, generator=draw), torch.randint(3, (n,), generator=draw)) for n in [12] * 9 + [9]
+    ]
+    options = {"model": linear_model, "fuses_gradients": True, "autocast": autocast}
+    plain, found = (train(batches, graphs, plan, **options) for graphs in (False, True))
+    assert_same(found, plain)
+    assert launches(captures) > 0
+
+
 @pytest.mark.grid(10)
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")

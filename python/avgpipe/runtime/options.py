@@ -73,6 +73,7 @@ class TrainingOptions:
     autocast: torch.dtype | None = None
     recompute: str = "never"
     cuda_graphs: bool = False
+    fuses_gradients: bool = False
     skip_nonfinite: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     loss_scale: float | str | None = None
