@@ -96,6 +96,14 @@ def pinned_bytes(size: int) -> torch.Tensor:
     return found
 
 
+def copy_stream(device: torch.device) -> Any:
+    """Return a new stream of an accelerator for copies: of high priority, of which no lane's stream is one.
+
+    torch has 32 streams of each priority and deals them out in turn.
+    """
+    return backend.Stream(device, priority=-1)
+
+
 def own_stream(device: torch.device) -> Any:
     """Return a new stream of an accelerator."""
     return backend.Stream(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -54,9 +54,13 @@ class Ends:
 
 
 @contextmanager
-def ends(kind: str, wire_dtype: torch.dtype | None = None, verifies: bool = False) -> Iterator[Ends]:
+def ends(
+    kind: str, wire_dtype: torch.dtype | None = None, verifies: bool = False, more: Sequence[Channel] = ()
+) -> Iterator[Ends]:
+    """``more``: channels from 0 to 1, beside ``CHANNELS``."""
+    into = [BACK, [*CHANNELS, *more]]  # by seat
     verifiers = [Verifier(f"end {1 - k}", f"end {k}") if verifies else None for k in range(2)]
-    made = (shared_ends if kind == "shm" else group_ends)(wire_dtype, verifiers)
+    made = (shared_ends if kind == "shm" else group_ends)(into, wire_dtype, verifiers)
     try:
         yield made
     finally:
@@ -66,8 +70,9 @@ def ends(kind: str, wire_dtype: torch.dtype | None = None, verifies: bool = Fals
             link.close(10)
 
 
-def shared_ends(wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]) -> Ends:
-    into = [BACK, CHANNELS]  # by seat
+def shared_ends(
+    into: list[list[Channel]], wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]
+) -> Ends:
     inboxes = [Inbox.create(into[k]) for k in range(2)]
     opened = [Inbox.open(inboxes[k].offer(), into[k]) for k in range(2)]
     boxes = [Mailbox(inbox.bell) for inbox in inboxes]
@@ -97,9 +102,10 @@ def groups(count: int) -> list[Any]:
     return made
 
 
-def group_ends(wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]) -> Ends:
+def group_ends(
+    into: list[list[Channel]], wire_dtype: torch.dtype | None, verifiers: list[Verifier | None]
+) -> Ends:
     boxes = [Mailbox(), Mailbox()]
-    into = [BACK, CHANNELS]
     links = [
         GroupLink(
             *(group, 1 - k, PeerLost),

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from avgpipe import device as streams
 from avgpipe.errors import PeerLost
-from avgpipe.links import group
+from avgpipe.links import codec, group
 from avgpipe.links.choose import Links
 from avgpipe.links.codec import Format
 from avgpipe.links.group import GroupLink, Room
@@ -450,6 +451,108 @@ def test_who_sends_through_the_host_does_not_wait_for_the_device(
         assert torch.equal(made.receive(key), torch.ones(size))
         assert torch.equal(made.receive(following), torch.zeros(2))
     assert awaited[0].clock[stream] == number  # what the lane had issued, and the copy with it
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+@pytest.mark.parametrize("message", ["F", "B", "E"])
+@pytest.mark.parametrize("kind", LINKS)
+def test_no_lane_waits_until_an_activation_is_copied_to_the_host(
+    kind: str, message: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing writes to it or to a gradient; to what else is sent the lane's next step may write."""
+    fake, looked_at, told, copied = Account(), threading.Event(), list[Any](), list[Any]()
+    write = Format.write
+
+    def noted(*arguments: Any) -> None:
+        copied.append(fake.current_stream().operate())
+        write(*arguments)
+
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    monkeypatch.setattr(
+        fake, "record_stream", lambda tensor, stream: told.append((tensor.data_ptr(), stream))
+    )
+    monkeypatch.setattr(Format, "write", noted)
+    awaited: list[Event] = []
+
+    def synchronize(event: Event) -> None:
+        awaited.append(event)
+        assert looked_at.wait(20)
+
+    monkeypatch.setattr(Event, "synchronize", synchronize)
+    lane, value = fake.Stream(), torch.ones(size)
+    with ends(kind) as made:
+        with lane:
+            source = lane.operate()
+            key = made.send(value, message)
+        goes_on = message != "E"
+        assert lane.follows(copied[0]) is not goes_on
+        assert [pointer for pointer, _ in told] == [value.data_ptr()] * goes_on
+        assert all(stream.follows(copied[0]) for _, stream in told)
+        looked_at.set()
+        assert torch.equal(made.receive(key), value)
+    clock = awaited[0].clock
+    assert all(clock[stream] >= number for stream, number in (source, copied[0]))
+
+
+@pytest.mark.parametrize("kind", LINKS)
+def test_no_message_waits_on_its_way_to_the_host_for_another_lane(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One channel's copies are on a stream of their own."""
+    fake = Account()
+    monkeypatch.setattr(streams, "backend", fake)
+    monkeypatch.setattr(fake, "holds", lambda tensor: True)
+    awaited: list[Event] = []
+    monkeypatch.setattr(Event, "synchronize", lambda event: awaited.append(event))
+    late, lane = fake.Stream(), fake.Stream()
+    second = Channel(Message.ACTIVATION, 1, 0, 1)
+    with ends(kind, more=[second]) as made:
+        with late:
+            held = late.operate()
+            made.receive(made.send(torch.ones(10)))
+        with lane:
+            key = made.key()._replace(pipeline=1)
+            made.links[0].send(key, torch.ones(10))
+            made.receive(key)
+    assert awaited[0].clock[held.stream] == held.number
+    assert held.stream not in awaited[1].clock
+
+
+def test_payloads_for_a_device_arrive_in_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one finds no receive posted, the second one is too large for that, and the third one fits."""
+    fake, read = Account(), list[int]()
+    pinned: list[torch.Tensor] = []
+    monkeypatch.setattr(streams, "backend", fake)
+
+    def pinned_bytes(size: int) -> torch.Tensor:
+        pinned.append(torch.empty(size, dtype=torch.uint8))
+        return pinned[-1]
+
+    reads = Format.read
+
+    def noted(self: Format, memory: Any, *arguments: Any) -> Any:
+        read.append(memory.data_ptr())
+        return reads(self, memory, *arguments)
+
+    monkeypatch.setattr(fake, "pinned_bytes", pinned_bytes)
+    monkeypatch.setattr(Format, "read", noted)
+    with ends("gloo") as made:
+        for size in (100_000, 200_000, 200_000):
+            assert made.pass_on(torch.ones(size)).numel() == size
+    assert len(set(read)) == 3
+    assert set(read) <= {memory.data_ptr() for memory in pinned}
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_the_copy_to_a_device_is_awaited_unless_its_source_is_pinned(pinned: bool) -> None:
+    """Torch keeps pinned memory until it has been read, and no other."""
+    asked: list[Any] = []
+    value: Any = SimpleNamespace(
+        is_pinned=lambda: pinned, to=lambda *where, **how: asked.append((where, how))
+    )
+    codec._on(CPU, value)
+    assert asked == [((CPU,), {"non_blocking": pinned})]
 
 
 def test_closing_sends_what_the_device_has_not_copied_yet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,12 +150,17 @@ class _Slice:
         if self.count == 0 or self.cast is not None:
             value = torch.empty(self.shape, dtype=self.dtype, device=device)
             if self.count:
-                unpack_(self.of(memory, offset).to(device), [value])
+                unpack_(_on(device, self.of(memory, offset)), [value])
         else:
             value = self.of(memory, offset).view(self.shape)
             if value.device != device:
-                value = value.to(device)
+                value = _on(device, value)
         return value.requires_grad_() if self.requires_grad else value
+
+
+def _on(device: torch.device, value: torch.Tensor) -> torch.Tensor:
+    """Return ``value`` on a device; its copy is not awaited if torch keeps the memory until it has been read."""
+    return value.to(device, non_blocking=value.is_pinned())
 
 
 class Encoder:

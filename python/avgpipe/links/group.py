@@ -27,12 +27,12 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from avgpipe.device import current_stream, on_accelerator, pinned_bytes, select
+from avgpipe.device import has_streams, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.links.codec import checksum, padded
 from avgpipe.links.link import (
@@ -46,6 +46,9 @@ from avgpipe.links.link import (
     flip_bit,
 )
 from avgpipe.ranks.met import transport_reason
+
+if TYPE_CHECKING:
+    from avgpipe.links.staged import ToHost
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
 _MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted
@@ -326,11 +329,11 @@ class GroupLink(Link):
             buffer, work = channel.posted.popleft()
             work.wait(_FOREVER)
         if buffer is None or size > room:
-            buffer = torch.empty(size, dtype=torch.uint8)
+            buffer = channel.memory(size)
             self.post_receive(buffer, channel.tag + 1).wait(_FOREVER)
         # Not earlier: while it writes a payload, gloo keeps a processor busy with what the other end sends.
         for bytes in more:
-            following = torch.empty(bytes, dtype=torch.uint8)
+            following = channel.memory(bytes)
             channel.posted.append((following, self.post_receive(following, channel.tag)))
         return buffer
 
@@ -369,6 +372,7 @@ class _Outgoing:
         self._number, self._encoder = number, end.encoder(channel)
         self._is_verified = end.verifier is not None
         self._trains, self._words = channel.kind in OF_MICRO_BATCHES, Message(channel.kind).words
+        self._kind, self._copies = channel.kind, None  # type: Message, ToHost | None
         self._place = _IDLE if channel.kind is Message.COPY else _FIRST
         self.tag, self.room = _FIRST_TAG + 2 * number, Room()
 
@@ -376,39 +380,53 @@ class _Outgoing:
         number, format, text, tensors = self._encoder.encode(value)
         total = padded(len(text)) + format.bytes
         fits = _RECORD_BYTES + total <= _ENVELOPE_BYTES
-        # On the lane's stream, whose next step may write to them; the host continues.
+        place = key.batch if self._trains else self._place
+        record = self._number, key.batch, key.micro_batch, number, len(text)
         devices = [tensor.device for tensor in tensors if on_accelerator(tensor)]
-        comes = bool(devices)
+        if devices:
+            envelope = _envelope(pinned_bytes(_RECORD_BYTES + (total if fits else 0)), *record, total)
+            payload = None if fits else pinned_bytes(total)
+            address = envelope.data_ptr() + _RECORD_BYTES if payload is None else payload.data_ptr()
+            made = self._to_host(devices[0]).write(format, text, tensors, address)
+            return _Packed(place, self._words, envelope, self, payload, made)
         # Not if another thread reads it again for its checksum.
-        lazily = (
-            not (fits or text or comes or self._is_verified) and self._trains and format.is_memory_of(tensors)
-        )
+        lazily = not (fits or text or self._is_verified) and self._trains and format.is_memory_of(tensors)
         if lazily:
             total = format.end  # without padding: both ends must compute the same size of the transfer
-        record = self._number, key.batch, key.micro_batch, number, len(text), total
-        memory = pinned_bytes if comes else _bytes
-        envelope = _envelope(memory(_RECORD_BYTES + (total if fits else 0)), *record)
+        envelope = _envelope(_bytes(_RECORD_BYTES + (total if fits else 0)), *record, total)
         payload = None
         if fits:
-            format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES, comes)
+            format.write_all(text, tensors, envelope.data_ptr() + _RECORD_BYTES)
         elif lazily:
             payload = _copied_lazily(tensors[0])
         else:
-            payload = memory(total)
-            format.write_all(text, tensors, payload.data_ptr(), comes)
-        made = current_stream(devices[0]).record_event() if comes else None
-        place = key.batch if self._trains else self._place
-        return _Packed(place, self._words, envelope, self, payload, made)
+            payload = _bytes(total)
+            format.write_all(text, tensors, payload.data_ptr())
+        return _Packed(place, self._words, envelope, self, payload)
+
+    def _to_host(self, device: torch.device) -> ToHost:
+        if self._copies is None:
+            from avgpipe.links.staged import ToHost
+
+            self._copies = ToHost(self._kind, device)
+        return self._copies
 
 
 class _Incoming:
-    """The receiving end of a channel. ``posted``: buffers of receives, and their works."""
+    """The receiving end of a channel.
+
+    Attributes:
+        posted: Buffers of receives, and their works.
+        memory: Makes a buffer, given its bytes. From pinned memory the copy to an accelerator neither keeps
+            the thread nor passes through another buffer; torch reuses such memory once it has been read.
+    """
 
     def __init__(self, number: int, channel: Channel, end: Endpoint) -> None:
         self.channel = channel
         self.decoder = end.decoder(channel)
         self.tag, self.room = _FIRST_TAG + 2 * number, Room()
         self.posted: deque[tuple[torch.Tensor, Any]] = deque()
+        self.memory = pinned_bytes if has_streams(end.device) else _bytes
 
 
 def _bytes(size: int) -> torch.Tensor:

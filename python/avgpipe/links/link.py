@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import ReadyOnEvent, has_streams, own_stream, ready_on_event
+from avgpipe.device import ReadyOnEvent, copy_stream, has_streams, ready_on_event
 from avgpipe.ranks.environment import cores
 from avgpipe_ext.ring import Bell
 
@@ -86,7 +86,7 @@ class Endpoint:
     @cached_property
     def stream(self) -> Any:
         """The stream on which arrived messages are copied to the device; None on the CPU."""
-        return own_stream(self.device) if has_streams(self.device) else None
+        return copy_stream(self.device) if has_streams(self.device) else None
 
     def receiving(self) -> AbstractContextManager[Any]:
         """Return the context in which messages are copied to the device."""

@@ -15,14 +15,17 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from avgpipe.device import current_stream, has_streams, on_accelerator, pinned_bytes
+from avgpipe.device import has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.codec import Encoder, Format, checksum, padded, view
 from avgpipe.links.link import Channel, Endpoint, Key, Link, Transport, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
+
+if TYPE_CHECKING:
+    from avgpipe.links.staged import ToHost
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: proves to its opener that it is the right memory
@@ -109,6 +112,7 @@ class SharedLink(Link):
         # Messages that an accelerator still copies to the host: a thread waits for that, and then sends them.
         self._later: queue.SimpleQueue[_Later | None] = queue.SimpleQueue()
         self._late = 0  # messages in that queue
+        self._to_host: dict[tuple[Any, ...], ToHost] = {}  # by channel
         self._lock = threading.Lock()  # for senders, and for that number
         self._thread: threading.Thread | None = None
         self._flip: int | None = None  # the bit of the next message that a test flips
@@ -152,11 +156,13 @@ class SharedLink(Link):
         words: _Words,
     ) -> None:
         """Let a thread send once a device has copied the message to the host."""
-        # On the lane's stream, whose next step may write to them; the host continues.
+        from avgpipe.links.staged import ToHost
+
         memory = pinned_bytes(padded(len(text)) + format.bytes)
-        format.write_all(text, tensors, memory.data_ptr(), pinned=True)
         device = next((t.device for t in tensors if on_accelerator(t)), self._end.device)
-        made = current_stream(device).record_event() if has_streams(device) else None
+        if channel not in self._to_host:
+            self._to_host[channel] = ToHost(channel[0], device)
+        made = self._to_host[channel].write(format, text, tensors, memory.data_ptr())
         if self._thread is None:
             self._thread = threading.Thread(target=self._send_later, name="avgpipe-copied", daemon=True)
             self._thread.start()
@@ -165,8 +171,7 @@ class SharedLink(Link):
     def _send_later(self) -> None:
         try:
             while (item := self._later.get()) is not None:
-                if item.made is not None:
-                    item.made.synchronize()
+                item.made.synchronize()
                 size = item.memory.numel()
                 with self._lock:
                     address = item.sender.reserve(size) if size else 0
@@ -230,7 +235,7 @@ def _sealed(words: _Words, channel: tuple[Any, ...], data: Any) -> _Words:
 
 
 class _Later(NamedTuple):
-    """A message that is being copied to the host. ``made``: the event at which it is there; None if it is."""
+    """A message that is being copied to the host. ``made``: the event at which it is there."""
 
     made: Any
     sender: Sender

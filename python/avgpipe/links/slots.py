@@ -317,11 +317,7 @@ class Driver:
 
 
 def copy_stream(device: torch.device) -> Any:
-    """Return a stream for a channel's copies, of torch's high priority.
-
-    torch has 32 streams of each priority and deals them out in turn; lanes have normal ones, so that a lane's
-    stream never is one of these too.
-    """
+    """Return a stream for a channel's copies, like `avgpipe.device.copy_stream`, but of CUDA's own class."""
     return cuda.Stream(device, priority=-1)
 
 
