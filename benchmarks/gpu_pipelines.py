@@ -3,7 +3,7 @@
     python benchmarks/gpu_pipelines.py --out benchmarks/results/gpu_pipelines.json --trace build/gpu_pipelines.json.gz
 
 Rows are in groups that train alike. In bf16 (autocast) and in TF32 each pipeline has batches of its own, of the samples
-that plain PyTorch has in one; ours run kernel by kernel, with CUDA graphs where the model allows them, and compiled.
+that plain PyTorch has in one; ours run kernel by kernel, with CUDA graphs, and compiled.
 "sharing a batch on one full GPU" is the worst case: float32, and N pipelines train N-th parts of the same batch in
 smaller micro-batches, on a GPU that plain PyTorch fills. "one stage of four" is what pipelines are for: one real
 stage, among stages that only take their time. Rows run one after another, each closed before the next begins: torch has
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,6 @@ class Case:
         loss: Likewise.
         batch: Makes a batch of all samples.
         samples: Of a batch.
-        graphs: Whether its kernels are the same every time.
         partition: The first layers of stages; None: balanced.
     """
 
@@ -65,7 +64,6 @@ class Case:
     loss: Callable[[], Any]
     batch: Callable[[torch.Generator], tuple[torch.Tensor, torch.Tensor]]
     samples: int
-    graphs: bool
     partition: list[int] | None = None
 
 
@@ -100,14 +98,14 @@ def cases(small: bool, width: int) -> dict[str, Case]:
             lambda: models.transformer(width, blocks, length=length),
             lambda: models.loss,
             partial(_tokens, models.VOCABULARY, samples, length),
-            *(samples, True),
+            samples,
         ),
         Case(
             "awd-lstm",
             lambda: awd_lstm_layers(config),
             lambda: AWDLSTMLoss(config.alpha, config.beta),
             partial(_tokens, config.vocabulary, samples, 10 if small else 70),
-            *(samples, False),
+            samples,
         ),
     ]
     return {case.name: case for case in made}
@@ -119,21 +117,21 @@ def _tokens(vocabulary: int, samples: int, length: int, generator: torch.Generat
 
 
 def stage_cases(small: bool, stage: int, device: str) -> dict[str, Case]:
-    """Cases of one stage of four, with the times of the others as measured on this device, without dropout."""
+    """Cases of one stage of four, with the times of the others as measured on this device."""
     from benchmarks.one_card import one_worker
 
     at = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    plain = [replace(model, dropout=0.0) for model in stage_models(small)]
-    card = one_worker.Card(at, plain)
+    found = stage_models(small)
+    card = one_worker.Card(at, found)
     made = {}
-    for model in plain[:2]:
+    for model in found[:2]:
         worker = card.worker(one_worker.Case(model.name, "bf16", MICRO_BATCHES, 1, "row", stage))
         taken = Taken(worker.forward_s, worker.backward_s, card.cycles_per_s)
         cuts = stage_among_delays(model, stage, STAGES, taken)[1]
         layers = partial(_stage_layers, model, stage, taken)
         batch = partial(_activations, (model.batch, *model.sample), at)
         made[model.name] = Case(
-            f"stage {stage} of {model.name}", layers, lambda: mean_square, batch, model.batch, True, cuts
+            f"stage {stage} of {model.name}", layers, lambda: mean_square, batch, model.batch, cuts
         )
     card.clear()
     return made
@@ -236,7 +234,7 @@ def contenders(group: Group, device: str) -> dict[str, Callable[[], Any]]:
             rows[f"{PLAIN}, compiled"] = partial(Plain, group, device, True)
     ways: dict[str, tuple[avgpipe.Extension, ...]] = {"": ()}
     if device == "cuda":
-        ways |= {", graphs": (avgpipe.CudaGraphs(),)} if group.case.graphs else {}
+        ways[", graphs"] = (avgpipe.CudaGraphs(),)
         ways |= {", compiled": (avgpipe.Compile(),)} if group.compiled else {}
     for way, extensions in ways.items():  # those that take the compiler's time at the end
         for n in group.counts:

@@ -166,8 +166,8 @@ def steps(gpu: Gpu | None) -> list[Step]:
         else ["--small", "--rounds", "1", "--batches", "4", "--budget", "60"]
     )
     worker = [python, "-m", "benchmarks.one_card.one_worker", "--device", device]
-    worker += ["--budget", "190"] if gpu else ["--small", "--dtype", "fp32", "--rows", "8"]
-    quarters = [python, "-m", "benchmarks.one_card.quarters", "--budget", "310"]
+    worker += ["--budget", "180"] if gpu else ["--small", "--dtype", "fp32", "--rows", "8"]
+    quarters = [python, "-m", "benchmarks.one_card.quarters", "--budget", "300"]
     # The caching allocator hands out parts of what it holds: an access beyond one would go unseen.
     memcheck = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *pytest, "-x"]
     uncached = required | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Work
 
 SLOTS = 8
-SLOT_BYTES = 64 << 20
+SLOT_BYTES = 8 << 20  # twice the activation of a micro-batch
 _NAME = "one_card"
 _AT_LEAST = 0  # CU_STREAM_WAIT_VALUE_GEQ
 

@@ -43,6 +43,7 @@ TEN_GIGABIT = 8 / 10e9  # seconds for a byte
 CONNECTIONS = "16"
 _BEGAN, _STORE = "ONE_CARD_BEGAN", "ONE_CARD_STORE"  # variables of ranks
 _ENDING_S = 30.0
+_WARM_UPS = 3  # batches of each pipeline: graphs are captured in the third
 Choice = tuple[str, str, int, int, dict[str, bool]]  # system, schedule, N, M and more of a row
 
 
@@ -170,7 +171,7 @@ def serve(options: argparse.Namespace) -> None:
 def measured(quarter: Quarter, row: Row, meeting: Meeting, number: int) -> dict[str, Any]:
     """Return samples per second, and the peak of memory on each quarter."""
     on_cuda = quarter.device.type == "cuda"
-    count, rounds = (4, 1) if quarter.small else (16, 2)
+    count, rounds = (12, 1) if quarter.small else (16, 2)
     batches = quarter.batches(count)
 
     def wait() -> None:
@@ -182,7 +183,7 @@ def measured(quarter: Quarter, row: Row, meeting: Meeting, number: int) -> dict[
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     with training(quarter, row) as (train, found):
-        train(batches[: max(row.N, 2)])  # finds buffers, chooses kernels, captures
+        train(batches[: _WARM_UPS * row.N])  # finds buffers, chooses kernels, captures
         rates = []
         for n in range(rounds):
             wait()

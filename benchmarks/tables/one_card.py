@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
-from benchmarks.one_card import fill, phases
+from benchmarks.one_card import fill, phases, shared_worker
 from benchmarks.tables.markdown import NOTHING, Record, table
 
 _HOWS = {"eager": "eagerly", "actions": "a graph for each action", "row": "a graph for the batch"}
@@ -37,6 +37,10 @@ def one_card_fill() -> str:
 
 def one_card_phases() -> str:
     return phases.phases_table()
+
+
+def one_card_shared_worker() -> str:
+    return shared_worker.shared_worker_table()
 
 
 def one_card_lanes(suite: Record | None, earlier: Record) -> str:

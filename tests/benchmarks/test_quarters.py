@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from avgpipe import device
 from avgpipe.runtime.streams import Streams
-from benchmarks.one_card import fill, meeting, phases, quarters, systems
+from benchmarks.one_card import fill, meeting, phases, quarters, shared_worker, systems
 from benchmarks.one_card.meeting import Meeting
 from benchmarks.one_card.systems import Quarter
 from tests.cli.command import ROOT, environment
@@ -165,3 +165,14 @@ def test_actions_in_turn_fill_the_bubbles():
 def test_priorities_put_one_pipeline_ahead_and_the_other_fills_some_of_its_bubbles():
     assert phases.gain(1, 4, "ranked") == 1.0
     assert 1.2 < phases.gain(2, 4, "ranked") < phases.gain(4, 4, "ranked") < phases.gain(4, 4, "in turn")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_lanes_that_begin_apart_fill_the_bubbles_of_a_shared_worker(stage):
+    assert shared_worker.makespan_s(1, stage, 4, False) == pytest.approx(40 * 7 * 3.0)
+    assert shared_worker.gain(2, stage, 4, True) == pytest.approx(1.75, abs=0.03)
+
+
+def test_lanes_that_begin_together_wait_together_on_the_last_stage():
+    # Two batches take the bubble of one and the work of two: 3 + 8 of F + B, where two alone take 14.
+    assert shared_worker.gain(2, 3, 4, False) == pytest.approx(14 / 11)
