@@ -6,7 +6,6 @@ Each is found. The bugs gave wrong numbers, or a stall, without an error, and pa
 from __future__ import annotations
 
 import gc
-import queue
 import threading
 from collections import Counter
 from contextlib import nullcontext
@@ -49,27 +48,26 @@ def train(plan: Plan, count: int = 6) -> Counter[str]:
 # ---- sums of replicas' gradients, read before NCCL has made them ---------------------------------------------------
 
 
-class WaitsInAThread(group_sum.GroupSum):
+class WaitsInAThread(group_sum.SumGroup):
     """Lets a thread wait for the works, as where wait() keeps the host, and tells the lane that the sums are there."""
 
-    def complete(self, batch: int) -> None:
+    def report(self, key: Any, works: list[Any]) -> None:
         if self._thread is None:
-            self._batches = queue.SimpleQueue()
             self._thread = threading.Thread(target=self._deliver, daemon=True)
             self._thread.start()
-        super().complete(batch)
+        super().report(key, works)
 
     def _deliver(self) -> None:
         while (item := self._batches.get()) is not None:
-            batch, works = item
+            key, works = item
             for work in works:
                 work.wait()
-            self._mailbox.deliver(self._key._replace(batch=batch), None)
+            self._mailbox.deliver(key, None)
 
 
 def replicated(mutant: bool) -> Counter[str]:
-    sums = WaitsInAThread if mutant else group_sum.GroupSum
-    with mock.patch.object(group_sum, "GroupSum", sums):
+    sums = WaitsInAThread if mutant else group_sum.SumGroup
+    with mock.patch.object(group_sum, "SumGroup", sums):
         return train(Plan(stages=1, micro_batches=2, replication=(2,)))
 
 

@@ -162,8 +162,8 @@ class Hardware(NamedTuple):
     """What a GPU has less of than a program may hope.
 
     Attributes:
-        queues: Of a device. Its streams, in the order of their creation, are mapped to them in turn, and what waits at
-            the head of a queue holds up all behind it. 0: each stream has its own.
+        queues: Of a device. Of as many streams, made one after another, each has one of its own, and the seed says
+            which. What waits at the head of a queue holds up all behind it. 0: each stream has its own.
         has_pool: Whether a device has 32 streams of each priority, which are used again in turn.
         loads_late: Whether the first launch of a kernel on a device waits for the device, which loads it.
     """

@@ -19,6 +19,9 @@ from tests.simulated_device import load
 T = TypeVar("T")
 
 _LIMIT_S = 120  # for a host to give way: a bug of these tests
+_ASKS = 8  # times that a host may find nothing to do, as an event may say some times that it has not happened
+_SWITCHES = 0.3  # of the times that a host may let another one go first
+_CHANGES = 0.05  # of the turns after which another host is the slow one
 
 
 class Deadlock(RuntimeError):
@@ -33,9 +36,10 @@ class Hosts:
         self._random = random.Random(seed)
         self._changed = threading.Condition()
         self._alive = set(range(count))
-        self._turn = 0
+        self._turn = self._slow = 0
         self._happened = 0  # what hosts do for each other
-        self._stuck: dict[int, int] = {}  # when a host found nothing to do
+        # What had happened when a host found nothing to do, and how often it has found nothing since.
+        self._stuck: dict[int, tuple[int, int]] = {}
         self.deadlock: str | None = None
         self._is_free = False  # whether hosts run at once
 
@@ -81,20 +85,22 @@ class Hosts:
                 self._changed.wait(0.001)
                 return self.deadlock is None
             now = self._happened + self.native.progress()
-            self._stuck[rank] = now
-            if all(self._stuck.get(other) == now for other in self._alive) and not self.native.run_some():
+            before, asks = self._stuck.get(rank, (-1, 0))
+            self._stuck[rank] = now, asks + 1 if before == now else 1
+            stuck = [self._stuck.get(other, (-1, 0)) for other in self._alive]
+            if all(at == now and asks >= _ASKS for at, asks in stuck) and not self.native.run_some():
                 self.deadlock = self.deadlock or str(self.native.stuck())
                 self._is_free = True
                 self._changed.notify_all()
             if not self._is_free:
-                self._pass_on(rank, [other for other in self._alive if other != rank] or [rank])
+                self._pass_on(rank, {other for other in self._alive if other != rank} or {rank})
             return self.deadlock is None
 
     def may_switch(self, rank: int) -> None:
         """Between two steps of a host: the seed says whether another one goes on first."""
         with self._changed:
-            if not self._is_free and self._random.random() < 0.3:
-                self._pass_on(rank, list(self._alive))
+            if not self._is_free and self._random.random() < _SWITCHES:
+                self._pass_on(rank, set(self._alive))
 
     def wait_until(self, rank: int, arrived: Callable[[], bool]) -> None:
         while not arrived():
@@ -107,8 +113,14 @@ class Hosts:
             self._is_free = True
             self._changed.notify_all()
 
-    def _pass_on(self, rank: int, to: Sequence[int]) -> None:
-        self._turn = self._random.choice(to)
+    def _pass_on(self, rank: int, to: set[int]) -> None:
+        """Let one of ``to`` go on: for some time not the slow one, unless nobody else has anything to do."""
+        if self._random.random() < _CHANGES:
+            self._slow = self._random.choice(sorted(self._alive))
+        now = self._happened + self.native.progress()
+        busy = {other for other in to if self._stuck.get(other, (-1, 0))[0] != now}
+        fast = (busy or to) - {self._slow}
+        self._turn = self._random.choice(sorted(fast or to))
         self._changed.notify_all()
         self._await(rank)
 
@@ -124,5 +136,5 @@ class Hosts:
             self._alive.discard(rank)
             self._happened += 1
             if self._turn == rank and self._alive:
-                self._turn = self._random.choice(list(self._alive))
+                self._turn = self._random.choice(sorted(self._alive))
             self._changed.notify_all()

@@ -43,8 +43,11 @@ class Communicator:
         self._native = load()
         self.name, self._member, self._size, self._device = name, member, size, device
         self.stream = torch.Stream(device, priority=-1 if is_urgent else 0)
-        self._count = 0
-        self.aborted = False
+        self._is_urgent, self._count = is_urgent, 0
+
+    def like(self, name: str) -> Communicator:
+        """Another one of the same members."""
+        return Communicator(f"{self.name}, {name}", self._member, self._size, self._device, self._is_urgent)
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         return self._meet(tensors[0], "message", 0, False)
@@ -68,7 +71,7 @@ class Communicator:
         pass
 
     def abort(self) -> None:
-        self.aborted = True
+        pass
 
 
 def device_of(rank: int) -> torch.device:

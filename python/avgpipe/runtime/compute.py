@@ -261,6 +261,11 @@ class Compute:
         self.saved_bytes = 0
         self.kept: Given | None = None
 
+    def begin(self) -> None:
+        """Begin a batch to train on, whatever its number of micro-batches here."""
+        if self._group_sum is not None:
+            self._group_sum.begin()
+
     # ---- forwards ------------------------------------------------------------------------------------------------
 
     def forward(self, state: BatchState, step: Step) -> None:

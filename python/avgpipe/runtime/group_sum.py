@@ -13,21 +13,27 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe.device import ReadyOnEvent, has_streams, select
+from avgpipe.device import ReadyOnEvent, current_stream, has_streams, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.links.nccl import end_communicators
 from avgpipe.ranks.met import Met, transport_reason
 
+if TYPE_CHECKING:
+    from avgpipe.runtime.streams import LaneStream
+
 _PATIENCE_S = 5.0  # timeout for the end of the thread, or of a communicator's works
+_ALIGNMENT = 16  # bytes, for which kernels have their widest accesses
 _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin early
 
 
@@ -43,39 +49,101 @@ def sum_group(world: Met, ranks: Sequence[int], device: torch.device, backend: s
     return group
 
 
+class SumGroup:
+    """Ranks with replicas of one stage, and the sums of all pipelines over them, in one order on every rank.
+
+    A kernel of NCCL occupies its hardware queue until its peers run theirs, and streams share these queues. Ranks that
+    begin two sums in different orders may each hold up the sum that the other one waits for. So there is one
+    communicator, and sums begin in the order in which their batches have begun, which is the same everywhere: by batch,
+    then by pipeline. A lane whose turn it is starts each bucket in its backward, as soon as it is filled; buckets of
+    other lanes wait until those before them have started.
+
+    Args:
+        group: used for nothing else; its tensors are on ``device``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, mailbox: Mailbox, device: torch.device) -> None:
+        self.group, self.device, self.has_streams = group, device, has_streams(device)
+        self._mailbox = mailbox
+        self._due: deque[GroupSum] = deque()  # one entry for each batch that has begun
+        self._last: list[Any] = []  # works of the sums before
+        self._batches: queue.SimpleQueue[tuple[Key, list[Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if not self.has_streams or dist.get_backend(group) != "nccl":  # wait() blocks the host
+            self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
+            self._thread.start()
+
+    def expect(self, lane: GroupSum) -> None:
+        """Note that a batch of a lane has begun."""
+        self._due.append(lane)
+
+    def start_due(self) -> None:
+        """Start the buckets whose turn it is."""
+        while self._due and self._due[0].start_filled():
+            self._due.popleft()
+
+    def report(self, key: Key, works: list[Any]) -> None:
+        """Deliver a message with this key once the works of a batch are done, or may be waited for by a stream."""
+        self._last = works
+        if self._thread is not None:
+            self._batches.put((key, works))
+        else:
+            self._mailbox.put(key, _BucketSums(works, key.batch, self.device))
+
+    def _wait(self) -> None:
+        select(self.device)
+        while (item := self._batches.get()) is not None:
+            key, works = item
+            try:
+                _wait_for(works, key.batch)
+            except PeerLost as loss:
+                self._mailbox.fail(loss)
+                return
+            # This thread's stream is not the one that reads the sums.
+            sums = _BucketSums(works, key.batch, self.device) if self.has_streams else None
+            self._mailbox.deliver(key, sums)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._batches.put(None)
+            self._thread.join(_PATIENCE_S)
+        else:
+            end = partial(dist.destroy_process_group, self.group)
+            works = [*self._last, *(work for lane in self._due for work in lane.works)]
+            end_communicators([(self.group, end, works)], _PATIENCE_S)
+
+
 class GroupSum:
-    """Sums the gradients of a stage's replicas, bucket by bucket.
+    """Sums the gradients of a pipeline's lane over the replicas of its stage, bucket by bucket.
 
     Args:
         parameters: the same on all ranks of ``group``.
-        group: used for nothing else; its tensors are on ``device``.
         key: the key of the message that reports a batch's sums, except for the batch number.
+        stream: the lane's; None on a CPU.
+
+    Attributes:
+        works: of the buckets that have started, in their order.
     """
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        group: dist.ProcessGroup,
-        mailbox: Mailbox,
-        key: Key,
-        device: torch.device,
+        self, parameters: Sequence[nn.Parameter], group: SumGroup, key: Key, stream: LaneStream | None
     ) -> None:
-        self._parameters, self._group, self._mailbox, self._key = parameters, group, mailbox, key
-        self._device, self._has_streams = device, has_streams(device)
+        self._parameters, self._group, self._key, self._stream = parameters, group, key, stream
         self._buckets = _buckets(parameters)
         self._bucket_of = {n: b for b, bucket in enumerate(self._buckets) for n in bucket.members}
         self._armed = False
         self._waiting: list[set[int]] = []  # by bucket, the parameters without a gradient so far
-        self._last: list[Any] = []  # works of the batch before
-        self._works: list[Any] = []  # of the buckets that are in flight, in their order
-        self._batches: queue.SimpleQueue[tuple[int, list[Any]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        if not self._has_streams or dist.get_backend(group) != "nccl":  # wait() blocks the host
-            self._thread = threading.Thread(target=self._wait, name="avgpipe-sum", daemon=True)
-            self._thread.start()
+        self._filled = 0  # buckets
+        self._filled_at: Any = None  # the event after which they are
+        self._batch: int | None = None  # that is complete
+        self.works: list[Any] = []
         for n, p in enumerate(parameters):
             hook = partial(self._made, n)
             p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]  # untyped in torch
+
+    def begin(self) -> None:
+        """Take a turn for a batch that begins; :meth:`complete` follows."""
+        self._group.expect(self)
 
     def arm(self) -> None:
         """Sum in the next backward: it is the last before :meth:`complete`, so its gradients are final."""
@@ -87,58 +155,52 @@ class GroupSum:
             return
         self._waiting[self._bucket_of[n]].discard(n)
         # In the same order everywhere, or ranks would add up different buckets.
-        while len(self._works) < len(self._buckets) and not self._waiting[len(self._works)]:
-            self._start(self._buckets[len(self._works)])
+        if self._filled < len(self._buckets) and not self._waiting[self._filled]:
+            while self._filled < len(self._buckets) and not self._waiting[self._filled]:
+                self._fill()
+            self._go_on()
 
     def complete(self, batch: int) -> None:
         """Sum the remaining buckets; a message, to be taken before :meth:`total`, reports all sums ready."""
         self._armed = False
-        for bucket in self._buckets[len(self._works) :]:
-            self._start(bucket)
-        works, self._works = self._works, []
-        self._last = works
-        if self._thread is not None:
-            self._batches.put((batch, works))
-        else:
-            self._mailbox.put(self._key._replace(batch=batch), _BucketSums(works, batch, self._device))
+        while self._filled < len(self._buckets):
+            self._fill()
+        self._batch = batch
+        self._go_on()
 
-    def _start(self, bucket: _Bucket) -> None:
+    def _fill(self) -> None:
         # This memory held the sums of the batch before. On CUDA the copies are already ordered after them:
         # the lane's stream waited for their works and then read them, and hooks of a backward run on that
         # stream, or after it.
-        for n, view in bucket.members.items():
-            grad = self._parameters[n].grad
-            if grad is None:
-                view.zero_()
-            else:
-                view.copy_(grad)
-        self._works.append(dist.all_reduce(bucket.flat, group=self._group, async_op=True))
+        self._buckets[self._filled].fill(self._parameters)
+        self._filled += 1
+
+    def _go_on(self) -> None:
+        """Start what may start: also of other lanes, which have waited for this one."""
+        if self._group.has_streams:
+            self._filled_at = current_stream(self._group.device).record_event()
+        self._group.start_due()
+
+    def start_filled(self) -> bool:
+        """Start the filled buckets, as it is this lane's turn; return whether the batch has no others."""
+        fresh = self._buckets[len(self.works) : self._filled]
+        # It may be another lane's backward that ends this one's wait, and this lane's may be on a stream of autograd's.
+        with nullcontext() if self._stream is None else self._stream.issuing():
+            if fresh and self._filled_at is not None:
+                current_stream(self._group.device).wait_event(self._filled_at)
+            for bucket in fresh:
+                self.works.append(dist.all_reduce(bucket.flat, group=self._group.group, async_op=True))
+        if self._batch is None:
+            return False
+        works, self.works, self._filled = self.works, [], 0
+        batch, self._batch = self._batch, None
+        self._group.report(self._key._replace(batch=batch), works)
+        return True
 
     def total(self, n: int) -> torch.Tensor:
         """Return the sum of the gradients of parameter n; the next batch's overwrites it."""
         total: torch.Tensor = self._buckets[self._bucket_of[n]].members[n]
         return total
-
-    def _wait(self) -> None:
-        select(self._device)
-        while (item := self._batches.get()) is not None:
-            batch, works = item
-            try:
-                _wait_for(works, batch)
-            except PeerLost as loss:
-                self._mailbox.fail(loss)
-                return
-            # This thread's stream is not the one that reads the sums.
-            sums = _BucketSums(works, batch, self._device) if self._has_streams else None
-            self._mailbox.deliver(self._key._replace(batch=batch), sums)
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._batches.put(None)
-            self._thread.join(_PATIENCE_S)
-        else:
-            end = partial(dist.destroy_process_group, self._group)
-            end_communicators([(self._group, end, [*self._last, *self._works])], _PATIENCE_S)
 
 
 class _BucketSums(ReadyOnEvent):
@@ -168,11 +230,22 @@ class _Bucket:
     """Places for the gradients of some parameters, by their numbers, in one flat tensor."""
 
     def __init__(self, numbers: Sequence[int], parameters: Sequence[nn.Parameter]) -> None:
-        sizes = [parameters[n].numel() for n in numbers]
         like = parameters[numbers[0]]
+        unit = max(1, _ALIGNMENT // like.element_size())
+        sizes = [-(-parameters[n].numel() // unit) * unit for n in numbers]
         self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-        parts = torch.split(self.flat, sizes)
-        self.members = {n: part.view(parameters[n].shape) for n, part in zip(numbers, parts)}
+        self.members: dict[int, torch.Tensor] = {}
+        for n, place in zip(numbers, torch.split(self.flat, sizes)):
+            self.members[n] = place[: parameters[n].numel()].view(parameters[n].shape)
+
+    def fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Copy the gradients of the parameters into their places; zeros for one that has none."""
+        grads = {n: grad for n in self.members if (grad := parameters[n].grad) is not None}
+        for n, place in self.members.items():
+            if n not in grads:
+                place.zero_()
+        if grads:
+            torch._foreach_copy_([self.members[n] for n in grads], list(grads.values()))
 
 
 def _buckets(parameters: Sequence[nn.Parameter]) -> list[_Bucket]:

@@ -88,6 +88,8 @@ class Lane:
     def start(self, work: Work, version: Version, backwards: int, computing: int) -> None:
         """Begin a batch on a ``version`` of the weights, with its numbers of backwards and of all steps."""
         state = self._in_flight[work.batch] = BatchState(work, version, backwards, computing)
+        if work.trains:
+            self.compute.begin()
         if work.micro_batches == 0:  # other pipelines have the whole batch
             state.outcome = torch.zeros((), dtype=torch.float64)
         if self.stream is not None:

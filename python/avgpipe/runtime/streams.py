@@ -148,10 +148,10 @@ class LaneStream:
                 self._stream.record_event(self._averaged)
 
     def issuing(self) -> AbstractContextManager[Any]:
-        """Return the context that issues work on this stream outside of any step.
+        """Return the context that issues work on this stream outside of its steps, such as sums and averages.
 
-        If updates arrive from other processes, they are a part of the chain of updates: this is the only lane
-        of its reference here, so the chain is its stream.
+        If updates arrive from other processes, this is the only lane of its reference here: the chain of updates is
+        its stream.
         """
         return self._stream  # type: ignore[no-any-return]
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from avgpipe.ranks.met import Met, Watchdog
     from avgpipe.runtime.between import SharedBatches
     from avgpipe.runtime.graphs import RowGraphs
-    from avgpipe.runtime.group_sum import GroupSum
+    from avgpipe.runtime.group_sum import SumGroup
     from avgpipe.runtime.loss_scale import LossScale
     from avgpipe.runtime.pace import Pace
     from avgpipe.runtime.policy import Others
@@ -128,7 +128,7 @@ class Worker:
         self.references: dict[int, Reference | None] = {}
         self.emas: dict[int, WeightAverage] = {}
         self.lanes: dict[tuple[int, int], Lane] = {}
-        self._group_sums: list[GroupSum] = []
+        self._sum_groups: dict[tuple[int, ...], SumGroup] = {}  # by the replicas of a stage
         self._shared: dict[int, SharedBatches] = {}  # by replica
         self._graphs: dict[tuple[int, int], RowGraphs] = {}  # by pipeline and worker
         self.others: Others | None = None
@@ -242,14 +242,13 @@ class Worker:
         routes = [self._route(n, i) for n in placement.held_by(rank) for i in placement.pipelines_of(n)]
         return channels_into(rank, placement, routes, self._options.copies)
 
-    def _replica_groups(self) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """Make the group of the ranks that hold replicas of a stage, by stage and pipeline; every rank makes all."""
+    def _replica_groups(self) -> dict[tuple[int, ...], dist.ProcessGroup]:
+        """Make the group of the ranks that hold replicas of a stage, by these; every rank makes all."""
         placement = self.placement
+        stages = [(k, i) for k in range(placement.stages) for i in placement.pipelines]
+        lists = dict.fromkeys(tuple(placement.replicas_of(k, i)) for k, i in stages)
         return {
-            (stage, i): self._group(placement.replicas_of(stage, i))
-            for stage in range(placement.stages)
-            if placement.ranks > 1 and len(placement.replicas_of(stage)) > 1
-            for i in placement.pipelines
+            replicas: self._group(replicas) for replicas in lists if placement.ranks > 1 and len(replicas) > 1
         }
 
     def _group(self, replicas: Sequence[int]) -> dist.ProcessGroup:
@@ -393,19 +392,20 @@ class Worker:
             open=plan.isolate,
         )
 
-    def _lane(self, route: Route, groups: dict[tuple[int, int], dist.ProcessGroup]) -> Lane:
+    def _lane(self, route: Route, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> Lane:
         options, plan = self._options, self._plan
         trained, reference = self.trained[route.replica, route.pipeline], self.references[route.replica]
         port = Port(route, self.mailbox, self.links)
-        group = groups.get((route.stage, route.pipeline))
-        group_sum = None
-        if group is not None:
-            key = route.sums_key(-1)
-            from avgpipe.runtime.group_sum import GroupSum
-
-            group_sum = GroupSum(trained.arena.parameters, group, self.mailbox, key, self.device)
-            self._group_sums.append(group_sum)
         stream = self._stream(route)
+        replicas = tuple(self.placement.replicas_of(route.stage, route.pipeline))
+        group_sum = None
+        if replicas in groups:
+            from avgpipe.runtime.group_sum import GroupSum, SumGroup
+
+            if replicas not in self._sum_groups:
+                self._sum_groups[replicas] = SumGroup(groups[replicas], self.mailbox, self.device)
+            sums = self._sum_groups[replicas]
+            group_sum = GroupSum(trained.arena.parameters, sums, route.sums_key(-1), stream)
         isolated, remote = None, None
         if self.others is not None:
             isolated = self.others.peers(route, stream)
@@ -590,8 +590,8 @@ class Worker:
         if self.others is not None:
             self.others.close()
         self._links.close(patience_s)
-        for group_sum in self._group_sums:
-            group_sum.close()
+        for sums in self._sum_groups.values():
+            sums.close()
         for lane in self.lanes.values():
             if lane.stream is not None:
                 lane.stream.end()  # after a failure, its pending work still uses memory that is now freed

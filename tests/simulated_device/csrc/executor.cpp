@@ -48,8 +48,6 @@ void Executor::reset(Policy policy, uint64_t seed, bool keeps_log, Hardware hard
         for (auto& queue : streams) queue->tasks.clear();  // marks in them hold the queues
         streams.clear();
     }
-    for (c10::DeviceIndex device = 0; device < kDevices; ++device)
-        streams_[device].push_back(std::make_shared<Queue>(Queue{device, 0}));
     policy_ = policy;
     seed_ = random_ = mixed(seed + 1);
     keeps_log_ = keeps_log;
@@ -57,6 +55,20 @@ void Executor::reset(Policy policy, uint64_t seed, bool keeps_log, Hardware hard
     log_.clear();
     failure_.clear();
     ++epoch_;
+    for (c10::DeviceIndex device = 0; device < kDevices; ++device) add_stream(device);
+}
+
+// Maps a new stream to a hardware queue. Which is the driver's affair: of as many streams as there are
+// queues, made one after another, each gets one of its own, and the seed says which.
+void Executor::add_stream(c10::DeviceIndex device) {
+    const auto id = static_cast<int64_t>(streams_[device].size());
+    uint64_t place = 0;
+    if (const uint64_t queues = hardware_.queues; queues > 0) {
+        const uint64_t own = id, first = own - own % queues;
+        const auto key = [&](uint64_t of) { return mixed(seed_ ^ mixed(of)); };
+        for (uint64_t other = first; other < first + queues; ++other) place += key(other) < key(own);
+    }
+    streams_[device].push_back(std::make_shared<Queue>(Queue{device, id, place}));
 }
 
 uint64_t Executor::draw(uint64_t below) {
@@ -76,7 +88,7 @@ int64_t Executor::new_stream(c10::DeviceIndex device, bool is_urgent) {
     const int64_t place = taken_[device][is_urgent]++ % kPool;
     if (hardware_.has_pool && place < static_cast<int64_t>(pool.size())) return pool[place];
     const auto id = static_cast<int64_t>(streams_[device].size());
-    streams_[device].push_back(std::make_shared<Queue>(Queue{device, id}));
+    add_stream(device);
     pool.push_back(id);
     return id;
 }
@@ -146,11 +158,9 @@ bool Executor::is_first(const Queue& queue) const {
 Queue& Executor::first_before(Queue& queue) {
     if (hardware_.queues == 0) return queue;
     Queue* first = &queue;
-    const auto& streams = streams_[queue.device];
-    for (auto id = queue.id % hardware_.queues; id < static_cast<int64_t>(streams.size());
-         id += hardware_.queues) {
-        Queue& other = *streams[id];
-        if (!other.tasks.empty() && other.tasks.front().number < first->tasks.front().number) first = &other;
+    for (const auto& other : streams_[queue.device]) {
+        if (other->hardware != queue.hardware || other->tasks.empty()) continue;
+        if (other->tasks.front().number < first->tasks.front().number) first = other.get();
     }
     return *first;
 }

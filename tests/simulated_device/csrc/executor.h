@@ -70,6 +70,7 @@ struct Task {
 struct Queue {
     c10::DeviceIndex device;
     int64_t id;
+    uint64_t hardware;  // the queue of the device that it is mapped to
     std::deque<Task> tasks = {};
     uint64_t issued = 0;
     uint64_t executed = 0;
@@ -149,6 +150,7 @@ class Executor {
     enum class Led { kThere, kNotIssued, kCircle };
 
     void after_call();
+    void add_stream(c10::DeviceIndex device);
     bool is_first(const Queue& queue) const;
     bool can_run(const Queue& queue) const;
     Queue& first_before(Queue& queue);

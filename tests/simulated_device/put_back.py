@@ -1,0 +1,68 @@
+"""What would not be right on several GPUs, put back one at a time.
+
+Each is right where every stream has a queue of its own, or it is an order that every device shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from unittest import mock
+
+from avgpipe.runtime import group_sum
+from tests.simulated_device import Hardware
+from tests.simulated_device.several import CASES, on_one, wrong
+
+POLICIES = ("random", "late", "starved")
+
+
+class Bug(NamedTuple):
+    """A bug of ``case`` that ``hardware`` shows. ``patch``: puts it back."""
+
+    patch: Callable[[], Any]
+    case: str
+    hardware: Hardware
+    shown_everywhere: bool = False
+
+
+def first_seen(bug: Bug, within: int) -> str:
+    """What the first of so many seeds shows; "" if none does."""
+    expected = on_one(CASES[bug.case])
+    with bug.patch():
+        for seed in range(within):
+            found = wrong(CASES[bug.case], POLICIES[seed % len(POLICIES)], seed, bug.hardware, expected)
+            if found:
+                return found
+    return ""
+
+
+# ---- sums of replicas' gradients -------------------------------------------------------------------------------------
+
+
+class _AsTheyAreReady(group_sum.SumGroup):
+    """Starts what any lane has filled."""
+
+    def start_due(self) -> None:
+        while ready := [lane for lane in self._due if lane.start_filled()]:
+            for lane in ready:
+                self._due.remove(lane)
+
+
+class _OfItsOwn(group_sum.GroupSum):
+    """With a communicator of its own, in no order with those of other pipelines."""
+
+    def __init__(self, parameters: Any, group: Any, key: Any, stream: Any) -> None:
+        own = group_sum.SumGroup(group.group.like(f"pipeline {key.pipeline}"), group._mailbox, group.device)
+        super().__init__(parameters, own, key, stream)
+
+
+BUGS: dict[str, Bug] = {
+    "a communicator for each pipeline's sums": Bug(
+        lambda: mock.patch.object(group_sum, "GroupSum", _OfItsOwn),
+        "replicas and a stage",
+        Hardware(queues=8),
+    ),
+    "sums in each rank's own order": Bug(
+        lambda: mock.patch.object(group_sum, "SumGroup", _AsTheyAreReady), "replicas", Hardware(), True
+    ),
+}
