@@ -31,7 +31,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from avgpipe.runtime.scheduler import Scheduler
 from tests.happens_before.clocks import Event, Stream, join
 from tests.happens_before.memory import storage_of
-from tests.happens_before.operators import DeviceAccount, _tensors_of
+from tests.happens_before.operators import DeviceAccount, tensors_of
 from tests.happens_before.plugin import _MOST, totals
 
 _TOLD = (
@@ -118,7 +118,7 @@ class GpuOperators(TorchDispatchMode):
         if func is torch.ops.aten.record_stream.default:
             account.record_stream(args[0], account.stream(handle_of(args[1])))
             return func(*args, **kwargs)
-        reads, writes = ([t for t in some if account.holds(t)] for some in _tensors_of(func, args, kwargs))
+        reads, writes = ([t for t in some if account.holds(t)] for some in tensors_of(func, args, kwargs))
         given = {storage_of(tensor) for tensor in (*reads, *writes)}
         if _looks_at_shapes(func):
             reads = []
