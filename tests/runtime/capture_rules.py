@@ -103,13 +103,16 @@ class RecordedGraph(TorchDispatchMode):
         name = func._schema.name.split("::")[1]
         if name in HOST_WAITS:
             raise CaptureError(f"{name} waits for the device during a capture")
-        if torch.Tag.nondeterministic_seeded in func.tags and RecordedGraph.drawn_from not in self._states:
-            raise CaptureError(f"{name} draws random numbers during a capture")
+        before = torch.default_generator.get_state()
         for tensor in _tensors((args, kwargs)):
             if id(tensor) not in self._made and id(tensor) not in self._outside:
                 self._outside[id(tensor)] = weakref.ref(tensor), tensor.data_ptr()
         self._keep_outside(func, args, kwargs)
         result = func(*args, **kwargs)
+        # As a device would: some operators draw only if asked to, such as attention with dropout.
+        draws = not torch.equal(before, torch.default_generator.get_state())
+        if kwargs.get("generator") is not None or (draws and RecordedGraph.drawn_from not in self._states):
+            raise CaptureError(f"{name} draws random numbers during a capture")
         made = _tensors(result)
         self._made.update(map(id, made))
         self._own |= set(map(_address, made)) - set(map(_address, _tensors((args, kwargs))))

@@ -282,11 +282,10 @@ REFUSED = {  # the note in the guide, and what the error says
     ("weights stashed", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='stash'.*flushes"),
     ("weights double-buffered", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='double-buffer'"),
     ("weights predicted", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='predicted'"),
-    ("models of transformers", GRAPHS): ("d", "cannot be captured as a CUDA graph.*leave CudaGraphs out"),
-    ("weights predicted", BITS): ("e", "cannot be predicted from the state of AdamW.*error-feedback"),
-    ("FSDP2 inside a stage", COMPILE): ("f", r"cannot have compile: .* call layer.compile\(\)"),
-    ("FSDP2 inside a stage", GRAPHS): ("g", "cannot have CudaGraphs\\(\\): leave it out"),
-    ("FSDP2 inside a stage", EMA): ("g", "cannot have ema_decay=0.7: leave it out"),
+    ("weights predicted", BITS): ("c", "cannot be predicted from the state of AdamW.*error-feedback"),
+    ("FSDP2 inside a stage", COMPILE): ("d", r"cannot have compile: .* call layer.compile\(\)"),
+    ("FSDP2 inside a stage", GRAPHS): ("e", "cannot have CudaGraphs\\(\\): leave it out"),
+    ("FSDP2 inside a stage", EMA): ("e", "cannot have ema_decay=0.7: leave it out"),
 }
 APART = [{BF16, FP16}]  # one or the other
 SLOW = {COMPILE, BITS, "a process for each stage", "FSDP2 inside a stage", "models of transformers"}
