@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -21,6 +21,7 @@ import avgpipe
 from avgpipe import device
 from avgpipe.links.codec import Format
 from avgpipe.schedule.row import COMPUTE_KINDS
+from benchmarks.one_card.in_turn import in_turn
 from benchmarks.one_card.ipc_group import one_card_group
 from benchmarks.one_card.networks import Encoder
 from benchmarks.one_card.stage_of_pipeline import mean_square
@@ -44,6 +45,7 @@ class Row:
         shared: Whether pipelines share each batch.
         graphs: Whether by CUDA graphs.
         ranked: Whether an earlier pipeline's stream has a higher priority than a later one's.
+        in_turn: Whether the device runs one action at a time.
     """
 
     model: str
@@ -56,6 +58,7 @@ class Row:
     shared: bool = False
     graphs: bool = False
     ranked: bool = False
+    in_turn: bool = False
 
     @property
     def name(self) -> str:
@@ -65,7 +68,7 @@ class Row:
             return f"torch {self.schedule}, M = {self.M}"
         batch = "shared" if self.shared else "own"
         made = f"avgpipe {self.schedule}, N = {self.N}, M = {self.M} each, {batch}"
-        return made + ", graphs" * self.graphs + ", ranked" * self.ranked
+        return made + ", graphs" * self.graphs + ", ranked" * self.ranked + ", in turn" * self.in_turn
 
 
 @dataclass(frozen=True)
@@ -143,9 +146,14 @@ def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[
         warmup_rounds=0,  # rounds that wait for the average leave nothing to fill bubbles with
         batch="global" if row.shared else "per-pipeline",
     )
-    # Around all: a pipeline that is closed gives its streams to the next one.
-    streams: AbstractContextManager[None] = _ranked(row.N) if row.ranked else nullcontext()
-    with streams, _line(quarter, row.wire), closing(_pipeline(quarter, row, plan)) as pipeline:
+    with ExitStack() as stack:
+        if row.ranked:
+            # Around all: a pipeline that is closed gives its streams to the next one.
+            stack.enter_context(_ranked(row.N))
+        if row.in_turn and quarter.device.type != "cpu":  # where it is so in any case
+            stack.enter_context(in_turn())
+        stack.enter_context(_line(quarter, row.wire))
+        pipeline = stack.enter_context(closing(_pipeline(quarter, row, plan)))
         yield partial(_train, pipeline), partial(_found, pipeline, quarter.size)
 
 
@@ -333,5 +341,4 @@ def training(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], d
             yield made
         return
     make = torchs if row.system == "torch" else data_parallel
-    with nullcontext():
-        yield make(quarter, row), dict
+    yield make(quarter, row), dict

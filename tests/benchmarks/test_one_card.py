@@ -237,3 +237,41 @@ def test_a_record_has_every_row_at_once_also_those_that_fail(tmp_path):
 def test_a_row_may_begin_within_the_budget():
     assert RowsRecord({}, -1).is_late
     assert not RowsRecord({}, 100).is_late
+
+
+class Graph:
+    def __init__(self, log):
+        self.log = log
+
+    def replay(self):
+        self.log.append("replay")
+
+
+@pytest.mark.parametrize(("way", "captures", "replays"), [("actions", 8, 8), ("row", 2, 2)])
+def test_graphs_hold_an_action_or_a_batch_of_one_lane(way, captures, replays):
+    log, worker = [], Worker(2, 0, 2)
+
+    class Fake(Lane):
+        def __init__(self):
+            self._on_cuda = False
+
+        def run(self, act):
+            log.append(act)
+
+        def step(self):
+            log.append("step")
+
+        def capture(self, work):
+            log.append("capture")
+            work()
+            return Graph(log)
+
+    lanes = [Fake(), Fake()]
+    batch = issue.WAYS[way](worker, lanes, [Log(n, []) for n in range(2)])
+    assert log.count("capture") == captures
+    assert [entry for entry in log if entry in worker.row] == worker.row * 2
+    assert log.count("step") == (2 if way == "row" else 0)  # of a batch that is a graph, it is in there
+    log.clear()
+    batch()
+    assert log.count("replay") == replays
+    assert log.count("step") == (0 if way == "row" else 2)
