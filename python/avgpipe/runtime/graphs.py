@@ -20,11 +20,12 @@ from avgpipe.device import free_cached
 from avgpipe.errors import StageError, reason
 from avgpipe.links.link import described
 from avgpipe.model.context import Carry, has_hooks
-from avgpipe.runtime.captured import CapturedRow, Item, Segment, segments_of
+from avgpipe.runtime.captured import CapturedRow, Segment, segments_of
 from avgpipe.runtime.compute import BatchState, Compute, Work
 from avgpipe.runtime.draws import Draws, SeenDraws
 from avgpipe.runtime.options import TrainingOptions
 from avgpipe.runtime.route import Step, StepKind
+from avgpipe.schedule.row import Action
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane, PipelineRow
@@ -76,7 +77,7 @@ class RowGraphs:
         self.rows: list[PipelineRow] = []
         self._forms: list[_Form] = []
         self._pool: Any = None
-        self._rows_of: dict[int, list[list[Item]]] = {}  # by batch, what the rows do in it
+        self._actions: dict[int, list[list[Action]]] = {}  # by batch, the actions of each row
         self._decided: dict[int, CapturedRow | None] = {}  # by batch
         self._begun = 0  # rows that have begun the newest batch
         self._left: list[Segment] = []  # of the batch that is being launched
@@ -85,9 +86,9 @@ class RowGraphs:
 
     # ---- the steps of a row ------------------------------------------------------------------------------------------
 
-    def start(self, row: PipelineRow, batch: int, items: list[Item]) -> None:
-        """Take the forwards and backwards of a batch in a row; queue what decides how they run."""
-        self._rows_of.setdefault(batch, []).append(items)
+    def start(self, row: PipelineRow, batch: int, actions: list[Action]) -> None:
+        """Take the actions of a batch in a row; queue what decides how its forwards and backwards run."""
+        self._actions.setdefault(batch, []).append(actions)
         lane = next(iter(row.lanes.values()))
         row.computing.add(Step(StepKind.BEGIN_ROW, lane.route.stage, batch, -1, (), begins=True))
 
@@ -110,7 +111,8 @@ class RowGraphs:
         self._begun += 1
         captured = self._decided[step.batch]
         if captured is None:
-            row.computing.put_next([item[1] for item in self._rows_of[step.batch][self.rows.index(row)]])
+            actions = self._actions[step.batch][self.rows.index(row)]
+            row.computing.put_next([own for _, own in row.steps(actions, step.batch)])
         elif lane is self.lanes[0]:  # the first row launches for all
             self._left = list(captured.segments)
             place = lane.route.stage, step.batch, -1
@@ -118,7 +120,7 @@ class RowGraphs:
                 [Step(StepKind.LAUNCH, *place, _of_batch(s, step.batch)) for s in self._left]
             )
         if self._begun == len(self.rows):
-            del self._rows_of[step.batch]
+            del self._actions[step.batch]
 
     def _launch(self, step: Step) -> None:
         captured = self._decided[step.batch]
@@ -144,17 +146,10 @@ class RowGraphs:
         if work.form is None or work.micro_batches == 0 or work.is_kept:
             return None
         weights = work.weights
-        rows = [
-            [(lane.route.replica, *step._replace(batch=0, needs=())) for lane, step in row]
-            for row in self._rows_of[batch]
-        ]
+        schedule = [row.actions for row in self.rows], work.micro_batches
         carried = [sorted(carry.values) for lane in self.lanes for carry in lane.trained.stage.carries]
-        form = (
-            work.form,
-            rows,
-            carried,
-            weights and (weights.factors, weights.total, weights.scale, weights.shares),
-        )
+        share = weights and (weights.factors, weights.total, weights.scale, weights.shares)
+        form = work.form, schedule, carried, share
         found = next((one for one in self._forms if one.form == form), None)
         if found is None:
             if len(self._forms) == _FORMS:
@@ -176,7 +171,8 @@ class RowGraphs:
         if self._pool is None:
             free_cached(self._device)  # graphs cannot use the allocator's cache
         lane = self.lanes[0]
-        segments = segments_of(self._rows_of[work.batch], self.lanes)
+        rows = [row.steps(actions, work.batch) for row, actions in zip(self.rows, self._actions[work.batch])]
+        segments = segments_of(rows, self.lanes)
         draws = Draws(self._device, self._seed, lane.pipeline, form.seen[-1].drawings)
         return CapturedRow(self.lanes, segments, work, self._options, draws, self._pool)
 

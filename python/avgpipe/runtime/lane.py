@@ -332,7 +332,7 @@ class PipelineRow:
     def follow(self, row: Row, first_row: Row) -> None:
         """Switch to another row; no batch is in flight."""
         self._cursor = RowCursor(row, self._weights, first_row, self._warmup)
-        self._row = row
+        self.actions = row
         self._counted: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
@@ -348,18 +348,23 @@ class PipelineRow:
             self._enqueue(actions)
             return
         self._enqueue([pair for pair in actions if pair[0].micro_batch is None])
-        items = [
+        self._graphs.start(self, work.batch, [action for action, _ in actions])
+
+    def steps(self, actions: Iterable[Action], batch: int) -> list[tuple[Lane, Step]]:
+        """Return the forwards and backwards of a batch, each with its lane."""
+        return [
             (lane := self.lanes[action.stage], lane.step(_STEPS[action.kind], batch, action.micro_batch))
-            for action, batch in actions
+            for action in actions
             if action.micro_batch is not None
         ]
-        self._graphs.start(self, work.batch, items)
 
     def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
         """Count the backwards, and all forwards and parts of backwards, that a batch has on a stage."""
         found = self._counted.get((stage, micro_batches))
         if found is None:  # most batches have the same number
-            kinds = [a.kind for a in self._row if a.stage == stage and a.micro_batch in range(micro_batches)]
+            kinds = [
+                a.kind for a in self.actions if a.stage == stage and a.micro_batch in range(micro_batches)
+            ]
             found = self._counted[stage, micro_batches] = kinds.count(Kind.FORWARD), len(kinds)
         return found
 
