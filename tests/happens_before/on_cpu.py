@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from avgpipe import device as devices
 from avgpipe.elastic import group
-from avgpipe.links import cuda
+from avgpipe.links import slots
 from avgpipe.runtime import group_sum, spec
 from tests.happens_before.operators import DEVICE, DeviceAccount, HostReads, Operators
 
@@ -69,7 +69,7 @@ def on_streams(account: DeviceAccount) -> Iterator[DeviceAccount]:
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(devices, "backend", account))
-        stack.enter_context(mock.patch.object(cuda, "cuda", account))
+        stack.enter_context(mock.patch.object(slots, "cuda", account))
         for module in (group_sum, group):
             stack.enter_context(mock.patch.object(module, "dist", Nccl(account)))
         stack.enter_context(mock.patch.object(spec, "_device", found))
