@@ -231,7 +231,8 @@ class ReadyOnEvent:
         """Return the value, for use on the current stream."""
         stream = current_stream(self._device)
         stream.wait_event(self._ready)
-        # Allocated on the stream that recorded ``ready``, read on this one.
+        # Allocated on the stream that recorded ``ready``, read on this one. Its sender cannot keep it instead
+        # until the gradient is there: where backwards are split, the weights' half reads it after that.
         used_on(stream, pytree.tree_leaves(self.value))
         return self.value
 

@@ -52,6 +52,7 @@ TESTS = (
     ),
     ("tests/checkpoint/test_snapshot.py", "tests/checkpoint/test_writer.py", OPTION),
     ("tests/simulated_device/test_device.py", "tests/simulated_device/test_training.py"),
+    ("tests/simulated_device/test_links.py",),
 )
 LIMIT_S = 240
 

@@ -642,7 +642,11 @@ class Bindings:
     """
 
     class CUipcMemHandle:
-        reserved = bytes(slots.HANDLE_BYTES)
+        def __init__(self) -> None:
+            self.memory = ctypes.create_string_buffer(slots.HANDLE_BYTES)
+
+        def getPtr(self) -> int:
+            return ctypes.addressof(self.memory)
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes, self.thread, self.calls = free_bytes, threading.local(), list[Any]()
@@ -676,7 +680,7 @@ class Bindings:
 
     def cuIpcOpenMemHandle(self, handle: Any, flags: int) -> Any:
         assert flags == 1
-        return self._called("cuIpcOpenMemHandle", int.from_bytes(handle.reserved, "little"))
+        return self._called("cuIpcOpenMemHandle", int.from_bytes(handle.memory.raw, "little"))
 
     def cuMemcpyAsync(self, target: int, source: int, size: int, stream: int) -> Any:
         return self._called(("cuMemcpyAsync", target, source, size, stream))[:1]

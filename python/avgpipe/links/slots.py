@@ -7,6 +7,7 @@ process; and only a whole allocation can be shared, of which tensors of its allo
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import secrets
 import struct
@@ -260,12 +261,12 @@ class Driver:
                 cuda.empty_cache()  # torch keeps the memory of freed tensors
                 (pointer,) = self._call("cuMemAlloc", size)
             (handle,) = self._call("cuIpcGetMemHandle", pointer)
-            return int(pointer), bytes(handle.reserved)
+            return int(pointer), ctypes.string_at(handle.getPtr(), HANDLE_BYTES)  # 13.5 has no ``reserved``
 
     def open(self, handle: bytes) -> int:
         """Return the address of another process's memory."""
         opened = self._driver.CUipcMemHandle()
-        opened.reserved = handle
+        ctypes.memmove(opened.getPtr(), handle, HANDLE_BYTES)
         with self._current():
             (pointer,) = self._call("cuIpcOpenMemHandle", opened, _LAZY_PEER_ACCESS)
             return int(pointer)
