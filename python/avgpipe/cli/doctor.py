@@ -7,7 +7,6 @@ import platform
 import subprocess
 import sys
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -121,21 +120,22 @@ def _cuda(found: Findings) -> None:
 
 def _queues() -> str:
     """Return how many hardware queues the streams of a process share."""
-    asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if asked is None:
-        return "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
-    return f"{asked} for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
+    from avgpipe.ranks.queues import VARIABLE, queue_environment
+
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        return f"{asked} for all streams ({VARIABLE})"
+    return (
+        f"{queue_environment()[VARIABLE]} for all streams in processes that avgpipe starts, 8 in others that use CUDA "
+        f"before they make a Pipeline ({VARIABLE} is not set)"
+    )
 
 
 def _sharing() -> str:
     """Return whether kernels of several processes run at once on a device, which needs MPS."""
-    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    try:
-        number = int((folder / "nvidia-cuda-mps-control.pid").read_text())
-        runs = Path("/proc", str(number)).exists()
-    except (OSError, ValueError):
-        runs = False
-    if runs:
+    from avgpipe.ranks.queues import mps_runs
+
+    if mps_runs():
         return "kernels run at once (MPS is running)"
     return "one after another: no MPS; where workers share a device, start nvidia-cuda-mps-control -d"
 
