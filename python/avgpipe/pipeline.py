@@ -438,6 +438,8 @@ def _prepare_process(spec: Spec) -> None:
         keep_freed_memory()
     if os.environ.get(STORE_FILE):  # a launcher of ours has started it
         named("avgpipe.ranks.process:report_lost_peers")()
+    if has_streams(spec.device):
+        named("avgpipe.ranks.queues:ask_for_queues")(spec.device, spec.plan.pipelines)
     select(spec.device)
     if isinstance(spec.options.loss_fn, nn.Module):
         spec.options.loss_fn.to(spec.device)

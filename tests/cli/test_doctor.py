@@ -103,7 +103,7 @@ def test_the_architectures_of_torch_are_compared_with_the_devices(device, monkey
 
 def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
     told = strict(invoke("doctor", "--json").stdout)["cuda"]
-    assert told["queues"] == "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
+    assert told["queues"].startswith("32 for all streams in processes that avgpipe starts, 8 in others")
     assert told["shared_by_processes"].startswith("one after another: no MPS")
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")

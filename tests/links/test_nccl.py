@@ -17,7 +17,15 @@ from avgpipe import device as streams
 from avgpipe.links import nccl
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
-from avgpipe.links.nccl import NcclLink, NcclTransport, connect, edges_of, end_communicators
+from avgpipe.links.nccl import (
+    Edge,
+    NcclLink,
+    NcclTransport,
+    connect,
+    edges_of,
+    end_communicators,
+    shares_of,
+)
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into
@@ -51,7 +59,7 @@ def exchange(both_ways: bool) -> list[Any]:
     me, peer = world.rank, 1 - world.rank
     mailbox = Mailbox()
     into = [BACK, THERE][me]
-    edges = [(0, 1), (1, 0)] if both_ways else [(0, 1)]
+    edges = [Edge(0, 1), Edge(1, 0)] if both_ways else [Edge(0, 1)]
     store = world.store()
 
     def make(edge: Any, end: int) -> Any:
@@ -60,7 +68,8 @@ def exchange(both_ways: bool) -> list[Any]:
     groups = connect(edges, me, make, CPU)
     control = partial(GroupLink, world.group, peer, partial(world.lost, peer))
     end = Endpoint(mailbox, CPU, into, [THERE, BACK][me])
-    link = NcclLink(control, groups.get((me, peer)), groups.get((peer, me)), end)
+    out, back = ({0: groups[edge]} if edge in groups else {} for edge in (Edge(me, peer), Edge(peer, me)))
+    link = NcclLink(control, out, back, end)
     kinds = [channel.kind for channel in [BACK, THERE][peer]]
     for n in range(SENT):
         link.send(Key(Message(kinds[n % len(kinds)]), 0, me, peer, n, 0), value(n))
@@ -124,8 +133,8 @@ class Ends:
         self.groups = [Communicator(fake) for _ in range(2)]
         self.box = Mailbox()
         self.there = [*CHANNELS, UPDATES]
-        self.sender = NcclLink(Control, self.groups[0], None, Endpoint(Mailbox(), CPU, [], self.there))  # type: ignore[arg-type]
-        self.receiver = NcclLink(Control, None, self.groups[1], Endpoint(self.box, CPU, self.there, []))  # type: ignore[arg-type]
+        self.sender = NcclLink(Control, {0: self.groups[0]}, {}, Endpoint(Mailbox(), CPU, [], self.there))  # type: ignore[arg-type]
+        self.receiver = NcclLink(Control, {}, {0: self.groups[1]}, Endpoint(self.box, CPU, self.there, []))  # type: ignore[arg-type]
 
     def send(self, kind: str, value: Any) -> Key:
         key = Key(Message(kind), 0, 0, 1, 0, 0)
@@ -282,11 +291,11 @@ def test_a_rank_connects_to_whom_it_sends_much(plan: Plan, count: int, most: int
     """A store is asked once for each communicator of a rank, there is no barrier, and none waits for ever."""
     edges = edges_of(into(plan))
     assert len(edges) == len(set(edges)) == count
-    own = [[edge for edge in edges if rank in edge] for rank in range(plan.workers)]
+    own = [[edge for edge in edges if rank in edge[:2]] for rank in range(plan.workers)]
     assert max(map(len, own)) == most
     # When each connects at the earliest: after what both of its ends connect before.
     done = [0] * plan.workers
-    for a, b in edges:
+    for a, b, _ in edges:
         done[a] = done[b] = max(done[a], done[b]) + 1
     assert max(done) == turns
     store, met = Store(plan.workers, edges), {edge: threading.Barrier(2) for edge in edges}
@@ -331,3 +340,37 @@ def test_a_pair_has_nccl_whatever_others_have(offers: Sequence[str | None], why:
         return
     with pytest.raises(ValueError, match=why):
         transport.open(0, offers)
+
+
+@pytest.mark.parametrize(
+    ("plan", "shares"),
+    [
+        (Plan(stages=4), 1),
+        (Plan(stages=2, pipelines=4, batch="per-pipeline"), 4),
+        (Plan(stages=4, pipelines=4, batch="per-pipeline"), 4),
+        (Plan(stages=4, pipelines=8, batch="per-pipeline"), 4),
+        (Plan(stages=8, pipelines=8, spread=True), 1),
+    ],
+)
+def test_pipelines_share_communicators_where_queues_would_not_suffice(plan: Plan, shares: int) -> None:
+    """Not the lanes of a middle stage, whose worker has four neighbours to send to or receive from."""
+    channels = into(plan)
+    assert shares_of(channels) == shares
+    ends = [edge[:2] for edge in edges_of(channels)]
+    assert max(sum(rank in pair for pair in ends) for rank in range(plan.workers)) <= max(
+        16, 18 * plan.spread
+    )
+
+
+def test_a_communicator_outlasts_our_limit_and_has_a_stream_that_is_no_lane_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    made: Any = type("ProcessGroupNCCL", (), {"Options": Options})
+    monkeypatch.setattr(nccl.dist, "ProcessGroupNCCL", made, raising=False)
+    options = nccl.options(60)
+    assert options.is_high_priority_stream
+    assert options._timeout > timedelta(seconds=60)

@@ -74,3 +74,7 @@ def threads():
 def sleeps(folder):
     Path(folder, os.environ["RANK"]).write_text(str(os.getpid()))
     time.sleep(100)
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)

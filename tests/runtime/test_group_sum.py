@@ -334,8 +334,11 @@ def test_members_of_a_group_connect_before_anything_depends_on_it(
         group_sum, "dist", SimpleNamespace(all_reduce=lambda tensor, group: summed.append(group))
     )
     world: Any = SimpleNamespace(
-        rank=rank, new_group=lambda ranks, backend: made.append((ranks, backend)) or "the group"
+        rank=rank,
+        timeout_s=60.0,
+        new_group=lambda ranks, *how: made.append((ranks, *how)) or "the group",
     )
+    monkeypatch.setattr(group_sum, "options", "options for {} s".format)
     assert sum_group(world, [1, 2], torch.device("cpu"), backend) == "the group"
-    assert made == [([1, 2], backend)]
+    assert made == [([1, 2], backend, "options for 60.0 s" if backend == "nccl" else None)]
     assert summed == ["the group"] * sums

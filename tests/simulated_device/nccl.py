@@ -16,10 +16,10 @@ class Work:
     """Of a kernel: ``wait`` orders the current stream after it, and keeps the host no time."""
 
     def __init__(self, end: Any, device: torch.device) -> None:
-        self._end, self._device = end, device
+        self._end, self.device = end, device
 
     def wait(self, *_: Any) -> bool:
-        torch.accelerator.current_stream(self._device).wait_event(self._end)
+        torch.accelerator.current_stream(self.device).wait_event(self._end)
         return True
 
     def is_completed(self) -> bool:
@@ -41,13 +41,13 @@ class Communicator:
         self, name: str, member: int, size: int, device: torch.device, is_urgent: bool = False
     ) -> None:
         self._native = load()
-        self.name, self._member, self._size, self._device = name, member, size, device
+        self.name, self._member, self._size, self.device = name, member, size, device
         self.stream = torch.Stream(device, priority=-1 if is_urgent else 0)
         self._is_urgent, self._count = is_urgent, 0
 
     def like(self, name: str) -> Communicator:
         """Another one of the same members."""
-        return Communicator(f"{self.name}, {name}", self._member, self._size, self._device, self._is_urgent)
+        return Communicator(f"{self.name}, {name}", self._member, self._size, self.device, self._is_urgent)
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> Work:
         return self._meet(tensors[0], "message", 0, False)
@@ -62,10 +62,10 @@ class Communicator:
         """Issue a kernel after the current stream's work, as NCCL does it for torch."""
         name = f"{what} {self._count} of {self.name}"
         self._count += 1
-        self.stream.wait_stream(torch.accelerator.current_stream(self._device))
+        self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             self._native.meet(name, member, self._size, tensor, sums)
-            return Work(self.stream.record_event(), self._device)
+            return Work(self.stream.record_event(), self.device)
 
     def shutdown(self) -> None:
         pass

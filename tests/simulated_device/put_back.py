@@ -6,11 +6,12 @@ Each is right where every stream has a queue of its own, or it is an order that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
 from avgpipe.runtime import group_sum
-from tests.simulated_device import Hardware
+from tests.simulated_device import Hardware, ranks
 from tests.simulated_device.several import CASES, on_one, wrong
 
 POLICIES = ("random", "late", "starved")
@@ -28,11 +29,11 @@ class Bug(NamedTuple):
 def first_seen(bug: Bug, within: int) -> str:
     """What the first of so many seeds shows; "" if none does."""
     expected = on_one(CASES[bug.case])
-    with bug.patch():
-        for seed in range(within):
+    for seed in range(within):
+        with bug.patch():
             found = wrong(CASES[bug.case], POLICIES[seed % len(POLICIES)], seed, bug.hardware, expected)
-            if found:
-                return found
+        if found:
+            return found
     return ""
 
 
@@ -56,6 +57,28 @@ class _OfItsOwn(group_sum.GroupSum):
         super().__init__(parameters, own, key, stream)
 
 
+# ---- communicators ---------------------------------------------------------------------------------------------------
+
+
+def _both_ways() -> Any:
+    """Messages from and to a peer on one stream, as of one communicator."""
+    streams: dict[Any, Any] = {}
+    init = ranks.Pair.__init__
+
+    def joined(self: Any, name: str, end: int, size: int, options: Any) -> None:
+        init(self, name, end, size, options)
+        ends = frozenset(name.partition(",")[0].removeprefix("from ").split(" to "))
+        self.stream = streams.setdefault((self.device, ends), self.stream)
+
+    return mock.patch.object(ranks.Pair, "__init__", joined)
+
+
+def of_normal_priority() -> Any:
+    """Communicators with streams out of the lanes' own pool."""
+    init = ranks.Options.__init__
+    return mock.patch.object(ranks.Options, "__init__", lambda self, **_: init(self))
+
+
 BUGS: dict[str, Bug] = {
     "a communicator for each pipeline's sums": Bug(
         lambda: mock.patch.object(group_sum, "GroupSum", _OfItsOwn),
@@ -65,4 +88,6 @@ BUGS: dict[str, Bug] = {
     "sums in each rank's own order": Bug(
         lambda: mock.patch.object(group_sum, "SumGroup", _AsTheyAreReady), "replicas", Hardware(), True
     ),
+    "a communicator for both directions": Bug(_both_ways, "a chain", Hardware(), True),
+    "the 8 queues that there are by default": Bug(nullcontext, "a chain", Hardware(queues=8)),
 }

@@ -71,21 +71,17 @@ class SimulatedWorld(World):
     def beside(self) -> World:
         return self
 
-    def new_group(self, ranks: Sequence[int], backend: str, **how: Any) -> Any:
+    def new_group(self, ranks: Sequence[int], backend: str, options: Any = None) -> Any:
         number, self._groups = self._groups, self._groups + 1
         if self.rank not in ranks:
             return SimpleNamespace(name="of others")
         place = list(ranks).index(self.rank)
         return Communicator(
-            f"group {number}", place, len(ranks), device_of(self.rank), is_urgent(how.get("options"))
+            f"group {number}", place, len(ranks), device_of(self.rank), options.is_high_priority_stream
         )
 
     def store(self) -> Any:
         return None
-
-
-def is_urgent(options: Any) -> bool:
-    return bool(getattr(options, "is_high_priority_stream", False))
 
 
 class SimulatedBell:
@@ -95,8 +91,9 @@ class SimulatedBell:
         self._hosts, self._rank, self._count = hosts, rank, 0
 
     def count(self) -> int:
+        found = self._count  # what is rung from now on is not known yet
         self._hosts.may_switch(self._rank)
-        return self._count
+        return found
 
     def ring(self) -> None:
         self._count += 1
@@ -136,8 +133,27 @@ class HostLink(Link):
         self._machine.hosts.happen()
 
 
+class Options:
+    """Of a communicator, as torch has them."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+
+
+class Pair(Communicator):
+    """One of two ends, as torch makes it."""
+
+    Options = Options
+
+    def __init__(self, name: str, end: int, size: int, options: Any) -> None:
+        device = device_of(torch.accelerator.current_device_index())
+        super().__init__(name, end, size, device, options.is_high_priority_stream)
+
+
 class SimulatedNccl:
     """Stands for ``torch.distributed`` where gradients are summed, and where communicators are made."""
+
+    ProcessGroupNCCL = Pair
 
     @staticmethod
     def get_backend(group: Any) -> str:
@@ -173,17 +189,12 @@ def on_ranks(machine: Machine) -> Iterator[Callable[[int], SimulatedWorld]]:
         host = HostTransport(world, into, device, {})
         return {"host": host, "nccl": NcclTransport(world, into, device, {"host": host})}
 
-    def communicator(name: str, end: int, timeout_s: float) -> Communicator:
-        urgent = getattr(nccl, "URGENT", False)
-        return Communicator(name, end, 2, device_of(here.world.rank), urgent)
-
     with ExitStack() as stack:
         for where, name, value in (
             (session, "meet", lambda *_: here.world),
             (preemption, "Preemption", lambda world: Notice()),
             (choose, "_transports", transports),
             (nccl, "nccl_device", str),
-            (nccl, "communicator", communicator),
             (nccl, "dist", SimulatedNccl),
             (nccl, "_END_S", 0.2),
             (group_sum, "dist", SimulatedNccl),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from avgpipe import Pipeline, Plan
+from avgpipe.device import backend
 from tests.options import grouped
 from tests.runtime.cases import token_batches
 from tests.simulated_device import Hardware, simulate
@@ -18,11 +19,16 @@ from tests.simulated_device.training import Results, adam, differences, on_host
 
 
 class Case(NamedTuple):
-    """A plan on ``ranks``, with batches of so many samples."""
+    """A plan on ``ranks``, with batches of so many samples.
+
+    ``earlier``: streams that earlier pipelines of the process have taken from the pool, of which the first ones are now
+    the lanes'.
+    """
 
     ranks: int
     plan: Plan
     samples: list[int]
+    earlier: int = 0
 
 
 def _shared(pipelines: int, micro_batches: int, replication: tuple[int, ...], samples: list[int]) -> Case:
@@ -61,6 +67,8 @@ CASES: dict[str, Case] = {
     "replicas of both": _own(2, 2, (2, 2)),
 }
 
+CASES["replicas after other pipelines"] = CASES["replicas and a stage"]._replace(earlier=32)
+
 
 def model() -> nn.Sequential:
     torch.manual_seed(7)
@@ -93,11 +101,19 @@ def on_one(case: Case) -> Results:
         return _train(p, case)
 
 
+def a_pipeline(case: Case, rank: int) -> Pipeline:
+    """The part of a rank."""
+    device = torch.device("sim", rank)
+    taken = [torch.Stream(device) for _ in range(case.earlier)]
+    backend.idle[device] += taken[: case.plan.pipelines]
+    return _pipeline(case, str(device))
+
+
 def on_ranks(case: Case, policy: str, seed: int, hardware: Hardware) -> list[Results]:
     """What each rank has in the end; ``Deadlock`` or RuntimeError where a device or all hosts wait for ever."""
 
     def host(rank: int, world: SimulatedWorld) -> Results:
-        with _pipeline(case, f"sim:{rank}") as p:
+        with a_pipeline(case, rank) as p:
             found = _train(p, case)
             world.barrier()
             world.machine.hosts.set_free()

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -152,21 +151,22 @@ def _torch_kernels(found: Findings, name: str, major: int, minor: int) -> None:
 
 def _queues() -> str:
     """Return how many hardware queues the streams of a process share."""
-    asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if asked is None:
-        return "8 for all streams (CUDA_DEVICE_MAX_CONNECTIONS is not set; at most 32)"
-    return f"{asked} for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
+    from avgpipe.ranks.queues import VARIABLE, queue_environment
+
+    asked = os.environ.get(VARIABLE)
+    if asked is not None:
+        return f"{asked} for all streams ({VARIABLE})"
+    return (
+        f"{queue_environment()[VARIABLE]} for all streams in processes that avgpipe starts, 8 in others that use CUDA "
+        f"before they make a Pipeline ({VARIABLE} is not set)"
+    )
 
 
 def _sharing() -> str:
     """Return whether kernels of several processes run at once on a device, which needs MPS."""
-    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
-    try:
-        number = int((folder / "nvidia-cuda-mps-control.pid").read_text())
-        runs = Path("/proc", str(number)).exists()
-    except (OSError, ValueError):
-        runs = False
-    if runs:
+    from avgpipe.ranks.queues import mps_runs
+
+    if mps_runs():
         return (
             "kernels run at once (MPS is running); no guarantee about lost processes: NVIDIA leaves undefined what "
             "becomes of the others when one is killed at work"

@@ -1,24 +1,30 @@
 """The link between processes with a GPU each: tensors are sent by NCCL, their formats by another link.
 
-A communicator joins two workers in one direction, so that neither direction waits for the other; there is one
-if large messages go that way. All other messages of that direction use it too, and the rest goes through host
-memory. Receives must be posted in the order of the sends: messages are numbered per direction, and the
+A communicator joins two workers in one direction, for one pipeline: it runs what is sent in order, and each kernel
+spins until its peer's runs. With one for both directions, two workers that send first would wait for each other;
+with one for all pipelines, the message of one would wait for the kernels of another. There is one if large
+messages go that way. All other messages of that direction and pipeline use it too, and the rest goes through host
+memory. Receives must be posted in the order of the sends: messages are numbered per communicator, and the
 scheduler's thread, which issues all NCCL calls, posts the receive for each as soon as its number and format
 arrive. Not earlier: the next one may be of any channel and size, and a receive without a matching send would
 keep its communicator busy for ever. NCCL works on its own streams: neither lane nor host waits, and the
 receiver's lane waits on the device when it takes the message. Not run on several GPUs yet.
+
+A kernel that spins holds up what is behind it in its hardware queue, whatever the stream. So each stream needs a queue
+of its own (``avgpipe.ranks.environment.launch_environment``), and where pipelines are many they share communicators:
+there are no more streams than queues.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,13 +44,33 @@ from avgpipe.links.link import (
     Transport,
 )
 from avgpipe.links.slots import device_id
+from avgpipe.ranks.met import SPARE_S
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}
 _END_S = 5.0  # timeout for ending a communicator
 _POLL_S = 1e-3
+_MOST = 16  # communicators of a rank, if it has no more neighbours: half of a device's 32 queues
 
-Edge = tuple[int, int]  # ranks: from, to
+
+class Edge(NamedTuple):
+    """A communicator, from one rank to another, for the pipelines of one share."""
+
+    source: int
+    target: int
+    share: int = 0
+
+
+def shares_of(into: Sequence[Mapping[Channel, int]]) -> int:
+    """Return into how many shares pipelines are divided, by their numbers: one each, if they are few enough."""
+    pairs, pipelines = set(), set()
+    for rank, channels in enumerate(into):
+        for channel, source in channels.items():
+            if channel.kind in _LARGE:
+                pairs.add((source, rank))
+                pipelines.add(channel.pipeline)
+    busiest = max(Counter(rank for pair in pairs for rank in pair).values(), default=1)
+    return max(1, min(len(pipelines), _MOST // busiest))
 
 
 def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
@@ -56,8 +82,9 @@ def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
     Args:
         into: For each rank, the channels that end there, and the ranks where they begin.
     """
+    shares = shares_of(into)
     edges = {
-        (source, rank)
+        Edge(source, rank, channel.pipeline % shares)
         for rank, channels in enumerate(into)
         for channel, source in channels.items()
         if channel.kind in _LARGE
@@ -65,12 +92,24 @@ def edges_of(into: Sequence[Mapping[Channel, int]]) -> list[Edge]:
     turns: list[set[int]] = []  # the ranks that are busy
     placed = []
     for edge in sorted(edges):
-        turn = next((n for n, busy in enumerate(turns) if busy.isdisjoint(edge)), len(turns))
+        turn = next((n for n, busy in enumerate(turns) if busy.isdisjoint(edge[:2])), len(turns))
         if turn == len(turns):
             turns.append(set())
-        turns[turn].update(edge)
+        turns[turn].update(edge[:2])
         placed.append((turn, edge))
     return [edge for _, edge in sorted(placed)]
+
+
+def options(timeout_s: float) -> Any:
+    """Return the options of a communicator.
+
+    Its stream has high priority: torch takes it from a pool of its own, so it is never a lane's, which kernels of NCCL
+    would block; and short kernels that others wait for go first. NCCL's time limit, after which torch ends the process,
+    comes later than ours, whose error names the place.
+    """
+    found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    found._timeout = timedelta(seconds=timeout_s + SPARE_S)
+    return found
 
 
 def communicator(store: Any, rank: int, timeout_s: float) -> Any:
@@ -80,9 +119,7 @@ def communicator(store: Any, rank: int, timeout_s: float) -> Any:
     With its local synchronization it names a group by the number of earlier ones of its caller, which may
     differ at the two ends.
     """
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
+    return dist.ProcessGroupNCCL(store, rank, 2, options(timeout_s))
 
 
 def connect(
@@ -97,7 +134,7 @@ def connect(
     select(device)  # for the thread that connects, whichever it is
     groups = {}
     for edge in edges:
-        end = edge.index(me)
+        end = int(edge.source != me)
         group = groups[edge] = make(edge, end)
         token = [torch.zeros(1, device=device)]
         (group.recv(token, 0, 0) if end else group.send(token, 1, 0)).wait()
@@ -127,41 +164,84 @@ def end_communicators(
             future.result(max(0.0, deadline - time.monotonic()))
 
 
+class _Outgoing:
+    """The sending end of a communicator."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.sent = group, 0
+        self._pending: deque[tuple[Any, torch.Tensor]] = deque()
+
+    def send(self, buffer: torch.Tensor) -> None:
+        """Send a buffer, and keep it until it is sent."""
+        self._pending.append((self.group.send([buffer], 1, 0), buffer))
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.popleft()
+
+    @property
+    def works(self) -> list[Any]:
+        return [work for work, _ in self._pending]
+
+
+class _Incoming:
+    """The receiving end of a communicator. ``announced``: formats of messages, by their numbers."""
+
+    def __init__(self, group: Any) -> None:
+        self.group, self.received = group, 0
+        self.announced: dict[int, tuple[Key, int, str]] = {}
+        self._pending: deque[Any] = deque()
+
+    def post(self, buffer: torch.Tensor) -> Any:
+        """Post the receive of the next message, and return its work."""
+        while self._pending and self._pending[0].is_completed():
+            self._pending.popleft()
+        self._pending.append(self.group.recv([buffer], 0, 0))
+        return self._pending[-1]
+
+    @property
+    def works(self) -> list[Any]:
+        return list(self._pending)
+
+
 class NcclLink(Link):
-    """Connects this worker with rank ``peer``.
+    """Connects this worker with another one.
 
     Args:
         control: Makes the link that carries formats, given its end.
-        out: The communicator to the peer; None: the control link sends everything.
-        into: The communicator from the peer, likewise.
+        out: The communicators to the peer, by pipeline; the control link sends everything of other pipelines.
+        into: The communicators from the peer, likewise.
     """
 
     name = "nccl"
 
-    def __init__(self, control: Callable[[Endpoint], Link], out: Any, into: Any, end: Endpoint) -> None:
-        self._out, self._in, self._end = out, into, end
+    def __init__(
+        self,
+        control: Callable[[Endpoint], Link],
+        out: Mapping[int, Any],
+        into: Mapping[int, Any],
+        end: Endpoint,
+    ) -> None:
+        outgoing = {group: _Outgoing(group) for group in out.values()}
+        incoming = {group: _Incoming(group) for group in into.values()}
+        self._out = {pipeline: outgoing[group] for pipeline, group in out.items()}
+        self._in = {pipeline: incoming[group] for pipeline, group in into.items()}
+        self._ends: list[_Outgoing | _Incoming] = [*outgoing.values(), *incoming.values()]
+        self._end = end
         self._encoders: dict[tuple[Any, ...], Encoder] = {c: end.encoder(c) for c in end.outgoing}
         self._decoders: dict[tuple[Any, ...], Decoder] = {c: end.decoder(c) for c in end.incoming}
-        self._sent = self._received = 0  # messages
-        self._sending: deque[tuple[Any, torch.Tensor]] = deque()
-        self._receiving: deque[Any] = deque()
-        self._announced: dict[int, tuple[Key, int, str]] = {}  # by number
         self._intake = _Intake(end.mailbox)
         self._control = control(Endpoint(self._intake, torch.device("cpu"), end.incoming, end.outgoing))
         end.mailbox.sources.append(self._collect)  # after the control link's own
 
     def send(self, key: Key, value: Any) -> None:
-        if self._out is None or key.kind == BY_HOST:
+        out = self._out.get(key.pipeline)
+        if out is None or key.kind == BY_HOST:
             self._control.send(key, value)
             return
         number, format, text, tensors = self._encoders[key[:4]].encode(value)
         if format.end:
-            buffer = self._buffer(key, format, tensors)
-            self._sending.append((self._out.send([buffer], 1, 0), buffer))
-        self._control.send(key, [torch.tensor([self._sent, number]), text.decode()])
-        self._sent += 1
-        while self._sending and self._sending[0][0].is_completed():
-            self._sending.popleft()
+            out.send(self._buffer(key, format, tensors))
+        self._control.send(key, [torch.tensor([out.sent, number]), text.decode()])
+        out.sent += 1
 
     def _buffer(self, key: Key, format: Format, tensors: list[torch.Tensor]) -> torch.Tensor:
         """Return a message's bytes, kept until NCCL's stream, which waits for the lane's, has read them."""
@@ -175,28 +255,26 @@ class NcclLink(Link):
     def _collect(self) -> None:
         while self._intake.arrived:
             key, value = self._intake.arrived.popleft()
-            if self._in is None or key.kind == BY_HOST:
+            into = self._in.get(key.pipeline)
+            if into is None or key.kind == BY_HOST:
                 self._end.mailbox.put(key, _FromHost(value, None, self._end.device))
                 continue
             numbers, text = value
             sent, number = numbers.tolist()
-            self._announced[sent] = key, number, text
-        while self._received in self._announced:
-            key, number, text = self._announced.pop(self._received)
-            self._received += 1
-            format = self._decoders[key[:4]].format(number, text.encode())
-            self._end.mailbox.put(key, self._post(format))
+            into.announced[sent] = key, number, text
+            while into.received in into.announced:
+                self._post(into)
 
-    def _post(self, format: Format) -> _Posted:
+    def _post(self, into: _Incoming) -> None:
+        """Post the receive of the next message, which was announced."""
+        key, number, text = into.announced.pop(into.received)
+        into.received += 1
+        format = self._decoders[key[:4]].format(number, text.encode())
         # NCCL waits for the current stream's work: a stream of its own has no work of lanes or the caller.
         with self._end.receiving():
             buffer = torch.empty(format.bytes, dtype=torch.uint8, device=self._end.device)
-            work = self._in.recv([buffer[: format.end]], 0, 0) if format.end else None
-        while self._receiving and self._receiving[0].is_completed():
-            self._receiving.popleft()
-        if work is not None:
-            self._receiving.append(work)
-        return _Posted(buffer, work, format, self._end.device)
+            work = into.post(buffer[: format.end]) if format.end else None
+        self._end.mailbox.put(key, _Posted(buffer, work, format, self._end.device))
 
     def leave(self) -> None:
         self._control.leave()
@@ -204,9 +282,8 @@ class NcclLink(Link):
     def close(self, patience_s: float) -> None:
         self._end.mailbox.sources.remove(self._collect)
         self._control.close(patience_s)
-        works = {0: [work for work, _ in self._sending], 1: list(self._receiving)}
-        groups = [(n, group) for n, group in enumerate((self._out, self._in)) if group is not None]
-        end_communicators([(g, g.shutdown, works[n]) for n, g in groups], min(patience_s, _END_S))
+        ends = [(end.group, end.group.shutdown, end.works) for end in self._ends]
+        end_communicators(ends, min(patience_s, _END_S))
 
 
 class _Posted(ReadyOnEvent):
@@ -277,16 +354,23 @@ class NcclTransport(Transport):
 
     def connect(self, ranks: Sequence[int]) -> None:
         me, limit_s = self.world.rank, self.world.timeout_s
-        edges = [edge for edge in edges_of(self.into) if me in edge and set(ranks) & set(edge)]
+        edges = [edge for edge in edges_of(self.into) if me in edge[:2] and set(ranks) & set(edge[:2])]
         store: Any = self.world.store() if edges else None
 
         def make(edge: Edge, end: int) -> Any:
-            name = f"from {edge[0]} to {edge[1]}"
+            name = f"from {edge.source} to {edge.target}, {edge.share}"
             return communicator(dist.PrefixStore(name, store), end, limit_s)  # type: ignore[attr-defined]
 
         self._groups = connect(edges, me, make, self.device)
 
     def link(self, rank: int, end: Endpoint, others: Sequence[Transport]) -> NcclLink:
         me, (host, *below) = self.world.rank, others
-        out, into = self._groups.get((me, rank)), self._groups.get((rank, me))
+        out, into = self._between(me, rank), self._between(rank, me)
         return NcclLink(partial(host.link, rank, others=below), out, into, end)
+
+    def _between(self, source: int, target: int) -> dict[int, Any]:
+        """Return the communicators from one rank to another, by pipeline."""
+        shares = shares_of(self.into)
+        pipelines = {channel.pipeline for channels in self.into for channel in channels}
+        edges = {i: Edge(source, target, i % shares) for i in sorted(pipelines)}
+        return {i: self._groups[edge] for i, edge in edges.items() if edge in self._groups}

@@ -20,6 +20,7 @@ from typing import Any
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
 from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed
+from avgpipe.ranks.queues import queue_environment
 from avgpipe.ranks.signals import PREEMPTED
 
 _POLL_S = 0.05
@@ -321,7 +322,7 @@ def start(
     from torch.distributed.elastic import multiprocessing as elastic
 
     count = len(commands)
-    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment()}
+    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment(), **queue_environment()}
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()

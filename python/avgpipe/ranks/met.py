@@ -66,14 +66,19 @@ class Met(World):
         self._board.meet("Pipeline" if number == 1 else f"Pipeline number {number}", deadline)
         self.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
 
-    def new_group(self, ranks: Iterable[int], backend: str) -> dist.ProcessGroup:
-        """Make a group of some ranks, with longer timeouts than ours. All ranks call this, in one order."""
+    def new_group(self, ranks: Iterable[int], backend: str, options: Any = None) -> dist.ProcessGroup:
+        """Make a group of some ranks, with longer timeouts than ours. All ranks call this, in one order.
+
+        ``options``: the backend's own.
+        """
         limit = timedelta(seconds=self.timeout_s + SPARE_S)
         if self._members is None:
-            made = dist.new_group(list(ranks), timeout=limit, backend=backend)
+            made = dist.new_group(list(ranks), timeout=limit, backend=backend, pg_options=options)
         else:  # ranks outside of the pipeline's group do not call this
             of_all = [dist.get_global_rank(self._members, rank) for rank in ranks]
-            made = dist.new_group(of_all, timeout=limit, backend=backend, use_local_synchronization=True)
+            made = dist.new_group(
+                of_all, timeout=limit, backend=backend, pg_options=options, use_local_synchronization=True
+            )
         return cast("dist.ProcessGroup", made)
 
     def connect(self, make: Callable[[], T]) -> T:

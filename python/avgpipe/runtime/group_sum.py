@@ -26,7 +26,7 @@ from torch import nn
 from avgpipe.device import ReadyOnEvent, current_stream, has_streams, select
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Key, Mailbox
-from avgpipe.links.nccl import end_communicators
+from avgpipe.links.nccl import end_communicators, options
 from avgpipe.ranks.met import Met, transport_reason
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ _BUCKET_BYTES = 8 * 2**20  # large enough for the network, small enough to begin
 def sum_group(world: Met, ranks: Sequence[int], device: torch.device, backend: str) -> dist.ProcessGroup:
     """Make a group of ``ranks`` for sums of tensors on ``device``. Every rank of the world calls this, in one order."""
     select(device)  # for the thread that connects, whichever it is
-    group = world.new_group(ranks, backend)
+    group = world.new_group(ranks, backend, options(world.timeout_s) if backend == "nccl" else None)
     if backend == "nccl" and world.rank in ranks:
         # The first collective connects, and blocks the host until all members call it. Inside a backward that
         # could deadlock: a member would wait for another one's backward, which follows a forward that needs
