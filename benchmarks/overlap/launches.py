@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.overlap.launches [--rounds 7]
 
-No device: its streams, events and graphs do nothing, and tensors are tiny ones of the CPU. So what is left is the host's
-time to issue a batch, which operators of the CPU take in place of kernels' launches; a launched graph computes nothing.
-One process has all stages. Both ways run in turns.
+There is no device: streams, events and graphs do nothing, and tensors are tiny ones of the CPU. So what is left is the
+host's time to issue a batch, in which operators of the CPU stand for launches of kernels; a launched graph computes
+nothing. One process has all stages. Both ways run in turns.
 """
 
 from __future__ import annotations
@@ -185,18 +185,18 @@ def row_of(model: str, pipelines: int, rounds: int) -> dict[str, Any]:
     make = partial(avgpipe.Pipeline, loss_fn=models.loss, optimizer=adamw)
     found: dict[str, list[float]] = defaultdict(list)
     launches = 0.0
-    with idle_device() as device:
-        with (
-            make(layers_of(model), plan) as eager,
-            make(layers_of(model), plan, extensions=[avgpipe.CudaGraphs()]) as graphs,
-        ):
-            for pipeline in (eager, graphs):
-                seconds(pipeline, data, device)  # the first batches, with their checks and captures
-            for _ in range(rounds):
-                found["plain"].append(plain(model, data))
-                found["eager"].append(seconds(eager, data, device)[0])
-                taken, launches = seconds(graphs, data, device)
-                found["graphs"].append(taken)
+    with (
+        idle_device() as device,
+        make(layers_of(model), plan) as eager,
+        make(layers_of(model), plan, extensions=[avgpipe.CudaGraphs()]) as graphs,
+    ):
+        for pipeline in (eager, graphs):
+            seconds(pipeline, data, device)  # the first batches, with their checks and captures
+        for _ in range(rounds):
+            found["plain"].append(plain(model, data))
+            found["eager"].append(seconds(eager, data, device)[0])
+            taken, launches = seconds(graphs, data, device)
+            found["graphs"].append(taken)
     ms = {name: 1e3 * statistics.median(of) for name, of in found.items()}
     say(f"{model}, N = {pipelines}: {ms}, {launches:g} launches")
     return {"model": model, "pipelines": pipelines, "ms": ms, "launches": launches}

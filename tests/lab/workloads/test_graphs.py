@@ -79,6 +79,6 @@ def test_training_is_the_same_in_every_bit(model, pipelines, staleness):
         found = train(model, plan, True)
     assert found[:2] == plain[:2]
     assert all(torch.equal(value, found[2][name]) for name, value in plain[2].items())
-    # One launch for a pipeline's batch, once two of its form have run without; what is carried is another form at first.
+    # One launch for a pipeline's batch, once two of its form have run without; with carried state it is another form.
     launched = sum(graph.replays for graph in device.graphs)
     assert launched == pipelines * (1 if model is awd_lstm else 2)
