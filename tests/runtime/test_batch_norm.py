@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from avgpipe import Pipeline, Plan
-from avgpipe.elastic.flat import Arena
 from avgpipe.errors import StageError
 from avgpipe.model.context import Position
 from avgpipe.runtime.batch_norm import DeferredBatchNorm, defer_batch_norms
-from avgpipe.runtime.graphs import StageGraphs
 from avgpipe.runtime.stage import Stage
-from avgpipe.runtime.trained_stage import TrainedStage
 from tests.options import grouped
 from tests.runner import run
-from tests.runtime.capture_rules import capture_rules
 from tests.runtime.cases import (
     adamw,
     assert_same_state,
@@ -30,7 +25,7 @@ from tests.runtime.cases import (
     train_on_one_device,
     train_pipeline,
 )
-from tests.runtime.norms import LOSS, image_batches, image_model, slow_norms, slow_training
+from tests.runtime.norms import LOSS, image_batches, image_model, slow_training
 
 SCHEDULES = ["all-forward-all-backward", "1f1b", "advance-forward"]
 
@@ -345,30 +340,7 @@ def test_a_resumed_run_is_the_run_that_went_on(N: int, cut: int, tmp_path: Path)
             assert all(torch.equal(a[name], b[name]) for name in b)
 
 
-# ---- CUDA graphs ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _with_graphs() -> Iterator[None]:
-    with capture_rules():
-        yield
-
-
-@pytest.mark.usefixtures("_with_graphs")
-def test_a_graph_s_statistics_are_read_from_its_memory() -> None:
-    stage, model = stage_of(nn.BatchNorm2d(4)), nn.BatchNorm2d(4)
-    graphs, slow = StageGraphs(stage), slow_norms(nn.Sequential(model))[0]
-    replica = TrainedStage(stage, 0, momentum, None, None, Arena(stage.parameters()))
-    for batch in range(3):
-        # the last micro-batch of the last batch is short, and so runs without its graph
-        for m, x in enumerate(torch.randn(8 - (batch == 2), 4, 3, 3).split(4)):
-            slow.call = 0
-            torch.testing.assert_close(graphs(x, Position(0, batch, m)), slow(x))
-        assert int(stage.layers[0].num_batches_tracked) == batch
-        replica.step(batch, 0)
-        slow.end_of_batch()
-    for name, value in slow.named_buffers():
-        torch.testing.assert_close(stage.layers[0].state_dict()[name], value)
+# ---- short batches -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("plan", [{}, {"pipelines": 2}, {"pipelines": 2, "batch": "per-pipeline"}], ids=str)

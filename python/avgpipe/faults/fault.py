@@ -34,6 +34,7 @@ ACTIONS = {
     "training": (
         *("forward", "backward", "backward input", "backward weight", "update"),
         *("share part", "sum replicas", "send tied", "sum tied", "add norm", "receive loss"),
+        *("begin row", "launch"),
     ),
     "evaluation": ("forward",),
     "update": ("update",),

@@ -144,17 +144,17 @@ def key_layers(device: torch.device, key: int | None) -> None:
     _layers = None if key is None else (device, key)
 
 
-class Draws(Protocol):
+class LayersBegin(Protocol):
     """Is called instead of seeding the generators, while it is there; see :func:`watch_draws`."""
 
     def begin_layer(self, device: torch.device, key: int, number: int) -> None:
         """Make what layer ``number`` draws on ``device`` a function of its stage's ``key``."""
 
 
-_draws: Draws | None = None
+_draws: LayersBegin | None = None
 
 
-def watch_draws(draws: Draws | None) -> None:
+def watch_draws(draws: LayersBegin | None) -> None:
     """Have ``draws`` called when layers begin; None: seed the generators again."""
     global _draws
     _draws = draws

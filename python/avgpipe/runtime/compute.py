@@ -240,9 +240,9 @@ class Compute:
         run = trained.stage.forward if self._prepared is None else trained.stage
         self._layers: Callable[..., Any] = run
         if options.fuses_gradients:
-            from avgpipe.runtime.fused_gradients import FusedGradients
+            from avgpipe.runtime.fused_gradients import SummedProducts
 
-            self._layers = FusedGradients(trained.stage, options.autocast)
+            self._layers = SummedProducts(trained.stage, options.autocast)
         self._arrivals, self._departures = route.skips
         self._check: LossCheck | None = None
         if route.last and not is_mean_by_kind(options.loss_fn):

@@ -26,7 +26,7 @@ from avgpipe.model.context import Position
 from avgpipe.runtime.stage import Stage
 
 
-class FusedGradients:
+class SummedProducts:
     """Runs a stage's forwards, with such gradients for its plain linear layers.
 
     Others train as before: subclasses of ``nn.Linear``, layers with a parametrization, frozen or compiled ones,

@@ -24,11 +24,12 @@ from avgpipe.runtime.captured import CapturedRow, Segment, segments_of
 from avgpipe.runtime.compute import BatchState, Compute, Work
 from avgpipe.runtime.draws import Draws, SeenDraws
 from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.route import Step, StepKind
+from avgpipe.runtime.route import Route, Step, StepKind
 from avgpipe.schedule.row import Action
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane, PipelineRow
+    from avgpipe.runtime.spec import Spec
 
 _log = logging.getLogger("avgpipe")
 _WARM_UPS = 2  # batches of a form that run without graphs
@@ -61,6 +62,20 @@ class _Form:
     row: CapturedRow | None = None
 
 
+def graphs_of(
+    made: dict[tuple[int, int], RowGraphs], route: Route, spec: Spec, device: torch.device
+) -> RowGraphs:
+    """Return what launches a pipeline's batches: as a whole if all of it is here, else each worker's part.
+
+    ``made``: those of this process so far, by pipeline and worker.
+    """
+    placement = route.placement
+    place = route.pipeline, placement.worker_of(route.replica) if placement.ranks > 1 else -1
+    if place not in made:
+        made[place] = RowGraphs(spec.options, device, spec.seed)
+    return made[place]
+
+
 class RowGraphs:
     """The graphs of a pipeline's batches on some lanes of this process.
 
@@ -83,6 +98,10 @@ class RowGraphs:
         self._left: list[Segment] = []  # of the batch that is being launched
         self._warming: tuple[int, SeenDraws] | None = None
         self._said: set[str] = set()
+
+    def compute(self, *arguments: Any) -> Compute:
+        """Return what runs steps without graphs, made with these arguments."""
+        return WatchedCompute(self, *arguments)
 
     # ---- the steps of a row ------------------------------------------------------------------------------------------
 

@@ -417,7 +417,12 @@ class Worker:
         first = placement.pipelines[0]
         is_first = route.pipeline == first and route.replica in placement.first_replicas(first)
         is_shared = plan.shares > 1 and len(placement.pipelines_of(route.replica)) > 1
-        names, graphs = self.model.trainable[route.stage], self._row_graphs(route)
+        names = self.model.trainable[route.stage]
+        make_compute: Callable[..., Compute] = Compute
+        graphs: RowGraphs | None = None
+        if options.cuda_graphs:
+            graphs = named("avgpipe.runtime.graphs:graphs_of")(self._graphs, route, self.spec, self.device)
+            make_compute = graphs.compute
         update = Update(trained, route, shared, options, port, group_sum, self.notice, names, isolated)
         update.reports_unseen = is_first and options.check != "off"
         update.divides_alone = plan.shares > 1 and not is_shared and route.pipeline == first
@@ -425,7 +430,7 @@ class Worker:
             trained,
             route,
             port,
-            self._compute(graphs, trained, route, options, port, group_sum),
+            make_compute(trained, route, options, port, group_sum),
             update,
             # A batch on the newest version needs the update at once; and the sums of replicas reuse the same
             # memory.
@@ -435,24 +440,6 @@ class Worker:
             shared=self._shared_batches(route.replica) if is_shared else None,
             graphs=graphs,
         )
-
-    def _compute(self, graphs: RowGraphs | None, *arguments: Any) -> Compute:
-        if graphs is None:
-            return Compute(*arguments)
-        made: Compute = named("avgpipe.runtime.graphs:WatchedCompute")(graphs, *arguments)
-        return made
-
-    def _row_graphs(self, route: Route) -> RowGraphs | None:
-        """Return what launches a pipeline's batches: as a whole if all of it is here, else each worker's part."""
-        if not self._options.cuda_graphs:
-            return None
-        placement = self.placement
-        worker = placement.worker_of(route.replica) if placement.ranks > 1 else -1
-        place = route.pipeline, worker
-        if place not in self._graphs:
-            make = named("avgpipe.runtime.graphs:RowGraphs")
-            self._graphs[place] = make(self._options, self.device, self.spec.seed)
-        return self._graphs[place]
 
     def _shared_batches(self, replica: int) -> SharedBatches | None:
         """Return what pipelines exchange of batches that they share; None if no option needs it."""
