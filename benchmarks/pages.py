@@ -147,7 +147,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(training.losses, training.workloads, training.sixteen_bits),
         *(operators.operators, operators.more_operators),
         *(pipelines.emulated, pipelines.emulated_bars, pipelines.real_models, pipelines.compiled),
-        *(pipelines.audit, pipelines.audit_later),
+        *(pipelines.audit, pipelines.audit_later, pipelines.launches),
         *(pipelines.overhead, pipelines.latency, pipelines.bandwidth, pipelines.group_link, pipelines.memory),
         *(pipelines.meta_memory, pipelines.compared, pipelines.simulated, pipelines.report_page),
         *(plans.rates, plans.large_simulations, plans.growth, plans.vgg16, plans.vgg16_by_efficiency),

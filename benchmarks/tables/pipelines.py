@@ -97,6 +97,23 @@ def overhead(record: Record) -> str:
     return table("| us per action:", rows)
 
 
+def launches(record: Record) -> str:
+    """Compare what a batch costs the host with and without graphs."""
+    rows = (
+        (
+            *(
+                f"{row['model']}, N = {row['pipelines']}",
+                *(f"{row['ms'][way]:.1f}" for way in ("plain", "eager", "graphs")),
+            ),
+            *(f"{row['ms']['eager'] / row['ms']['graphs']:.1f}", f"{row['launches']:g}"),
+        )
+        for row in record["rows"]
+    )
+    return table(
+        "| plain, ms: | eager, ms: | with graphs, ms: | eager over graphs: | launches of graphs:", rows
+    )
+
+
 def audit(record: Record) -> str:
     """Compare the first batches with and without the audit."""
     rows = []

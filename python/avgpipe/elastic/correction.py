@@ -10,8 +10,9 @@ import torch
 
 import avgpipe_ext
 from avgpipe.elastic.flat import Arena
+from avgpipe.elastic.versions import Versions, refuse_hidden_weights
 from avgpipe.plan import Plan
-from avgpipe.rules import Correction
+from avgpipe.rules import CORRECTIONS, Correction
 
 Flats: TypeAlias = list[torch.Tensor]
 
@@ -163,3 +164,16 @@ def check_correction(plan: Plan, shared: Sequence[Mapping[int, Any]]) -> None:
                     f"and {other} share, whose gradients are {delays[stage]} and {delays[other]} updates late: use "
                     "weights 'vertical-sync', the schedule 'pipedream-2bw', or the correction 'predicted'"
                 )
+
+
+def kept_versions(
+    optimizer: torch.optim.Optimizer, arena: Arena, plan: Plan, stage: int
+) -> tuple[Versions, CorrectedSteps | None]:
+    """Return a stage's versions of its weights, and what corrects its late gradients."""
+    refuse_hidden_weights(optimizer, arena)
+    correction = None if plan.correction is None else CORRECTIONS[plan.correction]
+    predicts, delay = correction is not None and correction.predicts, plan.delays[stage]
+    versions = Versions(arena, WeightPrediction(optimizer, arena) if predicts else None)
+    if correction is not None and not predicts and delay:
+        return versions, CorrectedSteps(correction, delay, optimizer, arena)
+    return versions, None

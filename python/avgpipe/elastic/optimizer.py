@@ -273,7 +273,7 @@ class ElasticAveraging(torch.optim.Optimizer):
         reference, done = self.reference, self._done
         scale, found_inf = self._scaling
         later = done is not None and self._joins_gradients
-        flag = found_inf if later and self.skips_on_device else None
+        flag = found_inf if found_inf is not None and later and self.skips_on_device else None
         if found_inf is not None and flag is None and bool(found_inf):
             self.inner.zero_grad()
         elif scale is not None:

@@ -278,41 +278,25 @@ class Compute:
         if self._options.autocast is None:
             output = run(state, m, value)
         else:
-            with self._autocast():
+            with self.autocast():
                 output = run(state, m, value)
         del value  # so that the message's memory is freed once nothing needs it
         if route.last:
-            edges = _edges(output)
+            edges = edges_of(output)
             state.has_graph |= bool(edges)
             state.saved[m] = SavedForward(
                 inputs, edges, [self._seed(state, m, output)] if edges else [], arrived
             )
             return
         output, parts = extract_skips(output, self._departures) if self._departures else (output, [])
-        state.saved[m] = SavedForward(inputs, _edges(output), None, arrived, _edges(parts) if parts else ())
+        state.saved[m] = SavedForward(
+            inputs, edges_of(output), None, arrived, edges_of(parts) if parts else ()
+        )
         self._port.send(Message.ACTIVATION, route.at(route.stage + 1, m), batch, m, output)
         for skip, values in zip(self._departures, parts):
             self._port.send(Message.SKIP_ACTIVATION, route.at(skip.stage, m), batch, m, values)
 
-    def repeat(self, given: Given) -> list[torch.Tensor | None]:
-        """Run a forward again, and a backward from gradients of one; return the gradients of the inputs.
-
-        Parameters get gradients; layers draw, count and carry state as in training; see Stage.undisturbed.
-        """
-        work, m, value = given
-        value, stage = detached(value), self._trained.stage
-        recomputes = self._recomputes(work, m)
-        with self._autocast():
-            output = (stage.recomputed if recomputes else stage)(value, work.place(self._route.pipeline, m))
-            if self._route.last:
-                target = to_device(work.targets[m], self._device)
-                output = loss_of(self._options.loss_fn, output, target)[0]
-        roots = wanting_gradients(output)
-        if roots:
-            run_backward(_edges(output), [torch.ones_like(t) for t in roots])
-        return [x.grad for x in wanting_gradients(value)]
-
-    def _autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[Any]:
         dtype = self._options.autocast
         return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype)
 
@@ -353,7 +337,7 @@ class Compute:
 
     def _run(self, state: BatchState, m: int, value: Any) -> Any:
         position = state.work.place(self._route.pipeline, m)
-        run = self._trained.stage.recomputed if self._recomputes(state.work, m) else self._layers
+        run = self._trained.stage.recomputed if self.recomputes(state.work, m) else self._layers
         if self._branches.done or not state.work.trains:
             output = run(value, position)
         else:
@@ -374,7 +358,7 @@ class Compute:
         self.saved_bytes = saved.bytes
         return output
 
-    def _recomputes(self, work: Work, m: int) -> bool:
+    def recomputes(self, work: Work, m: int) -> bool:
         how = self._options.recompute
         return how == "always" or (how == "except-last" and m < work.micro_batches - 1)
 
@@ -543,7 +527,7 @@ def _explain(error: RuntimeError, step: Step) -> None:
         ) from error
 
 
-def _edges(value: Any) -> list[GradientEdge]:
+def edges_of(value: Any) -> list[GradientEdge]:
     """Return the edges that the gradients of a value's tensors enter."""
     return [get_gradient_edge(t) for t in wanting_gradients(value)]
 

@@ -11,11 +11,14 @@ the host waits for the norm instead; :func:`decides` lists these.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from avgpipe.elastic.skipping import takes_found_inf
+from avgpipe.elastic.skipping import skipping, takes_found_inf
+from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:
     from avgpipe.runtime.trained_stage import TrainedStage
@@ -37,3 +40,17 @@ def decides(trained: TrainedStage, forgets: bool) -> bool:
     if trained.elastic is not None:
         return trained.elastic.skips_on_device
     return trained.optimizer is None or takes_found_inf(trained.optimizer)
+
+
+def step_unless(
+    found_inf: torch.Tensor, trained: TrainedStage, batch: int, needed: Collection[Version], forgets: bool
+) -> None:
+    """Step a stage; if ``found_inf`` is 1, which only the device knows, as :meth:`TrainedStage.step` with ``skips``."""
+    if trained.loss_scale is not None:
+        trained.loss_scale.update(found_inf)
+    if trained.stage.statistics is not None:
+        trained.stage.statistics.commit(batch, found_inf if forgets else None)
+    for carry in trained.stage.carries:
+        carry.forget(batch)
+    with skipping(trained.optimizer, found_inf) if trained.optimizer is not None else nullcontext():
+        trained.step_optimizer(batch, needed, False)

@@ -22,11 +22,13 @@ from avgpipe.device import has_streams
 from avgpipe.elastic.flat import is_made_of_others
 from avgpipe.errors import PipelineError
 from avgpipe.links.codec import checksum
-from avgpipe.links.link import tensors_of
+from avgpipe.links.link import detached, tensors_of, wanting_gradients
+from avgpipe.model.batch import to_device
 from avgpipe.model.context import CallerGenerators
 from avgpipe.runtime.batch_norm import DeferredBatchNorm
-from avgpipe.runtime.compute import Given
+from avgpipe.runtime.compute import Given, edges_of, run_backward
 from avgpipe.runtime.lane import Lane
+from avgpipe.runtime.loss import loss_of
 from avgpipe.runtime.worker import Worker
 
 _NAMED = 3  # of all differences
@@ -197,7 +199,7 @@ def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
     grads = trained.take_grads()
     try:
         with stage.undisturbed(given.work.place(lane.pipeline, given.micro_batch)), stage.observed(see):
-            of_inputs = lane.compute.repeat(given)
+            of_inputs = _repeated(lane, worker, given)
         named = [*zip(worker.model.trainable[stage.index], trained.take_grads())]
     finally:
         trained.put_grads(grads)
@@ -210,6 +212,25 @@ def _seen(lane: Lane, worker: Worker, given: Given) -> list[tuple[str, int]]:
         if grad is not None
     ]
     return seen
+
+
+def _repeated(lane: Lane, worker: Worker, given: Given) -> list[torch.Tensor | None]:
+    """Run a forward again, and a backward from gradients of one; return the gradients of the inputs.
+
+    Parameters get gradients; layers draw, count and carry state as in training; see Stage.undisturbed.
+    """
+    work, m, value = given
+    value, stage, compute = detached(value), lane.trained.stage, lane.compute
+    with compute.autocast():
+        run = stage.recomputed if compute.recomputes(work, m) else stage
+        output = run(value, work.place(lane.pipeline, m))
+        if lane.route.last:
+            target = to_device(work.targets[m], worker.device)
+            output = loss_of(worker.spec.options.loss_fn, output, target)[0]
+    roots = wanting_gradients(output)
+    if roots:
+        run_backward(edges_of(output), [torch.ones_like(t) for t in roots])
+    return [x.grad for x in wanting_gradients(value)]
 
 
 # ---- checksums of tensors --------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ only. So all ranks of a group must run the same forwards and backwards, in one o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -23,12 +23,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.sharded import ShardedArena
-from avgpipe.errors import StageError
+from avgpipe.errors import PeerLost, StageError
 from avgpipe.model.model import trainable_parameters
 from avgpipe.plan import Plan
+from avgpipe.ranks.met import is_of_transport, transport_reason
+from avgpipe.ranks.world import World
 from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.stage import Stage
 from avgpipe.schedule.row import Kind
+
+if TYPE_CHECKING:
+    from avgpipe.runtime.worker import Worker
 
 PrepareStage: TypeAlias = Callable[[nn.Module, int, DeviceMesh], Any]
 
@@ -217,3 +222,30 @@ def check_prepared(plan: Plan, ranks: int) -> None:
             f"Ranks(prepare_stage) cannot have {stages} stages in one process: use a rank for each, and a "
             "schedule with one a worker"
         )
+
+
+def agree_on_forms(worker: Worker) -> bool:
+    """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
+    forms: dict[str, str] = {}
+    for (replica, _), trained in worker.trained.items():
+        names = worker.model.trainable[worker.placement.stage_of(replica)]
+        if trained.prepared is not None:
+            forms.update(zip(names, trained.prepared.forms()))
+    found = worker.world.gather(forms)
+    for name in set().union(*found):
+        different = sorted({of_rank[name] for of_rank in found if name in of_rank})
+        if len(different) > 1:
+            raise ValueError(
+                f"{name!r} is held by several stages, and prepare_stage has made it {' and '.join(different)}: "
+                "let it do the same in each of them"
+            )
+    return any(form != WHOLE for of_rank in found for form in of_rank.values())
+
+
+def explained(error: Exception, world: World) -> Exception:
+    """Return an error in plain words for failures of torch's own communication inside of a stage."""
+    cause = error.__cause__ if isinstance(error, StageError) else error
+    if cause is None or not is_of_transport(cause):
+        return error
+    me, why = world.name(world.rank), transport_reason(cause)
+    return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")

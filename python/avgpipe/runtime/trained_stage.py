@@ -13,7 +13,7 @@ from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.plan import Plan
-from avgpipe.rules import CORRECTIONS
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.optimizers import Maker, members_of, schedule_of, with_modes
 from avgpipe.runtime.options import SchedulerFn
 from avgpipe.runtime.requirements import check_dense, check_modes
@@ -81,24 +81,13 @@ class TrainedStage:
             for one in self._modes:
                 one.train()
             if plan.weights != "flush":
-                self._keep_versions(inner, plan)
+                keep = named("avgpipe.elastic.correction:kept_versions")
+                self.versions, self._corrected = keep(inner, arena, plan, stage.index)
             if reference is not None:
                 self.elastic = ElasticAveraging(self.optimizer, reference, pipeline, parameters=arena.weights)
                 self.optimizer = self.elastic
             if lr_scheduler is not None:
                 self.lr_scheduler = schedule_of(lr_scheduler, self.optimizer, inner)
-
-    def _keep_versions(self, optimizer: torch.optim.Optimizer, plan: Plan) -> None:
-        from avgpipe.elastic.correction import CorrectedSteps, WeightPrediction
-        from avgpipe.elastic.versions import Versions, refuse_hidden_weights
-
-        arena = self._arena
-        refuse_hidden_weights(optimizer, arena)
-        correction = None if plan.correction is None else CORRECTIONS[plan.correction]
-        predicts, delay = correction is not None and correction.predicts, plan.delays[self.stage.index]
-        self.versions = Versions(arena, WeightPrediction(optimizer, arena) if predicts else None)
-        if correction is not None and not predicts and delay:
-            self._corrected = CorrectedSteps(correction, delay, optimizer, arena)
 
     @property
     def arena(self) -> Arena:
@@ -184,21 +173,6 @@ class TrainedStage:
         """Whether the host must know if a step is left out: weights before and after it are used."""
         return self._corrected is not None or self._ema is not None
 
-    def step_unless(
-        self, found_inf: torch.Tensor, batch: int, needed: Collection[Version], forgets: bool
-    ) -> None:
-        """Do :meth:`step`; if ``found_inf`` is 1, which only the device knows, what it does with ``skips``."""
-        from avgpipe.elastic.skipping import skipping
-
-        if self.loss_scale is not None:
-            self.loss_scale.update(found_inf)
-        if self.stage.statistics is not None:
-            self.stage.statistics.commit(batch, found_inf if forgets else None)
-        for carry in self.stage.carries:
-            carry.forget(batch)
-        with skipping(self.optimizer, found_inf) if self.optimizer is not None else nullcontext():
-            self._step(batch, needed, False)
-
     def step(
         self, batch: int, needed: Collection[Version], skips: bool = False, forgets: bool = True
     ) -> None:
@@ -219,9 +193,10 @@ class TrainedStage:
             carry.forget(batch)
             if forgets:
                 carry.drop_nonfinite()
-        self._step(batch, needed, skips)
+        self.step_optimizer(batch, needed, skips)
 
-    def _step(self, batch: int, needed: Collection[Version], skips: bool) -> None:
+    def step_optimizer(self, batch: int, needed: Collection[Version], skips: bool) -> None:
+        """Do what :meth:`step` does with weights and gradients."""
         arena = self._arena
         if self.elastic is not None:
             self.elastic.step_in_round(arena.drop_grads)

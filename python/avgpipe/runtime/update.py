@@ -17,6 +17,7 @@ import torch
 from avgpipe.device import current_stream, has_streams, used_on
 from avgpipe.errors import PipelineError, StageError, reason
 from avgpipe.links.link import Message
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.options import Extension, StepGradients, TrainingOptions
@@ -199,7 +200,8 @@ class Update:
         if found_inf is None:
             self._trained.step(step.batch, needed, skips, self._forgets)
         else:
-            self._trained.step_unless(found_inf, step.batch, needed, self._forgets)
+            step_unless = named("avgpipe.runtime.device_skips:step_unless")
+            step_unless(found_inf, self._trained, step.batch, needed, self._forgets)
             self._undecided.add(step.batch)
         state.updated = True
         for _, replica in self._route.remote:

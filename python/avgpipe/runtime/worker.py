@@ -14,7 +14,7 @@ from torch import nn
 from avgpipe.device import ReadyOnEvent, current_stream, has_streams
 from avgpipe.elastic.flat import Arena, Layout
 from avgpipe.elastic.reference import Reference
-from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, StageError
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
 from avgpipe.links.choose import Links
 from avgpipe.links.link import Channel, Key
 from avgpipe.model.batch import refuse_graphs
@@ -31,7 +31,6 @@ from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
 from avgpipe.runtime.loss import NonfiniteNotice
 from avgpipe.runtime.optimizers import Maker, maker_of
-from avgpipe.runtime.options import WHOLE
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Port, Route, channels_into
 from avgpipe.runtime.scheduler import Scheduler
@@ -139,7 +138,9 @@ class Worker:
                 self.others = join(self)
             for replica, i in self.trained:
                 self.lanes[replica, i] = self._lane(self._route(replica, i), groups)
-            self.is_sharded = options.prepare is not None and self._agree_on_forms()
+            self.is_sharded = False
+            if options.prepare is not None:
+                self.is_sharded = named("avgpipe.runtime.prepared:agree_on_forms")(self)
         except BaseException:  # also from the caller's functions
             # threads inside gloo would abort the process at its end
             self._links.close(_PATIENCE_S)
@@ -347,23 +348,6 @@ class Worker:
             return LossScale(scale, versioned)
         return DeviceLossScale(versioned, self.device)
 
-    def _agree_on_forms(self) -> bool:
-        """Refuse shared parameters in different forms; return whether any is sharded, on any rank."""
-        forms: dict[str, str] = {}
-        for (replica, _), trained in self.trained.items():
-            names = self.model.trainable[self.placement.stage_of(replica)]
-            if trained.prepared is not None:
-                forms.update(zip(names, trained.prepared.forms()))
-        found = self.world.gather(forms)
-        for name in set().union(*found):
-            different = sorted({of_rank[name] for of_rank in found if name in of_rank})
-            if len(different) > 1:
-                raise ValueError(
-                    f"{name!r} is held by several stages, and prepare_stage has made it {' and '.join(different)}: "
-                    "let it do the same in each of them"
-                )
-        return any(form != WHOLE for of_rank in found for form in of_rank.values())
-
     def _reference(
         self, arena: Arena, here: Sequence[int], optimizer: Maker, ema: WeightAverage | None
     ) -> Reference | None:
@@ -542,22 +526,12 @@ class Worker:
 
     def fail(self, error: Exception) -> None:
         """Report a failure to the other ranks; if another exception explains it, raise that."""
-        self.failure = self._explained(error)
+        self.failure = error
+        if self._options.prepare is not None:
+            self.failure = named("avgpipe.runtime.prepared:explained")(error, self.world)
         self.world.report(self.failure)
         if self.failure is not error:
             raise self.failure from error
-
-    def _explained(self, error: Exception) -> Exception:
-        """Return an error in plain words for failures of torch's own communication inside prepare_stage."""
-        cause = error.__cause__ if isinstance(error, StageError) else error
-        if self._options.prepare is None or cause is None:
-            return error
-        from avgpipe.ranks.met import is_of_transport, transport_reason
-
-        if not is_of_transport(cause):
-            return error
-        me, why = self.world.name(self.world.rank), transport_reason(cause)
-        return PeerLost(f"{me} has lost a rank with which prepare_stage shares work: {why}")
 
     def forget(self) -> None:
         """Free what has trained here; the worker is closed, and another one will use its memory."""
