@@ -51,7 +51,11 @@ TESTS = (
         OPTION,
     ),
     ("tests/checkpoint/test_snapshot.py", "tests/checkpoint/test_writer.py", OPTION),
-    ("tests/simulated_device/test_device.py", "tests/simulated_device/test_training.py"),
+    (
+        "tests/simulated_device/test_device.py",
+        "tests/simulated_device/test_training.py",
+        "tests/simulated_device/test_ranks.py",
+    ),
     ("tests/simulated_device/test_links.py",),
 )
 LIMIT_S = 240

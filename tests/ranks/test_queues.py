@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from avgpipe.ranks.launch import run_on_ranks
-from avgpipe.ranks.queues import VARIABLE, ask_for_queues, queue_environment
+from avgpipe.ranks.queues import VARIABLE, ask_for_queues, queue_environment, warn_of_few_queues
 
 CUDA = torch.device("cuda", 0)
 
@@ -52,6 +52,25 @@ def test_several_lanes_are_warned_where_cuda_has_started(
     assert len(caplog.records) == warnings
     assert all(f"{VARIABLE}=32" in record.getMessage() for record in caplog.records)
     assert VARIABLE not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("asked", "communicators", "said"),
+    [("32", 4, None), ("1", 0, None), ("1", 4, f"{VARIABLE}=1"), (None, 4, "8 hardware queues")],
+)
+def test_communicators_are_warned_of_queues_that_they_would_share_with_lanes(
+    asked: str | None,
+    communicators: int,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As where a user has chosen 1 for another library."""
+    if asked is not None:
+        monkeypatch.setenv(VARIABLE, asked)
+    with caplog.at_level(logging.WARNING, "avgpipe"):
+        warn_of_few_queues(communicators)
+    assert [said in record.getMessage() for record in caplog.records] == ([] if said is None else [True])
 
 
 def test_processes_under_mps_get_fewer(tmp_path: Path) -> None:

@@ -89,5 +89,5 @@ BUGS: dict[str, Bug] = {
         lambda: mock.patch.object(group_sum, "SumGroup", _AsTheyAreReady), "replicas", Hardware(), True
     ),
     "a communicator for both directions": Bug(_both_ways, "a chain", Hardware(), True),
-    "the 8 queues that there are by default": Bug(nullcontext, "a chain", Hardware(queues=8)),
+    "the 8 queues that there are by default": Bug(nullcontext, "a stage and replicas", Hardware(queues=8)),
 }

@@ -65,6 +65,7 @@ CASES: dict[str, Case] = {
     "a long chain": _own(3, 2),
     "all forwards first": _own(2, 2, schedule="all-forward-all-backward"),
     "replicas of both": _own(2, 2, (2, 2)),
+    "a stage and replicas": _own(2, 2, (1, 2)),
 }
 
 CASES["replicas after other pipelines"] = CASES["replicas and a stage"]._replace(earlier=32)

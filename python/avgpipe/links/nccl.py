@@ -45,6 +45,7 @@ from avgpipe.links.link import (
 )
 from avgpipe.links.slots import device_id
 from avgpipe.ranks.met import SPARE_S
+from avgpipe.ranks.queues import warn_of_few_queues
 from avgpipe.ranks.rendezvous import in_thread
 
 _LARGE = OF_MICRO_BATCHES | {Message.TIED_GRADIENTS, Message.REFERENCE_UPDATE, Message.EVALUATION}
@@ -355,6 +356,7 @@ class NcclTransport(Transport):
     def connect(self, ranks: Sequence[int]) -> None:
         me, limit_s = self.world.rank, self.world.timeout_s
         edges = [edge for edge in edges_of(self.into) if me in edge[:2] and set(ranks) & set(edge[:2])]
+        warn_of_few_queues(len(edges))
         store: Any = self.world.store() if edges else None
 
         def make(edge: Edge, end: int) -> Any:

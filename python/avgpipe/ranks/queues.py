@@ -51,3 +51,14 @@ def ask_for_queues(device: torch.device, lanes: int) -> None:
             "for each other: set %s=%s before the process starts, or make the Pipeline before anything else uses CUDA",
             *(VARIABLE, lanes, *next(iter(asked.items()))),
         )
+
+
+def warn_of_few_queues(communicators: int) -> None:
+    """Warn where kernels of NCCL, which wait for other devices, share queues with lanes."""
+    asked = os.environ.get(VARIABLE, "")
+    if communicators and not (asked.isdigit() and int(asked) >= MOST):
+        _log.warning(
+            "%d communicators of NCCL with %s: their kernels wait for other devices, and hold up what shares a queue "
+            "with them, so that training may hang: set %s=%d before the process starts",
+            *(communicators, f"{VARIABLE}={asked}" if asked else "8 hardware queues", VARIABLE, MOST),
+        )

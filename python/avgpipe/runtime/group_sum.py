@@ -28,6 +28,7 @@ from avgpipe.errors import PeerLost
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.links.nccl import end_communicators, options
 from avgpipe.ranks.met import Met, transport_reason
+from avgpipe.ranks.queues import warn_of_few_queues
 
 if TYPE_CHECKING:
     from avgpipe.runtime.streams import LaneStream
@@ -42,6 +43,7 @@ def sum_group(world: Met, ranks: Sequence[int], device: torch.device, backend: s
     select(device)  # for the thread that connects, whichever it is
     group = world.new_group(ranks, backend, options(world.timeout_s) if backend == "nccl" else None)
     if backend == "nccl" and world.rank in ranks:
+        warn_of_few_queues(1)
         # The first collective connects, and blocks the host until all members call it. Inside a backward that
         # could deadlock: a member would wait for another one's backward, which follows a forward that needs
         # its gradient.
