@@ -21,7 +21,6 @@ import avgpipe
 from avgpipe import device
 from avgpipe.links.codec import Format
 from avgpipe.schedule.row import COMPUTE_KINDS
-from benchmarks.one_card.in_turn import in_turn
 from benchmarks.one_card.ipc_group import one_card_group
 from benchmarks.one_card.networks import Encoder
 from benchmarks.one_card.stage_of_pipeline import mean_square
@@ -150,8 +149,6 @@ def ours(quarter: Quarter, row: Row) -> Iterator[tuple[Train, Callable[[], dict[
         if row.ranked:
             # Around all: a pipeline that is closed gives its streams to the next one.
             stack.enter_context(_ranked(row.N))
-        if row.in_turn and quarter.device.type != "cpu":  # where it is so in any case
-            stack.enter_context(in_turn())
         stack.enter_context(_line(quarter, row.wire))
         pipeline = stack.enter_context(closing(_pipeline(quarter, row, plan)))
         yield partial(_train, pipeline), partial(_found, pipeline, quarter.size)
@@ -174,7 +171,11 @@ def _found(pipeline: avgpipe.Pipeline, workers: int) -> dict[str, Any]:
 
 
 def _pipeline(quarter: Quarter, row: Row, plan: avgpipe.Plan) -> avgpipe.Pipeline:
-    precision = [avgpipe.Precision(autocast=torch.bfloat16)] if row.precision == "bf16" else []
+    given = {
+        avgpipe.Precision(autocast=torch.bfloat16): row.precision == "bf16",
+        avgpipe.CudaGraphs(): row.graphs,
+        avgpipe.InTurn(): row.in_turn,
+    }
     return avgpipe.Pipeline(
         quarter.layers(row.model),
         plan,
@@ -183,7 +184,7 @@ def _pipeline(quarter: Quarter, row: Row, plan: avgpipe.Plan) -> avgpipe.Pipelin
         device=quarter.device,
         link="cuda-ipc" if quarter.device.type == "cuda" else "shm",
         timeout_s=60,
-        extensions=[*precision, *([avgpipe.CudaGraphs()] if row.graphs else [])],
+        extensions=[extension for extension, is_given in given.items() if is_given],
     )
 
 

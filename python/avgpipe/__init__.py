@@ -27,8 +27,8 @@ _NAMES = {
     "elastic.optimizer": "ElasticAveraging",
     "model.context": "Carry",
     "runtime.options": "Extension StepGradients",
-    "options": "Audit BitChecks Compile Copies CudaGraphs FusedGradients MemoryLimit MovingAverage Precision Ranks "
-    "Source WeightsFrom",
+    "options": "Audit BitChecks Compile Copies CudaGraphs FusedGradients InTurn MemoryLimit MovingAverage Precision "
+    "Ranks Source WeightsFrom",
     "errors": "CheckpointError PeerLost PipelineError PipelineTimeout ScheduleError StageError",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

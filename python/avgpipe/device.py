@@ -209,16 +209,6 @@ def free_cached(device: torch.device) -> None:
     backend.free_cached(device)
 
 
-def random_state(device: torch.device) -> Any:
-    """Return the state of a generator, to be registered with a graph; ``manual_seed`` seeds what it draws next."""
-    return backend.random_state(device)
-
-
-def draw_from(device: torch.device, state: Any) -> Any:
-    """Make layers on a device draw from a state; return the state from which they drew before."""
-    return backend.draw_from(device, state)
-
-
 class ReadyOnEvent:
     """A value whose tensors are ready when an event has happened. The stream that needs it calls ``received``."""
 
@@ -226,6 +216,11 @@ class ReadyOnEvent:
 
     def __init__(self, value: Any, ready: Any, device: torch.device) -> None:
         self.value, self._ready, self._device = value, ready, device
+
+    @property
+    def has_happened(self) -> bool:
+        """Whether the event has happened, so that the device has the value."""
+        return bool(self._ready.query())
 
     def received(self) -> Any:
         """Return the value, for use on the current stream."""

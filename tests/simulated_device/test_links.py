@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from avgpipe.errors import PeerLost
-from avgpipe.links import cuda, slots, staged
+from avgpipe.links import codec, cuda, slots
 from avgpipe.links.cuda import CudaIpcLink
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
@@ -200,7 +200,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         ),
     ),
     "the allocator knows nothing of copies between devices": ("ipc", _without(cuda, "used_on")),
-    "the allocator knows nothing of copies to the host": ("gloo", _without(staged, "used_on")),
+    "the allocator knows nothing of copies to the host": ("gloo", _without(codec, "used_on")),
 }
 
 

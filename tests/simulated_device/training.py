@@ -41,7 +41,9 @@ def adam(params: Any) -> torch.optim.Optimizer:
 
 def pipeline_of(plan: Plan, device: str, **options: Any) -> Pipeline:
     chosen: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": sgd, "clip_grad_norm": 0.5}
-    return Pipeline(small_model(), plan, **grouped(device=device, timeout_s=60, **{**chosen, **options}))
+    return Pipeline(
+        small_model(), plan, **grouped(**{"device": device, "timeout_s": 60, **chosen, **options})
+    )
 
 
 def on_host(state: Any, name: str = "") -> Results:

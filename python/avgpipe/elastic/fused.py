@@ -8,8 +8,8 @@ views at their places. A parameter without a gradient makes no step and only tak
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import is_
@@ -370,3 +370,31 @@ def _round_options(call: FusedCall, options: dict[str, Any]) -> dict[str, Any] |
     others = {name: value for name, value in options.items() if name != "decoupled"}
     step = float(call.counters[0]) + 1
     return {"optimizer": "adamw" if options["decoupled"] else "adam", "step": step, **others}
+
+
+# ---- steps that an optimizer leaves out by itself, as torch.amp.GradScaler asks it -----------------------------------
+
+
+_FUSED = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer of torch leaves a step out by itself, with all of its state as before."""
+    if type(optimizer) not in _FUSED or not all(group["fused"] for group in optimizer.param_groups):
+        return False
+    # The first step of a momentum makes its memory, and would leave it without values.
+    return not isinstance(optimizer, torch.optim.SGD) or all(
+        not group["momentum"] or optimizer.state[p].get("momentum_buffer") is not None
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
+
+
+@contextmanager
+def skipping(optimizer: Any, found_inf: torch.Tensor) -> Iterator[None]:
+    """Have an optimizer leave out its step inside if ``found_inf``, float32 on its device, is 1."""
+    optimizer.grad_scale, optimizer.found_inf = None, found_inf
+    try:
+        yield
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf

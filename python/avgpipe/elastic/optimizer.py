@@ -147,7 +147,7 @@ class ElasticAveraging(torch.optim.Optimizer):
     def skips_on_device(self) -> bool:
         """Whether the next :meth:`step_in_round`, if ``found_inf`` is on the device, leaves the decision there."""
         if self._trial is not None:
-            from avgpipe.elastic.skipping import takes_found_inf
+            from avgpipe.elastic.fused import takes_found_inf
 
             outer = self.reference.outer
             return self._joins_gradients and outer is not None and takes_found_inf(outer)

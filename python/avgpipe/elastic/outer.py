@@ -79,7 +79,7 @@ class OuterSteps:
         if found_inf is None:
             self._step(there)
             return counts
-        from avgpipe.elastic.skipping import skipping
+        from avgpipe.elastic.fused import skipping
 
         with skipping(self.optimizer, found_inf):
             self._step(there)

@@ -18,9 +18,16 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.device import current_stream, has_streams, on_accelerator, ready_on_event
+from avgpipe.device import (
+    copy_stream,
+    current_stream,
+    has_streams,
+    on_accelerator,
+    ready_on_event,
+    used_on,
+)
 from avgpipe.errors import PipelineError
-from avgpipe.links.link import Key, TensorInfo, described
+from avgpipe.links.link import OF_MICRO_BATCHES, Key, Message, TensorInfo, described
 from avgpipe_ext import pack, unpack_
 from avgpipe_ext.ring import copy
 
@@ -342,3 +349,35 @@ class Verifier(NamedTuple):
             "transit, in the memory of either or between them. Resume from the last checkpoint, and without that host "
             "or line if it happens again"
         )
+
+
+# ---- copies from an accelerator --------------------------------------------------------------------------------------
+
+
+class ToHost:
+    """The copies of one channel's messages, which the host does not wait for.
+
+    Activations and gradients are copied on a stream of the channel: nothing writes to them, so the lane goes
+    on without waiting for the line to the host. Other messages are copied on the lane's stream, whose next
+    step may write to their tensors.
+
+    Args:
+        kind: Of the messages.
+        device: Where their tensors are.
+    """
+
+    def __init__(self, kind: Message, device: torch.device) -> None:
+        self._device = device
+        self._beside = copy_stream(device) if kind in OF_MICRO_BATCHES else None
+
+    def write(self, format: Format, text: bytes, tensors: list[torch.Tensor], address: int) -> Any:
+        """Write a message to pinned memory; return the event at which it is there."""
+        copies = current_stream(self._device)
+        if self._beside is not None:
+            self._beside.wait_stream(copies)
+            copies = self._beside
+        with copies:
+            format.write_all(text, tensors, address, pinned=True)
+        if self._beside is not None:
+            used_on(copies, tensors)  # the lane continues and may free them
+        return copies.record_event()

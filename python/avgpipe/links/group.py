@@ -48,7 +48,7 @@ from avgpipe.links.link import (
 from avgpipe.ranks.met import transport_reason
 
 if TYPE_CHECKING:
-    from avgpipe.links.staged import ToHost
+    from avgpipe.links.codec import ToHost
 
 _ENVELOPES_AHEAD = 8  # receives of envelopes, of which at least half are posted at any time
 _MEDIUM_BYTES = 2 << 20  # payloads up to which two receives are posted
@@ -406,7 +406,7 @@ class _Outgoing:
 
     def _to_host(self, device: torch.device) -> ToHost:
         if self._copies is None:
-            from avgpipe.links.staged import ToHost
+            from avgpipe.links.codec import ToHost
 
             self._copies = ToHost(self._kind, device)
         return self._copies

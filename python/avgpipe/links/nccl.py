@@ -296,6 +296,10 @@ class _Posted(ReadyOnEvent):
         super().__init__(buffer, work, device)
         self._format = format
 
+    @property
+    def has_happened(self) -> bool:
+        return self._ready is None or bool(self._ready.is_completed())
+
     def received(self) -> Any:
         if self._ready is not None:
             self._ready.wait()  # on CUDA the current stream waits, not the host
@@ -309,6 +313,7 @@ class _FromHost(ReadyOnEvent):
     """A small message in the host's memory."""
 
     __slots__ = ()
+    has_happened = True
 
     def received(self) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._to_device, self.value)

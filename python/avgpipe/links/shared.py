@@ -25,7 +25,7 @@ from avgpipe.links.link import Channel, Endpoint, Key, Link, Transport, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 if TYPE_CHECKING:
-    from avgpipe.links.staged import ToHost
+    from avgpipe.links.codec import ToHost
 
 _POLL_S = 1e-3
 _TOKEN_BYTES = 64  # at the beginning of an inbox: proves to its opener that it is the right memory
@@ -156,7 +156,7 @@ class SharedLink(Link):
         words: _Words,
     ) -> None:
         """Let a thread send once a device has copied the message to the host."""
-        from avgpipe.links.staged import ToHost
+        from avgpipe.links.codec import ToHost
 
         memory = pinned_bytes(padded(len(text)) + format.bytes)
         device = next((t.device for t in tensors if on_accelerator(t)), self._end.device)

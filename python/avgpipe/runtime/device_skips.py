@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from avgpipe.elastic.skipping import skipping, takes_found_inf
+from avgpipe.elastic.fused import skipping, takes_found_inf
 from avgpipe.schedule.row import Version
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from avgpipe.device import draw_from, generator_of, random_state
+from avgpipe import device as devices
+from avgpipe.device import generator_of
 from avgpipe.model.context import callers_generators, mix, mix_more, moved, seed_generators, watch_draws
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.route import Step, StepKind
@@ -96,8 +97,10 @@ class Draws:
 
     def __init__(self, device: torch.device, seed: int, pipeline: int, seen: Iterable[Drawing]) -> None:
         self._device, self._seed, self._pipeline = device, seed, pipeline
-        self._seeded = [Seeded(drawing, random_state(device)) for drawing in sorted(seen)]
-        self._nothing = random_state(device)  # no graph knows it: a capture fails if a layer draws from it
+        self._seeded = [Seeded(drawing, devices.backend.random_state(device)) for drawing in sorted(seen)]
+        self._nothing = devices.backend.random_state(
+            device
+        )  # no graph knows it: a capture fails if a layer draws from it
         # Of the step that is captured: states by layer and how often it has begun before.
         self._states: dict[tuple[int, int], Any] = {}
         self._begun: Counter[int] = Counter()
@@ -112,16 +115,18 @@ class Draws:
         """Make layers draw from their states in a step, which is captured inside the block."""
         self._states = {(of.layer, of.begun): state for of, state in self.of([step])}
         self._begun.clear()
-        before = draw_from(self._device, self._nothing)
+        before = devices.backend.draw_from(self._device, self._nothing)
         watch_draws(self)
         try:
             yield
         finally:
             watch_draws(None)
-            draw_from(self._device, before)
+            devices.backend.draw_from(self._device, before)
 
     def begin_layer(self, device: torch.device, key: int, number: int) -> None:
-        draw_from(self._device, self._states.get((number, self._begun[number]), self._nothing))
+        devices.backend.draw_from(
+            self._device, self._states.get((number, self._begun[number]), self._nothing)
+        )
         self._begun[number] += 1
 
     def seed(self, work: Work, those: Iterable[Seeded]) -> None:

@@ -8,7 +8,7 @@ next one is captured, and from then on such a batch is launched; see :mod:`avgpi
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from avgpipe.device import free_cached
 from avgpipe.errors import StageError, reason
 from avgpipe.links.link import described
 from avgpipe.model.context import Carry, has_hooks
-from avgpipe.runtime.captured import CapturedRow, Segment, segments_of
+from avgpipe.runtime.captured import CapturedRow, Item, Segment, segments_of
 from avgpipe.runtime.compute import BatchState, Compute, Work
 from avgpipe.runtime.draws import Draws, SeenDraws
 from avgpipe.runtime.options import TrainingOptions
@@ -131,7 +131,7 @@ class RowGraphs:
         captured = self._decided[step.batch]
         if captured is None:
             actions = self._actions[step.batch][self.rows.index(row)]
-            row.computing.put_next([own for _, own in row.steps(actions, step.batch)])
+            row.computing.put_next([own for _, own in _items(row, actions, step.batch)])
         elif lane is self.lanes[0]:  # the first row launches for all
             self._left = list(captured.segments)
             place = lane.route.stage, step.batch, -1
@@ -190,7 +190,9 @@ class RowGraphs:
         if self._pool is None:
             free_cached(self._device)  # graphs cannot use the allocator's cache
         lane = self.lanes[0]
-        rows = [row.steps(actions, work.batch) for row, actions in zip(self.rows, self._actions[work.batch])]
+        rows = [
+            _items(row, actions, work.batch) for row, actions in zip(self.rows, self._actions[work.batch])
+        ]
         segments = segments_of(rows, self.lanes)
         draws = Draws(self._device, self._seed, lane.pipeline, form.seen[-1].drawings)
         return CapturedRow(self.lanes, segments, work, self._options, draws, self._pool)
@@ -250,6 +252,15 @@ class RowGraphs:
         if text not in self._said:
             self._said.add(text)
             _log.warning(text, *values)
+
+
+def _items(row: PipelineRow, actions: Sequence[Action], batch: int) -> list[Item]:
+    """Return the forwards and backwards of a batch, each with its lane."""
+    return [
+        (lane := row.lanes[action.stage], lane.step(StepKind(action.kind.value), batch, action.micro_batch))
+        for action in actions
+        if action.micro_batch is not None
+    ]
 
 
 def _modules(lane: Lane) -> Iterator[tuple[str, nn.Module]]:

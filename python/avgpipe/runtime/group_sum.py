@@ -214,6 +214,10 @@ class _BucketSums(ReadyOnEvent):
         super().__init__(None, works, device)
         self._batch = batch
 
+    @property
+    def has_happened(self) -> bool:
+        return all(work.is_completed() for work in self._ready)
+
     def received(self) -> None:
         # No record_stream: the buckets live as long as their reader.
         _wait_for(self._ready, self._batch)

@@ -350,14 +350,6 @@ class PipelineRow:
         self._enqueue([pair for pair in actions if pair[0].micro_batch is None])
         self._graphs.start(self, work.batch, [action for action, _ in actions])
 
-    def steps(self, actions: Iterable[Action], batch: int) -> list[tuple[Lane, Step]]:
-        """Return the forwards and backwards of a batch, each with its lane."""
-        return [
-            (lane := self.lanes[action.stage], lane.step(_STEPS[action.kind], batch, action.micro_batch))
-            for action in actions
-            if action.micro_batch is not None
-        ]
-
     def _counts(self, stage: int, micro_batches: int) -> tuple[int, int]:
         """Count the backwards, and all forwards and parts of backwards, that a batch has on a stage."""
         found = self._counted.get((stage, micro_batches))

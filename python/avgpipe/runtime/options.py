@@ -44,6 +44,7 @@ class TrainingOptions:
 
     Attributes:
         loss_weight: returns the weight of a micro-batch from its targets.
+        on_device: how many actions a device has at most at a time; None: all whose messages are announced.
         measures: whether one forward of each stage counts what it saves for its backward.
         accumulate: how many batches of a loader make an update.
         verify_wire: whether messages between processes carry checksums.
@@ -74,6 +75,7 @@ class TrainingOptions:
     recompute: str = "never"
     cuda_graphs: bool = False
     fuses_gradients: bool = False
+    on_device: int | None = None
     skip_nonfinite: bool = False
     loss_weight: Callable[[Any], Any] | None = None
     loss_scale: float | str | None = None

@@ -154,7 +154,10 @@ class Worker:
         self.rows = self._rows(self._plan.build_schedule())
         queues = [queue for row in self.rows for queue in row.queues]
         clock = self.streams.clock if self.streams is not None else None
-        self.scheduler = Scheduler(
+        make: Callable[..., Scheduler] = Scheduler
+        if self._options.on_device is not None and clock is not None:
+            make = partial(named("avgpipe.runtime.in_turn:InTurnScheduler"), self._options.on_device)
+        self.scheduler = make(
             list(self.lanes.values()), queues, self.mailbox, self.world, self.placement, clock
         )
         if self.others is not None:
