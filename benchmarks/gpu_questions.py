@@ -261,6 +261,11 @@ def _check(pipe: Any, offer: dict[str, str]) -> None:
         pipe.send(f"it is not: {_short(error)}")
 
 
+def _memory(slot: Any) -> torch.Tensor:
+    memory: torch.Tensor = slot.memory  # on this device
+    return memory
+
+
 def two_handles() -> str:
     """Can another process open two small allocations, which may be of one block?"""
     from avgpipe.links.slots import slots_of
@@ -268,9 +273,9 @@ def two_handles() -> str:
     slots = slots_of(torch.device("cuda", 0))
     made = [slots.make(64 << 10) for _ in range(2)]
     for n, slot in enumerate(made):
-        slot.memory.fill_(n + 1)
+        _memory(slot).fill_(n + 1)
     torch.cuda.synchronize()
-    near = abs(made[0].memory.data_ptr() - made[1].memory.data_ptr()) < 2 << 20
+    near = abs(made[0].address - made[1].address) < 2 << 20
     pipe, _ = _talk(_open_both, [slot.record for slot in made])
     return f"{_receive(pipe)}; {'of one block of 2 MiB' if near else 'of two blocks'}"
 
@@ -280,7 +285,7 @@ def _open_both(pipe: Any, records: list[bytes]) -> None:
 
     try:
         slots = slots_of(torch.device("cuda", 0))
-        seen = [int(slots.open(record).memory[0]) for record in records]
+        seen = [int(_memory(slots.open(record))[0]) for record in records]
         pipe.send(f"both are open, what they hold is {'right' if seen == [1, 2] else f'wrong: {seen}'}")
     except (OSError, RuntimeError) as error:
         pipe.send(f"no: {_short(error)}")
@@ -293,11 +298,11 @@ def lost_memory() -> str:
     slots = slots_of(torch.device("cuda", 0))
     pipe, process = _talk(_offer)
     slot = slots.open(_receive(pipe))
-    before = int(slot.memory[0])
+    before = int(_memory(slot)[0])
     process.kill()
     process.join()
     try:
-        after = int(slot.memory[0])
+        after = int(_memory(slot)[0])
     except RuntimeError as error:
         return f"an error: {_short(error)}"
     return f"{before} before, {after} after"
@@ -307,7 +312,7 @@ def _offer(pipe: Any) -> None:
     from avgpipe.links.slots import slots_of
 
     slot = slots_of(torch.device("cuda", 0)).make(2 << 20)
-    slot.memory.fill_(7)
+    _memory(slot).fill_(7)
     torch.cuda.synchronize()
     pipe.send(slot.record)
     time.sleep(60)

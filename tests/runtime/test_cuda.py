@@ -180,7 +180,7 @@ def test_a_draw_that_no_batch_has_made_before_is_refused() -> None:
             self.calls[0] += 1
             return nn.functional.dropout(x, 0.5) if self.calls[0] > 2 else x
 
-    layers = language_model()
+    layers = list(language_model())
     model = nn.Sequential(*layers[:3], Late(), *layers[5:])
     with pytest.raises(StageError, match="cannot be captured as a CUDA graph"):
         train(Plan(stages=2, micro_batches=1), token_batches(4, 8), "cuda", model, cuda_graphs=True)
