@@ -15,6 +15,7 @@ from avgpipe import Pipeline, Plan
 from avgpipe.errors import StageError
 from avgpipe.model.context import Carry
 from avgpipe.runtime.streams import captured
+from avgpipe.timeline import COMPUTE_KINDS
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE
 from tests.options import grouped
@@ -275,6 +276,22 @@ def test_batches_that_are_run_again_to_be_checked_run_without(captures):
     plain, found = (train(token_batches(9, 8), graphs, plan, **check) for graphs in (False, True))
     assert_same(found, plain)
     assert 0 < launches(captures) < 9 - WARM_UPS
+
+
+@pytest.mark.host
+def test_timelines_show_a_launch_on_each_stage():
+    plan = Plan(stages=3, pipelines=2, batch="per-pipeline", micro_batches=3)
+    options = {"loss_fn": LOSS, "optimizer": momentum, "cuda_graphs": True}
+    with on_streams(GraphsAndStreams()), Pipeline(language_model(), plan, **grouped(**options)) as p:
+        list(p.train(token_batches(8, 9)))
+        events = [event for event in p.timeline().events if event.batch >= 2 * WARM_UPS]
+    for stage in range(3):
+        kinds = [
+            (event.batch, event.kind)
+            for event in events
+            if event.stage == stage and event.kind in COMPUTE_KINDS
+        ]
+        assert sorted(kinds) == [(batch, kind) for batch in range(4, 8) for kind in ("U", "graph")]
 
 
 # ---- between processes -------------------------------------------------------------------------------------

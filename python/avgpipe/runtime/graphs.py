@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -149,7 +150,14 @@ class RowGraphs:
             self._guarded(lambda: captured.capture(segment))
             self._pool = captured.pool
         states = {lane: state for lane in self.lanes if (state := lane.state_of(step.batch)) is not None}
-        captured.launch(segment, step.needs, states)
+        lead, *others = self.lanes
+        with ExitStack() as shown:  # the timeline has a launch on each stage, though one lane's stream has it
+            for lane in others:
+                if lead.stream is None:
+                    break
+                place = lane.route.replica, lane.pipeline, step.batch, step.micro_batch, step.kind.value
+                shown.enter_context(lead.stream.noting(place))
+            captured.launch(segment, step.needs, states)
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
 
