@@ -132,7 +132,10 @@ class Arena:
 
     def squared_norm(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the square of the norm of some parameters or gradients together, float64 []."""
-        return torch.stack([norm.double() for norm in torch._foreach_norm(list(tensors))]).square().sum()
+        norms = torch._foreach_norm(list(tensors))
+        if any(norm.dtype != norms[0].dtype for norm in norms):
+            norms = tuple(norm.double() for norm in norms)
+        return torch.stack(norms).double().square().sum()
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the weights in training, by parameter; parameters may show others at the moment."""

@@ -452,12 +452,12 @@ class Reference:
             return bad
         if counts:
             device = counts[0].device
-            one = torch.stack([c.to(device) for c in counts]).any().long()
+            is_bad = counts[0] != 0 if len(counts) == 1 else torch.stack([c.to(device) for c in counts]).any()
             if self._bad_counts is None:
-                self._bad_counts = one
+                self._bad_counts = is_bad.long()
             else:
                 # in place: replicas on different streams must not free each other's sum
-                self._bad_counts += one
+                self._bad_counts += is_bad
         return False
 
     # ---- weights and state -------------------------------------------------------------------------------------------
