@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -356,6 +357,19 @@ class Counts(nn.Module):
         return x / self.calls
 
 
+class CountsUnseen(nn.Module):
+    """Counts in a private attribute, or in a list."""
+
+    def __init__(self, private: bool):
+        super().__init__()
+        self._calls, self.listed, self.private = 0, [0], private
+
+    def forward(self, x):
+        self._calls += self.private
+        self.listed[0] += not self.private
+        return x / (self._calls + self.listed[0])
+
+
 class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -370,11 +384,10 @@ class DrawsSometimes(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
-        self.hidden = [0]
+        self.hidden = iter((False,))
 
     def forward(self, x):
-        self.hidden[0] += 1
-        return nn.functional.dropout(x, 0.5) if self.hidden[0] > 1 else x
+        return nn.functional.dropout(x, 0.5) if next(self.hidden, True) else x
 
 
 @pytest.mark.parametrize(
@@ -384,6 +397,8 @@ class DrawsSometimes(nn.Module):
         (DrawsByItself, "draws random numbers during a capture"),
         (SkippedAtRandom, r"draws from a generator of the host \(random\)"),
         (Counts, "a forward assigns .*calls.* in each batch"),
+        (partial(CountsUnseen, True), "a forward assigns .*_calls.* in each batch"),
+        (partial(CountsUnseen, False), r"a forward assigns .*listed\[0\].* in each batch"),
         (Remembers, "a forward assigns .*before.* in each batch.*add_.*Carry"),
         (DrawsSometimes, "draw random numbers in some batches and not in others"),
     ],
