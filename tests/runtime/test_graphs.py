@@ -370,6 +370,17 @@ class CountsUnseen(nn.Module):
         return x / (self._calls + self.listed[0])
 
 
+class CarriesANumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x):
+        calls = 1 if (before := self.carry.get()) is None else before[0] + 1
+        self.carry.set((calls, x.detach()))
+        return x / calls
+
+
 class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -399,6 +410,7 @@ class DrawsSometimes(nn.Module):
         (Counts, "a forward assigns .*calls.* in each batch"),
         (partial(CountsUnseen, True), "a forward assigns .*_calls.* in each batch"),
         (partial(CountsUnseen, False), r"a forward assigns .*listed\[0\].* in each batch"),
+        (CarriesANumber, "a Carry holds a number that changes"),
         (Remembers, "a forward assigns .*before.* in each batch.*add_.*Carry"),
         (DrawsSometimes, "draw random numbers in some batches and not in others"),
     ],
