@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -373,6 +374,30 @@ class Counts(nn.Module):
         return x / self.calls
 
 
+class CountsUnseen(nn.Module):
+    """Counts in a private attribute, or in a list."""
+
+    def __init__(self, private: bool):
+        super().__init__()
+        self._calls, self.listed, self.private = 0, [0], private
+
+    def forward(self, x):
+        self._calls += self.private
+        self.listed[0] += not self.private
+        return x / (self._calls + self.listed[0])
+
+
+class CarriesANumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x):
+        calls = 1 if (before := self.carry.get()) is None else before[0] + 1
+        self.carry.set((calls, x.detach()))
+        return x / calls
+
+
 class Remembers(nn.Module):
     def __init__(self):
         super().__init__()
@@ -387,11 +412,10 @@ class DrawsSometimes(nn.Module):
     def __init__(self):
         super().__init__()
         self.register_buffer("calls", torch.zeros(()))
-        self.hidden = [0]
+        self.hidden = iter((False,))
 
     def forward(self, x):
-        self.hidden[0] += 1
-        return nn.functional.dropout(x, 0.5) if self.hidden[0] > 1 else x
+        return nn.functional.dropout(x, 0.5) if next(self.hidden, True) else x
 
 
 @pytest.mark.parametrize(
@@ -401,6 +425,9 @@ class DrawsSometimes(nn.Module):
         (DrawsByItself, "draws random numbers during a capture"),
         (SkippedAtRandom, r"draws from a generator of the host \(random\)"),
         (Counts, "a forward assigns .*calls.* in each batch"),
+        (partial(CountsUnseen, True), "a forward assigns .*_calls.* in each batch"),
+        (partial(CountsUnseen, False), r"a forward assigns .*listed\[0\].* in each batch"),
+        (CarriesANumber, "a Carry holds a number that changes"),
         (Remembers, "a forward assigns .*before.* in each batch.*add_.*Carry"),
         (DrawsSometimes, "draw random numbers in some batches and not in others"),
     ],

@@ -247,6 +247,10 @@ def _copy(fixed: Any, value: Any) -> None:
         torch._foreach_copy_(here, there)
 
 
+def _plain_parts(value: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(value) if not isinstance(leaf, torch.Tensor)]
+
+
 def _shown(tensors: Sequence[torch.Tensor]) -> str:
     return ", ".join(f"{list(t.shape)} {str(t.dtype)[6:]}" for t in tensors) or "no tensor"
 
@@ -263,6 +267,10 @@ class _Carried:
         """Copy the newest values to the fixed memory, where they are others: of a capture, or a batch without."""
         for m, fixed in self._fixed.items():
             if (value := self._carry.values[m]) is not fixed:
+                if _plain_parts(value) != _plain_parts(fixed):
+                    raise StageError(
+                        "a Carry holds a number that changes, which a graph cannot: carry tensors only"
+                    )
                 _copy(fixed, value)
                 self._carry.values[m] = fixed
 

@@ -37,6 +37,7 @@ _WARM_UPS = 2  # batches of a form that run without graphs
 _FORMS = 4  # whose graphs are kept
 _LEAVE = "leave CudaGraphs out"
 _PLAIN = bool, int, float, str, type(None)
+_OF_TORCH = frozenset(vars(nn.Module()))  # what each module keeps for itself
 
 
 def form_of(given: Any) -> Any:
@@ -250,10 +251,11 @@ class RowGraphs:
         for lane in self.lanes:
             for name, module in _modules(lane):
                 for key, value in (*vars(module).items(), *module._buffers.items()):
-                    is_own = key == "training" or key.startswith("_")
-                    is_made = isinstance(value, torch.Tensor) and value.grad_fn is not None
-                    if not is_own and not is_made and isinstance(value, (torch.Tensor, *_PLAIN)):
-                        found[f"stage {lane.route.stage}: {name}.{key}"] = value
+                    if key not in _OF_TORCH:
+                        for place, leaf in pytree.tree_flatten_with_path(value)[0]:
+                            is_made = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+                            if not is_made and isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                                found[f"stage {lane.route.stage}: {name}.{key}{pytree.keystr(place)}"] = leaf
         return found
 
     def _say(self, text: str, *values: Any) -> None:
