@@ -86,6 +86,9 @@ class _Graph:
 class _State:
     def manual_seed(self, seed: int) -> None: ...
 
+    def get_offset(self) -> int:
+        return 0
+
 
 class IdleDevice:
     """Takes the place of torch's streams, events and graphs, and does nothing. ``launches``: of graphs."""

@@ -43,6 +43,9 @@ class RandomState:
     def manual_seed(self, seed: int) -> None:
         self.seed = seed
 
+    def get_offset(self) -> int:
+        return 0
+
 
 class RecordedGraph(TorchDispatchMode):
     """As ``torch.cuda.CUDAGraph``: what is captured, to be replayed."""

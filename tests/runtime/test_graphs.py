@@ -424,11 +424,11 @@ class DrawsSometimes(nn.Module):
         (Looks, "waits for the device during a capture"),
         (DrawsByItself, "draws random numbers during a capture"),
         (SkippedAtRandom, r"draws from a generator of the host \(random\)"),
-        (Counts, "a forward assigns .*calls.* in each batch"),
-        (partial(CountsUnseen, True), "a forward assigns .*_calls.* in each batch"),
-        (partial(CountsUnseen, False), r"a forward assigns .*listed\[0\].* in each batch"),
+        (Counts, "calls.* is assigned in each batch"),
+        (partial(CountsUnseen, True), "_calls.* is assigned in each batch"),
+        (partial(CountsUnseen, False), r"listed\[0\].* is assigned in each batch"),
         (CarriesANumber, "a Carry holds a number that changes"),
-        (Remembers, "a forward assigns .*before.* in each batch.*add_.*Carry"),
+        (Remembers, "before.* is assigned in each batch.*add_.*Carry"),
         (DrawsSometimes, "draw random numbers in some batches and not in others"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else "",
@@ -441,6 +441,140 @@ def test_what_a_graph_would_get_wrong_is_refused(captures, layer, why):
     with pytest.raises(StageError, match=f"(?s){why}.*leave CudaGraphs out"):
         train(token_batches(5, 8), True, Plan(stages=2, micro_batches=1), model)
     assert RecordedGraph.current is None  # the capture has ended
+
+
+class Weighted(nn.Module):
+    """A loss with a factor that the caller changes, or it itself."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.factor, self.counts = 1.0, counts
+
+    def forward(self, output, target):
+        self.factor += self.counts
+        return LOSS(output, target) * self.factor
+
+
+def test_a_loss_function_that_the_caller_changes_is_captured_again(captures, caplog):
+    batches = token_batches(14, 8)
+
+    def losses(graphs):
+        loss_fn = Weighted()
+        options = {"loss_fn": loss_fn, "optimizer": momentum, "cuda_graphs": graphs}
+        found = []
+        with Pipeline(language_model(), Plan(stages=2, micro_batches=2), **grouped(**options)) as p:
+            for n in range(0, 14, 7):
+                found += [r.loss for r in p.train(batches[n : n + 7])]
+                loss_fn.factor = 0.5
+            return found, 0.0, p.state_dict()
+
+    plain = losses(False)
+    with caplog.at_level(logging.WARNING, logger="avgpipe"):
+        found = losses(True)
+    assert_same(found, plain)
+    assert [graph.replays for graph in captures] == [5, 5]
+    assert any("'loss_fn.factor' has changed" in record.getMessage() for record in caplog.records)
+
+
+def test_a_loss_function_that_counts_is_refused(captures):
+    with pytest.raises(StageError, match=r"loss_fn\.factor' is assigned in each batch"):
+        train(token_batches(9, 8), True, Plan(stages=2), loss_fn=Weighted(counts=True), check="off")
+
+
+class Evaluated(nn.Module):
+    """Trains in another way once it has been evaluated."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 1.0
+
+    def forward(self, x):
+        if not self.training:
+            self.scale = 2.0
+        return x * self.scale
+
+
+def test_layers_that_an_evaluation_changes_are_captured_again(captures):
+    def model():
+        layers = language_model()
+        return nn.Sequential(*layers[:3], Evaluated(), *layers[5:])
+
+    def losses(graphs):
+        options = {"loss_fn": LOSS, "optimizer": momentum, "cuda_graphs": graphs, "check": "off"}
+        with Pipeline(model(), Plan(stages=2, micro_batches=2), **grouped(**options)) as p:
+            found = [r.loss for r in p.train(token_batches(5, 8))]
+            found.append(p.evaluate(token_batches(1, 8)).loss)
+            return found + [r.loss for r in p.train(token_batches(5, 8))], 0.0, p.state_dict()
+
+    assert_same(losses(True), losses(False))
+    assert [graph.replays for graph in captures] == [3, 3]
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.carry = Carry()
+
+    def forward(self, x):
+        before = self.carry.get()
+        self.carry.set(x.detach().mean(0))
+        return x if before is None else x + before
+
+
+def test_a_state_that_is_dropped_begins_anew(captures):
+    """An infinite value drops what layers carry: batches that begin without are another form, with a graph in time."""
+
+    def model():
+        torch.manual_seed(2)
+        layers = nn.Sequential(nn.Embedding(11, 8), Remembering(), nn.Linear(8, 11)).double()
+        with torch.no_grad():
+            layers[0].weight[10] = torch.inf
+        return layers
+
+    bad = range(4, 14, 2)
+    batches = [(x.clamp(max=9), y) for x, y in token_batches(18, 8)]
+    for n in bad:
+        batches[n][0][0] = 10
+    options = {"skip_nonfinite": True, "optimizer": momentum, "check": "off"}
+    runs = [train(batches, graphs, Plan(stages=2), model, **options) for graphs in (False, True)]
+    finite = [[loss for n, loss in enumerate(run[0]) if n not in bad] for run in runs]
+    assert finite[0] == finite[1]
+    assert all(torch.equal(value, runs[1][2][name]) for name, value in runs[0][2].items())
+    assert len(captures) == 2  # with a carried value, and without
+
+
+def test_inputs_that_require_gradients_run_without(captures):
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def gradients(graphs):
+        given = [
+            (torch.ones(8, 4, dtype=torch.float64).requires_grad_(), torch.arange(8) % 3) for _ in range(4)
+        ]
+        train(given, graphs, Plan(stages=2, micro_batches=2), model)
+        return [x.grad for x, _ in given]
+
+    assert all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in zip(gradients(False), gradients(True))
+    )
+    assert not captures
+
+
+def test_inputs_in_another_order_of_memory_are_another_form(captures):
+    def model():
+        torch.manual_seed(1)
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(32, 3))
+
+    draw = torch.Generator().manual_seed(3)
+    images = [torch.randn(4, 3, 4, 4, generator=draw) for _ in range(10)]
+    given = [
+        (x.to(memory_format=torch.channels_last) if n % 2 else x, torch.arange(4) % 3)
+        for n, x in enumerate(images)
+    ]
+    plain, found = (train(given, graphs, Plan(stages=2, micro_batches=2), model) for graphs in (False, True))
+    assert_same(found, plain)
+    assert len(captures) == 2
 
 
 def test_sparse_gradients_are_refused(captures):

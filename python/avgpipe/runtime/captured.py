@@ -261,6 +261,7 @@ class _Carried:
     def __init__(self, carry: Carry) -> None:
         self._carry = carry
         self._fixed = {m: _copies(value) for m, value in carry.values.items()}
+        self._made: dict[int, Any] = {}  # of micro-batches that had none before
         carry.values.update(self._fixed)
 
     def put(self) -> None:
@@ -273,6 +274,14 @@ class _Carried:
                     )
                 _copy(fixed, value)
                 self._carry.values[m] = fixed
+
+    def captured(self) -> None:
+        """Note what the captured batch has set where nothing was."""
+        self._made = {m: value for m, value in self._carry.values.items() if m not in self._fixed}
+
+    def launched(self) -> None:
+        """Show what a launch has set where nothing was."""
+        self._carry.values.update(self._made)
 
 
 class _Rooms:
@@ -414,6 +423,8 @@ class CapturedRow:
             self._rooms.give_back(place)
 
     def _end_capture(self) -> None:
+        for carried in self._carried:
+            carried.captured()
         for lane in self._lanes:
             arena = lane.trained.arena
             self._grads[lane] = [p.grad for p in arena.parameters]
@@ -447,6 +458,7 @@ class CapturedRow:
             self._receive(key, states)
         self._draws.seed(work, segment.draws)
         segment.graph.replay()
+        self._draws.check()
         for lane in self._lanes[1:]:
             lane.wait_for(self._lead)
         for result in segment.results:
@@ -499,6 +511,8 @@ class CapturedRow:
             states[result.target].learn(message if handed is None else handed.received())
 
     def _end(self, work: Work, states: Mapping[Lane, BatchState]) -> None:
+        for carried in self._carried:
+            carried.launched()
         for lane in self._lanes:
             lane.trained.put_grads(self._grads[lane])
             lane.end_computing(states[lane])

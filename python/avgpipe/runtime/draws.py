@@ -16,6 +16,7 @@ import torch
 
 from avgpipe import device as devices
 from avgpipe.device import generator_of
+from avgpipe.errors import StageError
 from avgpipe.model.context import callers_generators, mix, mix_more, moved, seed_generators, watch_draws
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.route import Step, StepKind
@@ -134,3 +135,15 @@ class Draws:
         for drawing, state in those:
             key = mix(self._seed, *work.place(self._pipeline, drawing.micro_batch))
             state.manual_seed(mix_more(key, drawing.layer))
+
+    def check(self) -> None:
+        """Refuse, after a launch, draws that no batch has made before the capture.
+
+        Raises:
+            StageError: there were such draws, of unknown seeds.
+        """
+        if self._nothing.get_offset():
+            raise StageError(
+                "CudaGraphs(): a layer draws random numbers in a captured batch that it has not drawn in the batches "
+                "before: leave CudaGraphs out"
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import free_cached
 from avgpipe.errors import StageError, reason
-from avgpipe.links.link import described
+from avgpipe.links.link import described, tensors_of
 from avgpipe.model.context import Carry, has_hooks
 from avgpipe.runtime.captured import CapturedRow, Item, Segment, segments_of
 from avgpipe.runtime.compute import BatchState, Compute, Work
@@ -37,14 +37,18 @@ _WARM_UPS = 2  # batches of a form that run without graphs
 _FORMS = 4  # whose graphs are kept
 _LEAVE = "leave CudaGraphs out"
 _PLAIN = bool, int, float, str, type(None)
+State = dict[str, Any]
 _OF_TORCH = frozenset(vars(nn.Module()))  # what each module keeps for itself
 
 
 def form_of(given: Any) -> Any:
     """Return what two batches have in common if one's graph serves the other; None if no graph can serve it."""
     leaves, structure = pytree.tree_flatten(given)
+    if any(t.requires_grad or t.layout is not torch.strided for t in tensors_of(leaves)):
+        return None  # gradients of the caller's own tensors; memory that is not copied as it is
+    strides = [leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves]
     try:
-        return structure, [(type(leaf), described(leaf)) for leaf in leaves]
+        return structure, strides, [(type(leaf), described(leaf)) for leaf in leaves]
     except TypeError:
         return None
 
@@ -55,12 +59,14 @@ class _Form:
 
     Attributes:
         seen: by batch that ran without a graph, what layers drew.
-        state: of the layers before the newest of these, see :func:`_state_of`.
+        state: of layers and loss function before the newest of these, then at the capture.
+        restarts: how often this was another one when a graph was to be captured or launched.
     """
 
     form: Any
     seen: list[SeenDraws] = field(default_factory=list)
-    state: dict[str, Any] = field(default_factory=dict)
+    state: State = field(default_factory=dict)
+    restarts: int = 0
     row: CapturedRow | None = None
 
 
@@ -100,6 +106,7 @@ class RowGraphs:
         self._left: list[Segment] = []  # of the batch that is being launched
         self._warming: tuple[int, SeenDraws] | None = None
         self._said: set[str] = set()
+        self._has_run = False  # whether code of layers has run since their state was looked at
 
     def compute(self, *arguments: Any) -> Compute:
         """Return what runs steps without graphs, made with these arguments."""
@@ -185,14 +192,32 @@ class RowGraphs:
                 return None
             found = _Form(form)
             self._forms.append(found)
+        if len(found.seen) == _WARM_UPS and (changed := self._changed(found)):
+            self._restart(found, changed)
         if len(found.seen) < _WARM_UPS:
             found.seen.append(SeenDraws(self._device))
-            found.state = self._layers_state()
+            found.state = self._state()
             self._warming = batch, found.seen[-1]
             return None
         if found.row is None or not found.row.is_current:
             found.row = self._new_row(found, work)
         return found.row
+
+    def _changed(self, form: _Form) -> str | None:
+        """Return what layers or the loss function keep that is another one than it was."""
+        now = self._state() if self._has_run or form.row is None else self._state_of_loss()
+        self._has_run = False
+        return next((name for name, value in now.items() if not _is_same(value, form.state.get(name))), None)
+
+    def _restart(self, form: _Form, changed: str) -> None:
+        """Run without graphs again, as what a form's graph has captured is not true any more."""
+        if form.row is None and form.restarts:
+            raise StageError(
+                f"CudaGraphs(): {changed!r} is assigned in each batch, of which a graph would keep the first value: "
+                f"change a tensor in place, as by add_(), or keep it in an avgpipe.Carry, or {_LEAVE}"
+            )
+        self._say("%r has changed: batches run without CUDA graphs, and are captured again", changed)
+        form.seen, form.row, form.restarts = [], None, form.restarts + 1
 
     def _new_row(self, form: _Form, work: Work) -> CapturedRow:
         self._check(form)
@@ -230,13 +255,6 @@ class RowGraphs:
                 f"CudaGraphs(): layers draw random numbers in some batches and not in others, which a graph cannot: "
                 f"{_LEAVE}"
             )
-        now = self._layers_state()
-        changed = [name for name, value in now.items() if not _is_same(value, form.state.get(name))]
-        if changed:
-            raise StageError(
-                f"CudaGraphs(): a forward assigns {changed[0]!r} in each batch, of which a graph would keep the first "
-                f"value: change a tensor in place, as by add_(), or keep it in an avgpipe.Carry, or {_LEAVE}"
-            )
         hooked = [name for lane in self.lanes for name, module in _modules(lane) if has_hooks(module)]
         if hooked:
             self._say(
@@ -245,18 +263,30 @@ class RowGraphs:
                 hooked[0],
             )
 
-    def _layers_state(self) -> dict[str, Any]:
-        """Return what modules keep outside of parameters and buffers that a graph updates in place."""
-        found: dict[str, Any] = {}
+    def _state(self) -> State:
+        """Return what layers and the loss function keep outside of tensors that a graph updates in place."""
+        found = self._state_of_loss()
         for lane in self.lanes:
             for name, module in _modules(lane):
-                for key, value in (*vars(module).items(), *module._buffers.items()):
-                    if key not in _OF_TORCH:
-                        for place, leaf in pytree.tree_flatten_with_path(value)[0]:
-                            is_made = isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-                            if not is_made and isinstance(leaf, (torch.Tensor, *_PLAIN)):
-                                found[f"stage {lane.route.stage}: {name}.{key}{pytree.keystr(place)}"] = leaf
+                found |= _kept(f"stage {lane.route.stage}: {name}", module)
         return found
+
+    def _state_of_loss(self) -> State:
+        loss_fn: Any = self._options.loss_fn
+        if not any(lane.route.last for lane in self.lanes):
+            return {}
+        cells = {
+            str(n): cell.cell_contents for n, cell in enumerate(getattr(loss_fn, "__closure__", None) or ())
+        }
+        found = _plain("loss_fn", cells)
+        modules = loss_fn.named_modules() if isinstance(loss_fn, nn.Module) else [("", loss_fn)]
+        for name, part in modules:
+            found |= _kept(f"loss_fn {name}".rstrip(), part)
+        return found
+
+    def note_run(self) -> None:
+        """Note that code of layers runs, which may change what they keep."""
+        self._has_run = True
 
     def _say(self, text: str, *values: Any) -> None:
         if text not in self._said:
@@ -277,6 +307,21 @@ def _modules(lane: Lane) -> Iterator[tuple[str, nn.Module]]:
     return ((n, m) for n, m in lane.trained.stage.layers.named_modules() if not isinstance(m, Carry))
 
 
+def _kept(name: str, of: Any) -> State:
+    """Return the plain values and tensors in an object's attributes."""
+    own = {key: value for key, value in getattr(of, "__dict__", {}).items() if key not in _OF_TORCH}
+    return _plain(name, own | getattr(of, "_buffers", {}))
+
+
+def _plain(name: str, values: dict[str, Any]) -> State:
+    return {
+        f"{name}.{key}{pytree.keystr(place)}": leaf
+        for key, value in values.items()
+        for place, leaf in pytree.tree_flatten_with_path(value)[0]
+        if isinstance(leaf, _PLAIN) or (isinstance(leaf, torch.Tensor) and leaf.grad_fn is None)
+    }
+
+
 def _is_same(value: Any, before: Any) -> bool:
     if isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor):
         return value is before
@@ -295,17 +340,16 @@ class WatchedCompute(Compute):
         self._graphs = graphs
 
     def forward(self, state: BatchState, step: Step) -> None:
+        self._graphs.note_run()
         seen = self._graphs.warming(step.batch)
-        if seen is None:
-            super().forward(state, step)
-            return
-        with seen.watching(step):
+        with nullcontext() if seen is None else seen.watching(step):
             super().forward(state, step)
 
     def backward(self, state: BatchState, step: Step) -> None:
         seen = self._graphs.warming(step.batch)
-        if seen is None:
+        with nullcontext() if seen is None else seen.watching(step):
             super().backward(state, step)
-            return
-        with seen.watching(step):
-            super().backward(state, step)
+
+    def evaluate(self, state: BatchState, step: Step) -> None:
+        self._graphs.note_run()
+        super().evaluate(state, step)
