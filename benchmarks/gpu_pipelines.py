@@ -52,7 +52,7 @@ class Case:
     """A model and its batches.
 
     Attributes:
-        layers: Makes them anew.
+        layers: Returns new layers at each call.
         loss: Likewise.
         batch: Makes a batch of all samples.
         samples: Of a batch.

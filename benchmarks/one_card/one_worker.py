@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--models", nargs="+", help="default: all")
     parser.add_argument("--budget", type=float, default=260, help="seconds after which no row begins")
-    parser.add_argument("--rows", type=int, help="end after so many rows")
+    parser.add_argument("--rows", type=int, help="how many rows to measure; by default all")
     parser.add_argument("--out", type=Path, help="a file for the record, written after every row")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():

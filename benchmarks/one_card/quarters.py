@@ -214,7 +214,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="tiny models: to see that it runs")
     parser.add_argument("--parts", type=int, default=4, help="K")
     parser.add_argument("--budget", type=float, default=330, help="seconds after which no row begins")
-    parser.add_argument("--rows", type=int, help="end after so many rows")
+    parser.add_argument("--rows", type=int, help="how many rows to measure; by default all")
     parser.add_argument("--no-mps", action="store_true", help="processes take turns on the whole device")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help="a file for the record, written after every row")

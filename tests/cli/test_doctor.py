@@ -102,15 +102,15 @@ def test_the_architectures_of_torch_are_compared_with_the_devices(device, monkey
 
 
 def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
-    told = strict(invoke("doctor", "--json").stdout)["cuda"]
-    assert told["queues"].startswith("32 for all streams in processes that avgpipe starts, 8 in others")
-    assert told["shared_by_processes"].startswith("one after another: no MPS")
+    shown = strict(invoke("doctor", "--json").stdout)["cuda"]
+    assert shown["queues"].startswith("32 for all streams in processes that avgpipe starts, 8 in others")
+    assert shown["shared_by_processes"].startswith("one after another: no MPS")
 
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     (device / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
-    told = strict(invoke("doctor", "--json").stdout)["cuda"]
-    assert told["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
-    assert told["shared_by_processes"].startswith(
+    shown = strict(invoke("doctor", "--json").stdout)["cuda"]
+    assert shown["queues"] == "32 for all streams (CUDA_DEVICE_MAX_CONNECTIONS)"
+    assert shown["shared_by_processes"].startswith(
         "kernels run at once (MPS is running); no guarantee about lost"
     )
 
@@ -118,10 +118,10 @@ def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
 @pytest.mark.parametrize("is_there", [True, False])
 def test_what_shares_memory_of_devices_may_be_missing(device, monkeypatch, is_there):
     monkeypatch.setattr("avgpipe.cli.doctor._has_binding", lambda: is_there)
-    told = strict(invoke("doctor", "--json").stdout)
-    assert ("CUDA IPC" in told["links"]["other process, same CUDA device"]) is is_there
-    assert ("peer access" in told["links"]["a CUDA device for each process"]) is is_there
-    assert any("cuda.bindings" in item["what"] for item in told["missing"]) is not is_there
+    shown = strict(invoke("doctor", "--json").stdout)
+    assert ("CUDA IPC" in shown["links"]["other process, same CUDA device"]) is is_there
+    assert ("peer access" in shown["links"]["a CUDA device for each process"]) is is_there
+    assert any("cuda.bindings" in item["what"] for item in shown["missing"]) is not is_there
 
 
 def test_an_mps_that_has_ended_is_not_there(device):

@@ -42,7 +42,7 @@ class Host:
 
     def __init__(self, fake: Account, accesses: bool = True) -> None:
         self.fake, self.accesses = fake, accesses
-        self.memory: list[tuple[torch.Tensor, HostDriver]] = []  # with who has made it
+        self.memory: list[tuple[torch.Tensor, HostDriver]] = []  # with its owner
         self.events: list[tuple[Event, HostDriver]] = []
 
 
@@ -252,12 +252,12 @@ def test_events_order_writing_and_reading(made):
 
 
 def test_the_allocator_knows_that_what_is_sent_is_copied_later(made, monkeypatch):
-    told = []
+    recorded = []
     monkeypatch.setattr(made.fake, "holds", lambda tensor: True)
-    monkeypatch.setattr(made.fake, "record_stream", lambda tensor, stream: told.append((tensor, stream)))
+    monkeypatch.setattr(made.fake, "record_stream", lambda tensor, stream: recorded.append((tensor, stream)))
     value = torch.ones(10)
     made.pass_on(value)
-    assert [(tensor.data_ptr(), stream) for tensor, stream in told] == [(value.data_ptr(), made.copies())]
+    assert [(tensor.data_ptr(), stream) for tensor, stream in recorded] == [(value.data_ptr(), made.copies())]
 
 
 @pytest.mark.parametrize("crosses", [False, True])
@@ -593,7 +593,7 @@ def test_a_fetch_that_no_one_reads_comes_before_the_next_push(apart):
 
 
 def test_a_slot_without_a_grant_is_not_written_again(apart):
-    """As where the ring's slot is made anew, at the same address, for a longer text."""
+    """A longer text replaces the slot of the ring at the same address."""
     apart.pass_on(torch.ones(10))
     (((_, address), slot),) = apart.links[0]._outgoing_slots.items()
     ctypes.memset(address, 0, cuda._HEAD_BYTES)
