@@ -66,6 +66,7 @@ OTHERS = {
     "kernels-*": "no plan",
     "links-*": "no plan",
     "transfers-*": "no plan",
+    "overlap-launches-*": "a device that does nothing: no training",
     "overlap-audit-*": "timed, with and without the audit",
     "report-page-*": "no plan",
     "slips-*": "staleness 0, as the page says: equality with one device is asked",
