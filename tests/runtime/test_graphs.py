@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +16,14 @@ from torch import nn
 from avgpipe import Pipeline, Plan
 from avgpipe.errors import StageError
 from avgpipe.model.context import Carry
+from avgpipe.runtime.graphs import RowGraphs
+from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.route import Step, StepKind
 from avgpipe.runtime.streams import captured
 from avgpipe.timeline import COMPUTE_KINDS
 from tests.happens_before.on_cpu import on_streams
 from tests.happens_before.operators import DEVICE
+from tests.isolated import Isolated
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.capture_rules import (
@@ -338,6 +343,56 @@ def test_a_row_is_cut_where_it_waits_for_another_process(ranks, plan, link):
         assert count >= 3
 
 
+def isolated(graphs: bool, plan: dict[str, Any]) -> Any:
+    options = {"loss_fn": LOSS, "optimizer": adamw, "cuda_graphs": graphs, "timeout_s": 30}
+    with (
+        capture_rules() as backend,
+        Pipeline(
+            language_model(dropout=0.3),
+            Plan(stages=2, pipelines=2, isolate=True, **plan),
+            **grouped(**options),
+        ) as p,
+    ):
+        results = [(r.batch, r.pipeline, r.loss) for r in p.train(token_batches(16, 8))]
+        return results, 0.0, p.state_dict(), launches(backend.graphs)
+
+
+@pytest.mark.ranks
+@pytest.mark.promise(0)
+@pytest.mark.host
+@pytest.mark.parametrize(
+    "plan",
+    [{"micro_batches": 3, "batch": "per-pipeline", "staleness": 1}, {"micro_batches": 4, "staleness": 0}],
+    ids=str,
+)
+def test_isolated_pipelines_launch_graphs_too(plan):
+    plain, graphed = (Isolated(2, 1, isolated, graphs=graphs, plan=plan) for graphs in (False, True))
+    assert not plain.failures
+    assert not graphed.failures
+    assert set(plain.results) == set(graphed.results) == {(0, 0), (1, 0)}
+    for place, found in graphed.results.items():
+        assert_same(found, plain.results[place])
+        assert found[3] == (8 if plan.get("batch") else 16) - WARM_UPS
+
+
+def test_a_row_begins_once_the_averages_of_all_its_lanes_have_arrived():
+    """Each lane takes in what has arrived for it when it is asked, and no bell rings after the first one was."""
+
+    class Remote:
+        is_taken = False
+
+        def collect(self):
+            self.is_taken = True
+
+    def lane():
+        remote = Remote()
+        return SimpleNamespace(remote=remote, is_flushed=lambda batch: remote.is_taken)
+
+    graphs = RowGraphs(TrainingOptions(loss_fn=LOSS, optimizer=adamw), torch.device("cpu"), 0)
+    graphs.lanes = [lane(), lane()]
+    assert graphs.is_ready(graphs.lanes[0], Step(StepKind.BEGIN_ROW, 0, 3, -1, (), begins=True))
+
+
 # ---- what graphs cannot repeat -----------------------------------------------------------------------------
 
 
@@ -347,7 +402,7 @@ class Looks(nn.Module):
 
 
 class DrawsByItself(nn.Module):
-    """Draws with a generator of its own, which nobody would miss."""
+    """Draws with a generator of its own."""
 
     def __init__(self):
         super().__init__()
@@ -422,7 +477,7 @@ class DrawsSometimes(nn.Module):
     ("layer", "why"),
     [
         (Looks, "waits for the device during a capture"),
-        (DrawsByItself, "draws random numbers during a capture"),
+        (DrawsByItself, r"generator.* is assigned in each batch"),
         (SkippedAtRandom, r"draws from a generator of the host \(random\)"),
         (Counts, "calls.* is assigned in each batch"),
         (partial(CountsUnseen, True), "_calls.* is assigned in each batch"),

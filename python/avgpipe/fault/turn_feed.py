@@ -26,6 +26,7 @@ from avgpipe.fault.exchange import Turn, TurnExchange
 from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
 from avgpipe.model.context import Position
 from avgpipe.plan import Plan
+from avgpipe.ranks.environment import named
 from avgpipe.runtime.compute import Work
 from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Prefetch, cut, result_of
 from avgpipe.runtime.integrity import Verification
@@ -306,6 +307,8 @@ class TurnFeed(Feed):
             work = Work(
                 turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place
             )
+            if self._options.cuda_graphs:
+                work.form = named("avgpipe.runtime.graphs:form_of")((part.inputs, part.targets))
             if self._is_shared:
                 answers, sizes = (
                     [x for p in parts.values() for x in getattr(p, n)] for n in ("answers", "sizes")

@@ -1,17 +1,16 @@
-"""The values that a forward reads besides its arguments and its module: outside variables, and the environment.
+"""The values that a forward or a loss function reads besides its arguments: outside variables, and the environment.
 
 A recorded graph keeps their values at the time of recording, and never reads them again.
 """
 
 from __future__ import annotations
 
-import dis
 import inspect
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -19,27 +18,15 @@ from torch import fx, nn
 
 _log = logging.getLogger("avgpipe")
 
-# Functions that read or set the gradient mode, or attach something to a gradient. A graph has none of them.
-_OF_GRADIENTS = frozenset(
-    (
-        *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "is_grad_enabled"),
-        *("register_hook", "register_multi_grad_hook"),
-    )
-)
 _OF_GRAPHS = frozenset(("is_leaf", "grad_fn"))
 _LETTERS = 2000  # most letters of a value that is compared in every batch
 _ENVIRONMENT = frozenset(("environ", "getenv"))
 
 
-def sees_to_gradients(module: nn.Module) -> bool:
-    """Return whether the code of a module's own forward handles gradients in ways that a graph leaves out."""
-    return any(_OF_GRADIENTS & set(code.co_names) for _, code in _functions(module))
-
-
 def warn_of_graphs(modules: Iterable[nn.Module]) -> None:
     """Warn of code that asks for a tensor's origin, which changes if a cut is before it."""
     for module in modules:
-        for _, code in _functions(module):
+        for _, code in functions_of(module):
             if asked := _OF_GRAPHS & set(code.co_names):
                 _log.warning(
                     "the forward of a %s asks for %s of a tensor: a tensor that crosses a cut is a leaf, unlike on "
@@ -47,22 +34,6 @@ def warn_of_graphs(modules: Iterable[nn.Module]) -> None:
                     *(type(module).__name__, min(asked)),
                 )
                 return
-
-
-def asks_for_none(module: nn.Module) -> bool:
-    """Return whether the code of a module's own forward tests whether a variable of it is None."""
-    return any(_asks_for_none(code) for _, code in _functions(module))
-
-
-def _asks_for_none(code: CodeType) -> bool:
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    for n, (name, _) in enumerate(steps):
-        is_jump = name.endswith(("IF_NONE", "IF_NOT_NONE"))
-        is_compared = name == "IS_OP" and steps[n - 1] == ("LOAD_CONST", None)
-        of = steps[n - 1 - is_compared][0]
-        if (is_jump or is_compared) and of.startswith("LOAD_FAST"):
-            return True
-    return False
 
 
 def recorded_modules(model: nn.Module, graphs: Iterable[fx.GraphModule]) -> list[nn.Module]:
@@ -90,26 +61,37 @@ def plain(value: Any) -> Any:
 _Variable = tuple[str, Callable[[], Any]]  # a name, and a function that returns the value
 
 
+def variables_of(those: Iterable[Callable[..., Any]]) -> dict[tuple[Any, ...], _Variable]:
+    """Return the variables that the code of modules' forwards and of functions reads, by what identifies them.
+
+    Among them are the attributes that the code names of an object whose method or call it is, but not of a module that
+    is called.
+    """
+    found: dict[tuple[Any, ...], _Variable] = {}
+    for one in those:
+        owner = _begin(one)[1]
+        inside = set() if isinstance(one, nn.Module) else _attributes(owner)
+        for function, code in functions_of(one):
+            variables = function.__globals__
+            for name in code.co_names:
+                if name in inside:
+                    found[id(owner), name] = name, partial(getattr, owner, name, None)
+                if name in variables:
+                    found[id(variables), name] = name, partial(variables.get, name)
+            for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+                found[(id(cell),)] = name, partial(_content, cell)
+            if _ENVIRONMENT & set(code.co_names):
+                found[("environ",)] = "os.environ", lambda: hash(frozenset(os.environ.items()))
+    return found
+
+
 class Outside:
     """Remembers the values of variables around forwards, to detect changes."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._read: dict[tuple[Any, ...], _Variable] = {}
-        for module in modules:
-            for function, code in _functions(module):
-                self._note(function, code)
+        self._read = variables_of(modules)
         self._known = {key: plain(read()) for key, (_, read) in self._read.items()}
         self._read = {key: read for key, read in self._read.items() if _is_handy(self._known[key])}
-
-    def _note(self, function: FunctionType, code: CodeType) -> None:
-        variables = function.__globals__
-        for name in code.co_names:
-            if name in variables:
-                self._read[id(variables), name] = name, partial(variables.get, name)
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
-            self._read[(id(cell),)] = name, partial(_content, cell)
-        if _ENVIRONMENT & set(code.co_names):
-            self._read[("environ",)] = "os.environ", lambda: hash(frozenset(os.environ.items()))
 
     @property
     def reads(self) -> bool:
@@ -136,10 +118,27 @@ def _content(cell: Any) -> Any:
         return UNKNOWN
 
 
-def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
-    """Yield the code of a module's own forward and of functions it calls in the same file, with the function."""
-    forward = inspect.unwrap(module.forward)
-    first = getattr(forward, "__func__", forward)
+def _attributes(owner: Any) -> set[str]:
+    inside = getattr(owner, "__dict__", {})
+    return {*inside, *inside.get("_buffers", ()), *inside.get("_modules", ())}
+
+
+def _begin(one: Any) -> tuple[Any, Any]:
+    """Return the function that a call of a module, function, method or other object runs, and the object."""
+    while isinstance(one, partial):
+        one = one.func
+    called: Any
+    if isinstance(one, FunctionType | MethodType):
+        owner, called = getattr(one, "__self__", None), one
+    else:
+        owner, called = one, one.forward if isinstance(one, nn.Module) else type(one).__call__
+    called = inspect.unwrap(called)
+    return getattr(called, "__func__", called), owner
+
+
+def functions_of(one: Callable[..., Any]) -> Iterator[tuple[FunctionType, CodeType]]:
+    """Yield the code that a call runs, its own and that of functions in the same file, with the function."""
+    first, owner = _begin(one)
     found, left = set[int](), list[Any]([first])
     while left:
         function = left.pop()
@@ -152,7 +151,7 @@ def _functions(module: nn.Module) -> Iterator[tuple[FunctionType, CodeType]]:
             yield function, code
             codes += [value for value in code.co_consts if isinstance(value, CodeType)]
             for name in code.co_names:
-                left += [getattr(type(module), name, None), vars(module).get(name)]
+                left += [getattr(type(owner), name, None), getattr(owner, "__dict__", {}).get(name)]
                 called = function.__globals__.get(name)
                 if getattr(called, "__module__", None) == function.__module__:
                     left.append(called)

@@ -6,12 +6,14 @@ module here; :mod:`avgpipe.model.exported` makes one with ``torch.export``.
 
 from __future__ import annotations
 
+import dis
 import inspect
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import PurePath
+from types import CodeType
 from typing import Any
 
 from torch import fx, nn
@@ -21,9 +23,17 @@ from avgpipe.model.choice import CHOICE, Choice, Differs, merged
 from avgpipe.model.compiled import is_compiled
 from avgpipe.model.context import generators, has_hooks, in_mode, moved, reads_mode
 from avgpipe.model.in_place import joined
-from avgpipe.model.outside import asks_for_none, sees_to_gradients
+from avgpipe.model.outside import functions_of
 from avgpipe.model.parts import PartLayer, Values
 from avgpipe.model.recording import Knowledge, Lost, applying, functions_called
+
+# Functions that read or set the gradient mode, or attach something to a gradient. A graph has none of them.
+_OF_GRADIENTS = frozenset(
+    (
+        *("no_grad", "enable_grad", "inference_mode", "set_grad_enabled", "is_grad_enabled"),
+        *("register_hook", "register_multi_grad_hook"),
+    )
+)
 
 
 class TracedLayer(PartLayer):
@@ -156,7 +166,7 @@ def traced(model: nn.Module, given: Mapping[str, Any] | None = None) -> list[Tra
             n for n in signature.parameters if given.get(n, None) is None and (n in given or n in optional)
         }
     else:
-        absent = optional if any(map(asks_for_none, model.modules())) else set()
+        absent = optional if any(map(_asks_for_none, model.modules())) else set()
     kept = frozenset(m for m in model.modules() if m is not model and _is_called_as_it_is(m))
     whole = _graph(model, kept, frozenset(absent))
     calls = _entered(whole.graph, model)
@@ -182,7 +192,7 @@ def names_in(signature: inspect.Signature) -> list[str]:
 
 def _is_called_as_it_is(module: nn.Module) -> bool:
     """Return whether a graph of a module's inside would leave out something that its call does."""
-    return has_hooks(module) or sees_to_gradients(module)
+    return has_hooks(module) or _sees_to_gradients(module)
 
 
 def _entered(graph: fx.Graph, model: nn.Module) -> dict[fx.Node, str]:
@@ -367,3 +377,24 @@ def _fetched_here(pieces: list[list[fx.Node]], s: int, result: fx.Node) -> list[
     """Return the model's parameters and buffers that piece ``s`` uses itself."""
     users = _users_in(pieces, s, result)
     return [n for piece in pieces for n in piece if n.op == "get_attr" and users.intersection(n.users)]
+
+
+def _sees_to_gradients(module: nn.Module) -> bool:
+    """Return whether the code of a module's own forward handles gradients in ways that a graph leaves out."""
+    return any(_OF_GRADIENTS & set(code.co_names) for _, code in functions_of(module))
+
+
+def _asks_for_none(module: nn.Module) -> bool:
+    """Return whether the code of a module's own forward tests whether a variable of it is None."""
+    return any(_tests_for_none(code) for _, code in functions_of(module))
+
+
+def _tests_for_none(code: CodeType) -> bool:
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
+    for n, (name, _) in enumerate(steps):
+        is_jump = name.endswith(("IF_NONE", "IF_NOT_NONE"))
+        is_compared = name == "IS_OP" and steps[n - 1] == ("LOAD_CONST", None)
+        of = steps[n - 1 - is_compared][0]
+        if (is_jump or is_compared) and of.startswith("LOAD_FAST"):
+            return True
+    return False

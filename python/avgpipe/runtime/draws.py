@@ -99,9 +99,8 @@ class Draws:
     def __init__(self, device: torch.device, seed: int, pipeline: int, seen: Iterable[Drawing]) -> None:
         self._device, self._seed, self._pipeline = device, seed, pipeline
         self._seeded = [Seeded(drawing, devices.backend.random_state(device)) for drawing in sorted(seen)]
-        self._nothing = devices.backend.random_state(
-            device
-        )  # no graph knows it: a capture fails if a layer draws from it
+        # No graph knows it: a capture fails if a layer draws from it.
+        self._nothing = devices.backend.random_state(device)
         # Of the step that is captured: states by layer and how often it has begun before.
         self._states: dict[tuple[int, int], Any] = {}
         self._begun: Counter[int] = Counter()

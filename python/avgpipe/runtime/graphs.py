@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +26,7 @@ from avgpipe.runtime.captured import CapturedRow, Item, Segment, segments_of
 from avgpipe.runtime.compute import BatchState, Compute, Work
 from avgpipe.runtime.draws import Draws, SeenDraws
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.remembered import Remembered, State, first_changed
 from avgpipe.runtime.route import Route, Step, StepKind
 from avgpipe.schedule.row import Action
 
@@ -36,9 +38,6 @@ _log = logging.getLogger("avgpipe")
 _WARM_UPS = 2  # batches of a form that run without graphs
 _FORMS = 4  # whose graphs are kept
 _LEAVE = "leave CudaGraphs out"
-_PLAIN = bool, int, float, str, type(None)
-State = dict[str, Any]
-_OF_TORCH = frozenset(vars(nn.Module()))  # what each module keeps for itself
 
 
 def form_of(given: Any) -> Any:
@@ -59,7 +58,7 @@ class _Form:
 
     Attributes:
         seen: by batch that ran without a graph, what layers drew.
-        state: of layers and loss function before the newest of these, then at the capture.
+        state: what layers and loss function remembered before the newest of these.
         restarts: how often this was another one when a graph was to be captured or launched.
     """
 
@@ -126,6 +125,9 @@ class RowGraphs:
             return self._begun == len(self.rows)  # no step of another row is left behind
         if lane is not self.lanes[0]:
             return step.batch in self._decided
+        for one in self.lanes:
+            if one.remote is not None:
+                one.remote.collect()  # all at once: nothing rings when the next one is asked
         return all(one.is_flushed(step.batch) for one in self.lanes)
 
     def perform(self, lane: Lane, step: Step) -> None:
@@ -196,7 +198,7 @@ class RowGraphs:
             self._restart(found, changed)
         if len(found.seen) < _WARM_UPS:
             found.seen.append(SeenDraws(self._device))
-            found.state = self._state()
+            found.state = self._remembered.all()
             self._warming = batch, found.seen[-1]
             return None
         if found.row is None or not found.row.is_current:
@@ -205,16 +207,18 @@ class RowGraphs:
 
     def _changed(self, form: _Form) -> str | None:
         """Return what layers or the loss function keep that is another one than it was."""
-        now = self._state() if self._has_run or form.row is None else self._state_of_loss()
-        self._has_run = False
-        return next((name for name, value in now.items() if not _is_same(value, form.state.get(name))), None)
+        has_run, self._has_run = self._has_run, False
+        remembered = self._remembered
+        now = remembered.all() if has_run or form.row is None else remembered.outside()
+        return first_changed(now, form.state)
 
     def _restart(self, form: _Form, changed: str) -> None:
         """Run without graphs again, as what a form's graph has captured is not true any more."""
         if form.row is None and form.restarts:
             raise StageError(
                 f"CudaGraphs(): {changed!r} is assigned in each batch, of which a graph would keep the first value: "
-                f"change a tensor in place, as by add_(), or keep it in an avgpipe.Carry, or {_LEAVE}"
+                f"change a tensor in place, as by add_(), keep it in an avgpipe.Carry, draw random numbers on the "
+                f"device by its default generator, or {_LEAVE}"
             )
         self._say("%r has changed: batches run without CUDA graphs, and are captured again", changed)
         form.seen, form.row, form.restarts = [], None, form.restarts + 1
@@ -263,26 +267,13 @@ class RowGraphs:
                 hooked[0],
             )
 
-    def _state(self) -> State:
-        """Return what layers and the loss function keep outside of tensors that a graph updates in place."""
-        found = self._state_of_loss()
-        for lane in self.lanes:
-            for name, module in _modules(lane):
-                found |= _kept(f"stage {lane.route.stage}: {name}", module)
-        return found
-
-    def _state_of_loss(self) -> State:
-        loss_fn: Any = self._options.loss_fn
-        if not any(lane.route.last for lane in self.lanes):
-            return {}
-        cells = {
-            str(n): cell.cell_contents for n, cell in enumerate(getattr(loss_fn, "__closure__", None) or ())
-        }
-        found = _plain("loss_fn", cells)
-        modules = loss_fn.named_modules() if isinstance(loss_fn, nn.Module) else [("", loss_fn)]
-        for name, part in modules:
-            found |= _kept(f"loss_fn {name}".rstrip(), part)
-        return found
+    @cached_property
+    def _remembered(self) -> Remembered:
+        has_last = any(lane.route.last for lane in self.lanes)
+        modules = (
+            (f"stage {lane.route.stage}: {name}", m) for lane in self.lanes for name, m in _modules(lane)
+        )
+        return Remembered(modules, {"loss_fn": self._options.loss_fn} if has_last else {})
 
     def note_run(self) -> None:
         """Note that code of layers runs, which may change what they keep."""
@@ -305,27 +296,6 @@ def _items(row: PipelineRow, actions: Sequence[Action], batch: int) -> list[Item
 
 def _modules(lane: Lane) -> Iterator[tuple[str, nn.Module]]:
     return ((n, m) for n, m in lane.trained.stage.layers.named_modules() if not isinstance(m, Carry))
-
-
-def _kept(name: str, of: Any) -> State:
-    """Return the plain values and tensors in an object's attributes."""
-    own = {key: value for key, value in getattr(of, "__dict__", {}).items() if key not in _OF_TORCH}
-    return _plain(name, own | getattr(of, "_buffers", {}))
-
-
-def _plain(name: str, values: dict[str, Any]) -> State:
-    return {
-        f"{name}.{key}{pytree.keystr(place)}": leaf
-        for key, value in values.items()
-        for place, leaf in pytree.tree_flatten_with_path(value)[0]
-        if isinstance(leaf, _PLAIN) or (isinstance(leaf, torch.Tensor) and leaf.grad_fn is None)
-    }
-
-
-def _is_same(value: Any, before: Any) -> bool:
-    if isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor):
-        return value is before
-    return bool(value == before)
 
 
 def _of_batch(segment: Segment, batch: int) -> tuple[Any, ...]:
