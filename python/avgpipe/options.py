@@ -256,7 +256,8 @@ class CudaGraphs(Extension):
     layers launch the same kernels every time, without waiting for the device. The first two batches of each shape
     run without graphs, and so do shapes beyond the first four. Dropout and ``Carry`` are as without, in every bit.
     Once a batch is captured, Python code of layers and hooks does not run: StageError, if a forward draws from a
-    generator of the host, or assigns attributes; or if a gradient is sparse.
+    generator of the host, or assigns attributes; or if a gradient is sparse. Gradients have the same memory in each
+    batch: an optimizer of your own that keeps one, as for a difference to the next, must clone it.
     """
 
     def configure(self, options: TrainingOptions) -> TrainingOptions:

@@ -220,7 +220,8 @@ class Extension:
     def before_step(self, step: StepGradients) -> None:
         """Called on each rank for each stage and pipeline it trains, before the optimizer step of a batch.
 
-        Gradients may be read, or changed in place. On an accelerator they are computed on the current stream.
+        Gradients may be read, or changed in place. Clone those that you keep, as the next batch may use their memory.
+        On an accelerator they are computed on the current stream.
         """
 
     def closed(self) -> None:
