@@ -277,15 +277,15 @@ ONCE = ("a process for each stage", "FSDP2 inside a stage")  # with the first of
 REFUSED = {  # the note in the guide, and what the error says
     (FP16, WEIGHTS): (
         "a",
-        r"autocast=torch.float16 with weights in torch.bfloat16 .* use autocast=torch.bfloat16",
+        r"autocast=torch.float16\) with weights in torch.bfloat16 .* use autocast=torch.bfloat16",
     ),
     ("weights stashed", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='stash'.*flushes"),
     ("weights double-buffered", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='double-buffer'"),
     ("weights predicted", GRAPHS): ("b", "CudaGraphs\\(\\) cannot have weights='predicted'"),
     ("weights predicted", BITS): ("c", "cannot be predicted from the state of AdamW.*error-feedback"),
-    ("FSDP2 inside a stage", COMPILE): ("d", r"cannot have compile: .* call layer.compile\(\)"),
+    ("FSDP2 inside a stage", COMPILE): ("d", r"cannot have Compile\(\): .* call layer.compile\(\)"),
     ("FSDP2 inside a stage", GRAPHS): ("e", "cannot have CudaGraphs\\(\\): leave it out"),
-    ("FSDP2 inside a stage", EMA): ("e", "cannot have ema_decay=0.7: leave it out"),
+    ("FSDP2 inside a stage", EMA): ("e", "cannot have MovingAverage\\(0.7\\): leave it out"),
 }
 APART = [{BF16, FP16}]  # one or the other
 SLOW = {COMPILE, BITS, "a process for each stage", "FSDP2 inside a stage", "models of transformers"}
