@@ -70,6 +70,7 @@ OTHERS = {
     "overlap-audit-*": "timed, with and without the audit",
     "report-page-*": "no plan",
     "slips-*": "staleness 0, as the page says: equality with one device is asked",
+    "versions-*": "timed, in both versions alike",
     "simulation-*": "simulated: no training",
 }
 
