@@ -250,6 +250,26 @@ def test_a_tensor_that_is_another_one_has_changed_and_its_elements_have_not():
     assert first_changed(remembered(tensor=tensor.clone()).all(), before) == "layer.tensor"
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (torch.ones(2), 0),
+        (0, torch.ones(2)),
+        (None, torch.ones(2)),
+        (np.float32(1), np.float32(2)),
+        (np.array([1.0, 2.0]), np.array([1.0, 3.0])),
+        ({1, 2}, {1}),
+        (torch.float32, torch.bfloat16),
+        ([1], [1, 2]),
+    ],
+    ids=str,
+)
+def test_values_of_any_kind_are_compared(before, after):
+    first = remembered(value=before).all()
+    assert first_changed(remembered(value=before).all(), first) is None
+    assert first_changed(remembered(value=after).all(), first).startswith("layer.value")
+
+
 def test_what_is_no_number_is_as_it_was():
     before = remembered(value=float("nan")).all()
     assert first_changed(dict(before), before) is None

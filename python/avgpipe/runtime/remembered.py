@@ -1,8 +1,8 @@
 """What code of layers and of the loss function reads beside its arguments: the values of which a graph keeps the first.
 
-Values are numbers, strings and the identities of tensors: a graph reads a tensor's memory each time, so its elements
-may change. They are found in the attributes of modules, in variables that code names, and in what these refer to:
-collections, random generators of the host, and objects of classes that are not of the standard library.
+Values are numbers, strings, small arrays of numpy and the identities of tensors: a graph reads a tensor's memory each
+time, so its elements may change. They are found in the attributes of modules, in variables that code names, and in what
+these refer to: collections, random generators of the host, and objects of classes that are not of the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from avgpipe.model.outside import UNKNOWN, variables_of
 State = dict[str, Any]
 """Values by where they are."""
 
-_PLAIN = bool, int, float, complex, str, bytes, type(None)
+_PLAIN = bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device
 _OPAQUE = type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, Carry
 _OF_TORCH = frozenset(vars(nn.Module()))  # what each module keeps for itself
 _LIBRARIES = sys.stdlib_module_names | {"avgpipe"}  # whose objects keep what is theirs
@@ -77,7 +77,8 @@ def first_changed(now: State, before: State) -> str | None:
 
 
 def _is_same(value: Any, before: Any) -> bool:
-    return value is before or (not isinstance(value, torch.Tensor) and bool(value == before))
+    has_tensor = isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor)
+    return value is before or (not has_tensor and bool(value == before))
 
 
 def _reached(name: str, value: Any, seen: set[Any], depth: int = 0) -> Iterator[tuple[str, Any]]:
@@ -109,6 +110,12 @@ def _inside(name: str, value: Any, seen: set[Any], depth: int) -> Iterator[tuple
         yield name, value.get_state().tolist() if value.device.type == "cpu" else value
     elif library == "numpy" and part_of.startswith("random"):
         yield name, repr(getattr(value, "_bit_generator", value).state)
+    elif library == "numpy":
+        if hasattr(value, "tobytes") and value.size <= _ITEMS:
+            yield name, (value.dtype.str, value.shape, value.tobytes())
+    elif isinstance(value, set | frozenset):
+        if len(value) <= _ITEMS:
+            yield name, frozenset(value)
     elif isinstance(value, dict | list | tuple | deque):
         if len(value) <= _ITEMS:
             for key, part in value.items() if isinstance(value, dict) else enumerate(value):
