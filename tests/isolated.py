@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.gate import Gate
+from avgpipe.fault.door import listen
 from avgpipe.fault.membership import environment
-from avgpipe.fault.relay import Relay
-from avgpipe.fault.roster import ENDED, Term, encoded
-from avgpipe.fault.trunk import Trunk
+from avgpipe.fault.roster import Term
+from avgpipe.ranks.environment import HOST
 from tests.patience import Deadline
 from tests.runner import Ranks
 
@@ -49,7 +45,7 @@ class Isolated:
         far: Collection[int] = (),
         **arguments: Any,
     ) -> None:
-        self._far, self._hosts = far, dict[int, FarHost]()
+        self._far = far
         self._joins, self._joins_after = list(joins), joins_after
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
         self.said: list[str] = []
@@ -60,11 +56,17 @@ class Isolated:
         self.why: dict[int, str] = {}
         self._started = 0
         with ExitStack() as stack:
-            self._stack = stack
             folder = stack.enter_context(tempfile.TemporaryDirectory())
+            listening = (listen(("127.0.0.1", 0)), _TOKEN.encode()) if far else None
             self.coordinator = Coordinator(
-                f"{folder}/coordinator", _TOKEN.encode(), pipelines, self._lose, self.said.append
+                f"{folder}/coordinator",
+                _TOKEN.encode(),
+                pipelines,
+                self._lose,
+                self.said.append,
+                listening=listening,
             )
+            self._members = self.coordinator.members
             stack.callback(self.coordinator.close)
             for pipeline in range(pipelines):
                 self._start(pipeline)
@@ -80,10 +82,12 @@ class Isolated:
 
     def _start(self, pipeline: int) -> None:
         number, self._started = self._started, self._started + 1
+        self.coordinator.started(number)
         place = environment(self.coordinator.address, _TOKEN, number, pipeline)
         if pipeline in self._far:
-            host = self._hosts[number] = self._stack.enter_context(FarHost(self.coordinator.address, number))
-            place = host.relay.listen(place)
+            address = self.coordinator.far_address
+            assert address is not None
+            place = {**environment(address, _TOKEN, number, pipeline), HOST: f"host of {pipeline}"}
         ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
         self._groups[number] = pipeline, ranks
 
@@ -97,7 +101,7 @@ class Isolated:
             codes = [process.exitcode for process in ranks.processes]
             if any(codes):
                 self._lose(number, None, "a process has failed")
-            if None in codes or not self._has_published(number):
+            if None in codes:
                 continue
             del self._groups[number]
             self.coordinator.gone(number)
@@ -105,23 +109,20 @@ class Isolated:
                 for rank, end in enumerate(ranks.join()):
                     self.failures[number, rank] = end
                 self.failed.append(pipeline)
-                if self._restarts and self.coordinator.members:
+                if self._restarts and self._members.members:
                     self._restarts -= 1
                     self._start(pipeline)
             else:
                 self.results |= {(pipeline, rank): r for rank, r in enumerate(ranks.results())}
 
-        published = min((group.turns_published() for group in self.coordinator.groups.values()), default=0)
-        while self._joins and self.coordinator.has_begun and published >= self._joins_after:
+        members = self._members
+        published = min((group.published() for group in members.groups.values()), default=0)
+        while self._joins and members.has_begun and published >= self._joins_after:
             self._start(self._joins.pop())
-        cannot_begin = not self.coordinator.has_begun and len(self._groups) < self.coordinator.wanted
-        if cannot_begin or (self.coordinator.has_begun and not self.coordinator.training):
+        cannot_begin = not members.has_begun and len(self._groups) < members.wanted
+        if cannot_begin or (members.has_begun and not members.training):
             for number in self._groups:
                 self._lose(number, None, "the run is over")
-
-    def _has_published(self, number: int) -> bool:
-        """Whether what a group had told, before all of it ended, is here."""
-        return number not in self._hosts or self._hosts[number].has_published()
 
     def __repr__(self) -> str:
         return "\n".join([*self.said, *(f"group {number}: {why}" for number, why in self.why.items())])
@@ -143,36 +144,6 @@ class Isolated:
 
     def members(self, turn: int) -> list[int]:
         return sorted(s.pipeline for s in self.terms if s.first <= turn < s.end)
-
-
-class FarHost:
-    """Another host, in threads of this process: a pipeline there reaches the coordinator over TCP alone."""
-
-    def __init__(self, address: str, number: int) -> None:
-        self._folder = tempfile.TemporaryDirectory()
-        with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
-            answered = pool.submit(lambda: Trunk.answer(server.accept()[0], _TOKEN.encode()))
-            trunk = Trunk.connect(server.getsockname(), _TOKEN.encode())
-        self.gate = Gate(answered.result(), 0, address, _TOKEN.encode())
-        self.gate.group = number
-        self.relay = Relay(trunk, Path(self._folder.name))
-        self.gate.start()
-        self._has_said = False
-
-    def has_published(self) -> bool:
-        """Say that all processes have ended, once; whether that, and so all before it, has come to the coordinator."""
-        if not self._has_said:
-            self._has_said = True
-            self.relay.command.send_bytes(encoded([ENDED]))
-        return self.relay.command.poll()  # the coordinator closes the connection, as it knows no such message
-
-    def __enter__(self) -> FarHost:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.gate.close()
-        self.relay.finish(5)
-        self._folder.cleanup()
 
 
 def die() -> None:

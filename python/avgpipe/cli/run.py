@@ -16,10 +16,10 @@ from avgpipe.cli.config import IsolationOptions, JoinConfig, RunConfig
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
 from avgpipe.errors import PipelineError
+from avgpipe.fault.door import parse_address
 from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
-from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 
 

@@ -259,14 +259,14 @@ class Reference:
         """End a round of an open reference.
 
         Args:
-            updates: Of the replicas with a part in it, in a global order; each as
-                ``ElasticAveraging.update``.
-            without: By replica, the result of its :meth:`without_gradient`.
+            updates: Of the replicas with a part in it, in a global order, each as ``ElasticAveraging.update``; or their
+                sum alone.
+            without: By replica with a part in it, the result of its :meth:`without_gradient`.
         """
         with self._lock, torch.no_grad():
             if self.outer_steps is not None:
                 self.outer_steps.set_without(without)
-            scale = 1 / len(updates) if self.elasticity.coefficients.averages else 1.0
+            scale = 1 / len(without) if self.elasticity.coefficients.averages else 1.0
             self._move([list(update) for update in updates], scale)
             self._update_ema()
             self._contributions += 1

@@ -1,11 +1,12 @@
 """What isolated pipelines publish at each step: updates of the reference, and results of their batches.
 
-Each process has its own copy of the reference. What a process publishes lies in memory that the launcher
-holds, so it outlives the process; the others read it there. Where pipelines are on several hosts, each host
-has such memory, and :mod:`avgpipe.fault.mirror` copies what is published on one host to the others::
+Each process has its own copy of the reference. The processes of one host publish in shared memory and read it
+there; where pipelines are on several hosts, one process of each rank speaks for its host::
 
     stage makes step t    writes its update to one of two slots, raises its count of steps, rings all bells
-    all have published t  the published updates count, in the order of pipelines, in every process alike
+    one host              all have published t: the updates count, in the order of pipelines, in every process alike
+    several hosts         the speakers sum what their hosts have published (avgpipe.fault.speaker), and write the sum
+                          into shared memory; step t counts once the sums of all ranks are there
 
 Step t counts for a pipeline once all its stages have published it; otherwise stages would differ in which
 pipelines have a part in the reference. Two slots are enough: no stage publishes step t + 2 before all have
@@ -14,67 +15,23 @@ published t + 1, and they have applied t before that.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
 from avgpipe.errors import PipelineError
-from avgpipe.fault.membership import Membership, Neighbour
-from avgpipe.fault.mirror import HEAD_BYTES, SLOTS, bells_at, published_by, read_head, write_head
-from avgpipe.fault.roster import Term
-from avgpipe.links.codec import padded
+from avgpipe.fault.membership import Known, Membership
+from avgpipe.fault.roster import Roster, Term
+from avgpipe.fault.slots import Like, ProcessMemory
 from avgpipe.links.link import Key, Mailbox, Message
+from avgpipe.ranks.environment import named
 from avgpipe_ext.ring import Bell, Memory
 
-_TEXT_BYTES = 8192  # of a slot: its head and the text
-
-
-class TurnSlot:
-    """The slot of a stage replica for every other step: a text, and tensors shaped like ``like``."""
-
-    def __init__(self, memory: Memory, number: int, like: Sequence[torch.Tensor]) -> None:
-        self._memory = memory
-        first = offset = number * self.bytes_of(like)
-        self._slot = memoryview(memory)[offset : offset + self.bytes_of(like)]
-        offset += _TEXT_BYTES
-        self.tensors: list[torch.Tensor] = []
-        self._ends: list[int] = [_TEXT_BYTES]  # of the tensors before each, and of all
-        for tensor in like:
-            size = tensor.numel() * tensor.element_size()
-            flat = (
-                torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=offset)
-                if size
-                else tensor
-            )
-            self.tensors.append(flat.view(tensor.shape) if size else torch.empty_like(tensor, device="cpu"))
-            offset += padded(size)
-            self._ends.append(offset - first)
-
-    @staticmethod
-    def bytes_of(like: Sequence[torch.Tensor]) -> int:
-        return _TEXT_BYTES + sum(padded(t.numel() * t.element_size()) for t in like)
-
-    def write(self, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        """Write a text and the last ``len(tensors)`` tensors of the slot; the others must not be read then."""
-        text = json.dumps(values).encode()
-        if len(text) > _TEXT_BYTES - HEAD_BYTES:
-            raise PipelineError(
-                f"the result of a batch is too long, {len(text)} bytes: return fewer metrics from loss_fn"
-            )
-        first = len(self.tensors) - len(tensors)
-        for mine, value in zip(self.tensors[first:], tensors, strict=True):
-            mine.copy_(value)
-        text_end = HEAD_BYTES + len(text)
-        self._slot[HEAD_BYTES:text_end] = text
-        write_head(self._slot, text_end, self._ends[first], self._ends[-1])
-
-    def read(self) -> Any:
-        text_end, *_ = read_head(self._slot)
-        return json.loads(bytes(self._slot[HEAD_BYTES:text_end]))
+_KEPT = 4  # epochs of which a process remembers the first step
 
 
 @dataclass(frozen=True)
@@ -84,12 +41,26 @@ class Published:
     Attributes:
         pipelines: those that count, in ascending order.
         values: what each has published beside tensors.
-        tensors: what each has published; unchanged until this process publishes the next step.
+        updates: each one's update of the reference that has one, or their sum alone; unchanged until this
+            process publishes the next step.
+        buffers: each one's averaged buffers, or their sum alone.
     """
 
     pipelines: list[int]
     values: list[Any]
-    tensors: list[list[torch.Tensor]]
+    updates: list[list[torch.Tensor]]
+    buffers: list[list[torch.Tensor]]
+
+    @property
+    def count(self) -> int:
+        """The number of updates."""
+        return sum(value["has_update"] for value in self.values)
+
+    def mean_buffers(self) -> list[list[torch.Tensor]]:
+        """Return buffers whose mean is that of all pipelines."""
+        if len(self.buffers) == len(self.pipelines):
+            return self.buffers
+        return [[total / len(self.pipelines) for total in total_of] for total_of in self.buffers]
 
 
 @dataclass(frozen=True)
@@ -100,95 +71,160 @@ class Turn:
     values: dict[int, Any]
 
 
-class Other:
-    """What another pipeline, or this one, publishes in one term; its memory is mapped at the first use."""
+class Processes:
+    """The processes of one term on this host, whose memory is open here."""
 
-    def __init__(self, about: Neighbour, like: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        published = Memory.open(*about.published)
-        self._counts = [Bell(published, place * Bell.BYTES) for place in range(about.places)]
-        self._slots = {
-            place: [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
-            for place, tensors in like.items()
-            for memory in [Memory.open(*about.memory[published_by(place)])]
-        }
-        self._bells = bells_at(about.bells)
+    def __init__(self, facts: Mapping[int, Any], like: Mapping[int, Like]) -> None:
+        self.ranks = {rank: ProcessMemory.open(of["memory"], like) for rank, of in facts.items()}
+        self._bells: list[Bell] = []
+        for of in facts.values():
+            path, size, offset = of["bell"]
+            self._bells.append(Bell(Memory.open(path, size), offset))
 
-    def turns_published(self) -> int:
-        """Return how many steps all its stages have published since it joined."""
-        return min(count.count() for count in self._counts)
-
-    def slot(self, place: int, turn: int) -> TurnSlot:
-        return self._slots[place][turn % SLOTS]
+    def published(self) -> int:
+        """Return how many steps all of them have published since the pipeline joined."""
+        return min(memory.published() for memory in self.ranks.values())
 
     def ring(self) -> None:
         for bell in self._bells:
             bell.ring()
+        for memory in self.ranks.values():
+            memory.speaker_bell.ring()
 
 
 class TurnExchange:
     """One process's end of the exchange.
 
     Args:
-        like: by stage replica held here, tensors of the shapes and dtypes that are published for it.
-        give: ``give(replica, turn)`` returns the bytes of its state before a step, for a pipeline that joins
-            with it.
+        like: by stage replica held here, the shapes of what is published for it.
+        bell: where others ring for this process: a path, bytes, and an offset.
+        wire: dtype in which updates go to other hosts; None: their own.
 
     Attributes:
         turns: steps that have ended; the caller removes each that it has handled.
+        batches: returns the number of the loader's batches begun.
     """
 
     def __init__(
         self,
         membership: Membership,
         mailbox: Mailbox,
-        like: Mapping[int, Sequence[torch.Tensor]],
-        give: Callable[[int, int], bytes],
+        like: Mapping[int, Like],
+        bell: list[Any],
+        wire: torch.dtype | None = None,
     ) -> None:
-        self.membership, self._mailbox, self._give = membership, mailbox, give
-        self._like = {place: list(tensors) for place, tensors in like.items()}
-        self._counts = {place: Bell(membership.published, place * Bell.BYTES) for place in like}
-        self._own: dict[int, list[TurnSlot]] = {}
-        for place, tensors in self._like.items():
-            memory = membership.memory(published_by(place), SLOTS * TurnSlot.bytes_of(tensors))
-            self._own[place] = [TurnSlot(memory, n, tensors) for n in range(SLOTS)]
-        self._others: dict[int, Other] = {}  # by the number of a term
+        self.membership, self._mailbox, self.like, self.wire = membership, mailbox, like, wire
+        self.own = ProcessMemory.create(like, membership.spans_hosts)
+        self._facts = {"memory": self.own.facts, "bell": bell}
+        self.batches: Callable[[], int] = lambda: membership.batches
+        self._there: dict[int, Processes] = {}  # of terms on this host, by their numbers
         self._next = 0  # the first step that has not ended
+        self._known = membership.known
         self._asked = Counter[str]()  # by name, the requests between two steps
         self._asked_before = 0  # the later of these two steps
         self._asked_again = Counter[tuple[str, int]]()  # requests of found_before
-        self._last: list[Term] = []  # those that counted in the step before
+        self._ended: dict[int, Published] = {}  # by stage replica, of the last step that has ended
         self.turns: dict[int, Turn] = {}
-        self._given: set[tuple[int, int]] = set()  # terms and stage replicas whose state was sent
+        self._caps: dict[int, int] = {}  # steps published by lost terms that still count
+        self._capped: dict[int, int] = {}  # and the first step whose sum, made by one of them, does not
+        self._valid_from: list[tuple[int, int]] = []  # first steps of epochs, and these
+        self._epoch = 0
+        self._asked_alone = -1, membership.known, True
+        self._speaker: Any = None
         mailbox.sources.append(self._collect)
-        membership.changed = self._changed
+        membership.serve(self)
 
     def enter(self, digests: list[str]) -> int:
         """Become a member; return the first step."""
-        self._next = self.membership.enter(digests)
+        self._next = self.membership.enter(digests, self._facts)
         return self._next
 
-    def _changed(self) -> None:
-        """Called in the membership's thread."""
-        if self.membership.failure is not None:
-            self._mailbox.fail(self.membership.failure)
+    @property
+    def known(self) -> Known:
+        """The newest of the coordinator's decisions for which this process is prepared."""
+        return self._known
+
+    @property
+    def next_turn(self) -> int:
+        """The first step that has not ended."""
+        return self._next
+
+    @property
+    def address(self) -> str:
+        """The address of this host towards other hosts."""
+        return self.membership.here or self._known.here or "127.0.0.1"
+
+    # ---- for the membership, in its thread ---------------------------------------------------------------------------
+
+    def position(self) -> list[int]:
+        return [self.batches(), self._next, self.own.published()]
+
+    def failed(self, failure: PipelineError) -> None:
+        self._mailbox.fail(failure)
         self._mailbox.bell.ring()
+
+    def adopt(self, known: Known) -> list[int]:
+        there, unseen = dict[int, Processes](), list[int]()
+        for term in known.roster.terms:
+            if term.number in self._there:
+                there[term.number] = self._there[term.number]
+            elif term.host == self.membership.host and not term.has_ended:
+                try:
+                    there[term.number] = Processes(known.facts[term.number], self.like)
+                except OSError:
+                    unseen.append(term.number)
+        self._there = there
+        if known.epoch != self._epoch:
+            self._epoch = known.epoch
+            self._valid_from = [*self._valid_from[1 - _KEPT :], (known.resume, known.epoch)]
+        ended = {term.number for term in known.roster.terms if term.has_ended}
+        for caps in (self._caps, self._capped):
+            for number in caps.keys() & ended:
+                del caps[number]
+        self._known = known
+        if self._speaker is None and self._spans_hosts(known.roster):
+            self._speaker = named("avgpipe.fault.speaker:Speaker")(self, known)
+        self._mailbox.bell.ring()
+        self.own.speaker_bell.ring()
+        return unseen
+
+    def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
+        if breaks and self._speaker is not None:
+            self._speaker.halt()
+            self._speaker = None
+        for number in lost:
+            if (there := self._there.get(number)) is not None and number not in self._caps:
+                self._capped[number] = next(t for t in count(self._next) if not self._whole_by(there, t))
+                self._caps[number] = there.published()
+        whole = next(t for t in count(self._next) if not self._is_whole(t, self.membership.rank))
+        return whole, {n: self._caps[n] for n in lost if n in self._caps}
+
+    def _spans_hosts(self, roster: Roster) -> bool:
+        return len({term.host for term in roster.terms if not term.was_lost}) > 1
 
     # ---- publishing --------------------------------------------------------------------------------------------------
 
-    def publish(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def publish(
+        self,
+        place: int,
+        turn: int,
+        values: Any,
+        updates: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
         """Publish a step of a stage replica; every step once, in order.
 
-        ``tensors``: all tensors of the slot, or only the last of them.
+        ``updates``: all tensors of the update, or none.
         """
-        self._own[place][turn % SLOTS].write(values, tensors)
-        self._counts[place].ring()
-        for term in self.membership.known.roster.present:
-            self._of(term).ring()
+        self.own.slot(place, turn).write(values, updates, buffers)
+        self.own.counts[place].ring()
+        self.ring()
 
-    def _of(self, term: Term) -> Other:
-        if term.number not in self._others:
-            self._others[term.number] = Other(self.membership.known.neighbours[term.number], self._like)
-        return self._others[term.number]
+    def ring(self) -> None:
+        """Wake the processes of this host."""
+        for term in self._known.roster.present:
+            if term.number in self._there:
+                self._there[term.number].ring()
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
@@ -197,32 +233,104 @@ class TurnExchange:
         """Return the key of a stage replica's message that a step has ended; its value is a `Published`."""
         return Key(Message.REFERENCE_UPDATE, pipeline, place, place, turn, -1)
 
+    def _is_alone(self, turn: int, known: Known) -> bool:
+        """Whether this host alone has a part in a step; asked again and again while it is under way."""
+        if self._asked_alone[:2] != (turn, known):
+            self._asked_alone = turn, known, len(known.roster.speakers(turn)) <= 1
+        return self._asked_alone[2]
+
+    def near(self, turn: int) -> dict[int, Term]:
+        """Return the terms on this host that count in a step, by pipeline."""
+        counting = self._known.roster.counting(turn)
+        return {i: term for i, term in counting.items() if term.host == self.membership.host}
+
+    def all_near_published(self, turn: int) -> bool:
+        """Whether all pipelines of this host that count in a step have published it."""
+        return all(
+            term.number in self._there and turn < term.first + self._published(term)
+            for term in self.near(turn).values()
+        )
+
+    def _published(self, term: Term) -> int:
+        published = self._there[term.number].published()
+        return min(
+            published, self._caps.get(term.number, published)
+        )  # looked at after the count, see freeze()
+
+    def of(self, term: Term) -> ProcessMemory:
+        """Return the memory of the process of a term on this host that has this process's rank."""
+        return self._there[term.number].ranks[self.membership.rank]
+
     def _collect(self) -> None:
         """Deliver the steps that have ended."""
         while self._next < self.membership.begun:
-            turn, roster = self._next, self.membership.known.roster
-            terms = roster.counting(turn)
-            if any(term.first + self._of(term).turns_published() <= turn for term in terms.values()):
-                return
-            values: list[Any] = []
-            for place in self._like:
-                slots = [self._of(term).slot(place, turn) for term in terms.values()]
-                values = [slot.read() for slot in slots]
-                published = Published(list(terms), values, [slot.tensors for slot in slots])
-                self._mailbox.put(self.key(self.membership.pipeline, place, turn), published)
-            self.turns[turn] = Turn(turn, dict(zip(terms, values)))
-            self._last = list(terms.values())
+            turn, known = self._next, self._known
+            if self._is_alone(turn, known):
+                if not self.all_near_published(turn):
+                    return
+                found = {place: self._published_here(turn, place) for place in self.like}
+            else:
+                ranks = known.facts[self.membership.group]
+                if not all(self._is_whole(turn, rank) for rank in ranks):
+                    return
+                found = {place: self._summed(turn, place) for place in self.like}
+            for place, published in found.items():
+                key = self.key(self.membership.pipeline, place, turn)
+                self._mailbox.put(key, published)
+                self.turns[turn] = Turn(turn, dict(zip(published.pipelines, published.values)))
+            self._ended = found
             self._next += 1
-            known = {term.number for term in roster.terms}
-            self._others = {number: other for number, other in self._others.items() if number in known}
 
-    def last_published(self, place: int) -> list[list[torch.Tensor]]:
-        """Return the tensors published in the last ended step, if any. No step may be in flight."""
-        return [self._of(term).slot(place, self._next - 1).tensors for term in self._last]
+    def _published_here(self, turn: int, place: int) -> Published:
+        terms = self.near(turn)
+        slots = [self.of(term).slot(place, turn) for term in terms.values()]
+        values = [slot.read() for slot in slots]
+        updates = [slot.updates for slot, value in zip(slots, values) if value["has_update"]]
+        return Published([*terms], values, updates, [slot.buffers for slot in slots])
+
+    # ---- sums over hosts ---------------------------------------------------------------------------------------------
+
+    def _is_whole(self, turn: int, rank: int) -> bool:
+        return self._who_has(turn, rank) is not None
+
+    def _who_has(self, turn: int, rank: int) -> ProcessMemory | None:
+        """Return the memory on this host that has the sums of a step whole, for a rank."""
+        for number, there in list(self._there.items()):
+            memory = there.ranks.get(rank)
+            if memory is not None and memory.has_sums and self._is_valid(turn, memory.whole(turn)):
+                if turn < self._capped.get(number, turn + 1):  # looked at after the memory, see freeze()
+                    return memory
+        return None
+
+    def _is_valid(self, turn: int, epoch: int) -> bool:
+        """Whether sums of a step that were made in an epoch still count."""
+        return epoch >= max((of for first, of in self._valid_from if first <= turn), default=0)
+
+    def _whole_by(self, there: Processes, turn: int) -> bool:
+        memory = there.ranks[self.membership.rank]
+        return memory.has_sums and self._is_valid(turn, memory.whole(turn))
+
+    def _summed(self, turn: int, place: int) -> Published:
+        memory = self._who_has(turn, self.membership.rank)
+        assert memory is not None
+        sums = memory.sums(place, turn)
+        pipelines, values = sums.read()
+        has_update = any(value["has_update"] for value in values)
+        return Published(pipelines, values, [sums.updates] if has_update else [], [sums.buffers])
+
+    def whole_sums(self, turn: int) -> ProcessMemory | None:
+        """Return the memory on this host that has the sums of a step whole, for this process's rank."""
+        return self._who_has(turn, self.membership.rank)
+
+    # ---- the last step -----------------------------------------------------------------------------------------------
+
+    def last_buffers(self, place: int) -> list[list[torch.Tensor]]:
+        """Return averaged buffers of the last ended step, if any; their mean counts. No step may be in flight."""
+        return [] if place not in self._ended else self._ended[place].mean_buffers()
 
     def forget_published(self) -> None:
         """Forget what was published in the last step, because the state has been replaced."""
-        self._last = []
+        self._ended = {}
 
     def report_late(self) -> bool:
         """Report others that have not published a step in time; False if this cannot be the cause.
@@ -233,11 +341,13 @@ class TurnExchange:
         others compute a result for all.
         """
         turn = self._next
-        own = self.membership.known.roster.counting(turn).get(self.membership.pipeline)
-        if own is None or own.first + self._of(own).turns_published() <= turn:
+        own = self._known.roster.counting(turn).get(self.membership.pipeline)
+        if own is None or turn >= own.first + self._published(own):
             return False
         self.membership.report_late(turn)
         return True
+
+    # ---- results that one computes for all ---------------------------------------------------------------------------
 
     def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
         """Return the result that one pipeline computes for all between two steps, as JSON returns it.
@@ -266,30 +376,11 @@ class TurnExchange:
         self._asked_again[what, batches] += 1
         return self.membership.found(what, self._asked_again[what, batches], batches)
 
-    # ---- joining pipelines -------------------------------------------------------------------------------------------
-
-    def hand_over(self, place: int, turn: int) -> None:
-        """Send the state of a stage replica before step ``turn`` to the pipelines that join with it.
-
-        Only to those with this donor. The step must have begun: until then a load may change the state.
-        """
-        if turn >= self.membership.begun:
-            return
-        for term in self.membership.known.roster.joining(turn):
-            if term.donor == self.membership.pipeline and (term.number, place) not in self._given:
-                self._given.add((term.number, place))
-                state = self._give(place, turn)
-                name = f"state {place}"
-                memory = self.membership.memory(name, len(state))
-                memoryview(memory)[: len(state)] = state
-                self.membership.hand_over(term.number, name, [memory.path, memory.bytes, len(state)])
-
-    def received(self, place: int) -> bytes:
-        """Wait for the state that this pipeline begins with, and return it."""
-        path, size, length = self.membership.received(f"state {place}")
-        return bytes(memoryview(Memory.open(path, size))[:length])
-
-    def close(self) -> None:
+    def close(self, leaves: bool) -> None:
+        """``leaves``: whether this pipeline is done; else it counts as lost."""
+        if leaves and self.membership.failure is None:
+            self.membership.leave()
         self._mailbox.sources.remove(self._collect)
-        self.membership.leave()
+        if self._speaker is not None:
+            self._speaker.halt()
         self.membership.close()

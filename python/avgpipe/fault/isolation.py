@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import astuple
 from typing import Any
@@ -16,6 +17,7 @@ from avgpipe.checkpoint.load import SavedStages, restore_stages
 from avgpipe.errors import CheckpointError
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.membership import Membership
+from avgpipe.fault.states import States
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
 from avgpipe.plan import Plan
@@ -54,24 +56,20 @@ class OtherPipelines:
 
     Attributes:
         exchange: what all publish.
+        states: what pipelines that join begin with.
     """
 
     def __init__(self, worker: Worker, give: Callable[[int, int], bytes]) -> None:
         self._worker = worker
         self._turns: dict[int, Turns] = {}  # by replica
-        world, plan = worker.world, worker.spec.running
+        world, plan, options = worker.world, worker.spec.running, worker.spec.options
         (pipeline,) = worker.placement.pipelines
-        membership = Membership(
-            world.rank,
-            world.size,
-            world.name(world.rank),
-            len(worker.placement.replicas),
-            plan.period,
-            worker.bell_place(),
-            world.timeout_s,
-        )
+        name = world.name(world.rank)
+        membership = Membership(world.rank, world.size, name, plan.period, world.timeout_s)
         like = {n: Turns.like(worker.trained[n, pipeline], worker.references[n]) for n in worker.held}
-        self.exchange = TurnExchange(membership, worker.mailbox, like, give)
+        wire = options.wire_dtype
+        self.exchange = TurnExchange(membership, worker.mailbox, like, worker.bell_place(), wire)
+        self.states = States(self.exchange, give)
 
     def peers(self, route: Route, stream: LaneStream | None) -> Turns:
         worker, spec = self._worker, self._worker.spec
@@ -82,6 +80,7 @@ class OtherPipelines:
             route,
             worker.mailbox,
             self.exchange,
+            self.states,
             stream,
             every and max(1, every // spec.running.batches_per_round),
         )
@@ -96,7 +95,8 @@ class OtherPipelines:
         scheduler.complains = self.exchange.report_late
 
     def close(self) -> None:
-        self.exchange.close()
+        is_done = sys.exc_info()[0] is None and self._worker.failure is None
+        self.exchange.close(leaves=is_done)
 
 
 def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
@@ -155,6 +155,11 @@ class Isolation(Policy):
         return self._others.exchange
 
     @property
+    def states(self) -> States:
+        assert self._others is not None
+        return self._others.states
+
+    @property
     def launcher(self) -> Membership:
         return self.exchange.membership
 
@@ -211,7 +216,8 @@ class Isolation(Policy):
             else:
                 probe.at("join", **worker.place)
                 for number in worker.held:
-                    counts = take_state(exchange.received(number), worker, number)
+                    counts = take_state(self.states.received(number), worker, number)
+                exchange.membership.report_state()
                 if counts is not None and session.verification is not None:
                     session.verification.resume(counts.batches)
             for row in worker.rows:

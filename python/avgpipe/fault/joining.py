@@ -1,41 +1,36 @@
 """Adds one more pipeline to a run of isolated ones, by another command, on the launcher's host or elsewhere.
 
-The launcher leaves its address and a token in a folder that only its user can read. A command that joins asks
-there, gets the job to start, and stays connected: each end notices when the other has ended. The processes
-are not children of the launcher; it knows them by their connections, for which the kernel gives the process
-ids, and can end them. On another host the command there ends them.
+On its host the launcher leaves its address and a token in a folder that only its user can read; commands of other
+hosts know an address and a secret. A command that joins asks there, gets the job to start, and stays
+connected: each end notices when the other has ended. It starts the processes, which connect to the launcher
+themselves, and ends them when the launcher asks for it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
-import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.gate import Gate
-from avgpipe.fault.relay import Relay
-from avgpipe.fault.roster import ENDED, JOIN, VERSION, encoded, received
-from avgpipe.fault.trunk import Trunk, parse_address
+from avgpipe.fault.door import connect
+from avgpipe.fault.membership import environment
+from avgpipe.fault.messages import ENDED, JOIN, OVER, VERSION, encoded, received
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
-from avgpipe.ranks.process import folder_for_a_socket, peer_of
+from avgpipe.ranks.process import host_here
 
 ADDRESS = "join.json"
 _POLL_S = 0.05
-_FINISH_S, _GIVE_UP_S = (
-    30.0,
-    1.0,
-)  # for the launcher to receive the last messages: at the run's end, and otherwise
-_END_S = 3.0  # for processes on another host to end, after the order to do so
+_ANSWER_S = 60.0  # for a launcher to answer
+_END_S = 3.0  # for processes to end, after the order to do so; their place is free then
 
 
 class NoPlace(ValueError):
@@ -49,76 +44,26 @@ def leave_address(folder: Path, address: str, token: str) -> None:
 
 
 class Joined:
-    """The processes of a pipeline that another command has started."""
+    """The launcher's end: processes that another command has started, and reports on."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._starter = _watched(peer_of(connection))
-        self._ranks: dict[int, int | None] = {}  # by process id, its descriptor; None where it has ended
-        self._is_killed = False
-
-    def know(self, processes: Iterable[int]) -> None:
-        """Note processes that have reported to belong here."""
-        for process in processes:
-            if process not in self._ranks:
-                self._ranks[process] = _watched(process)
-                if self._is_killed:
-                    self._kill(process)
-
-    def poll_or_kill(self) -> bool | None:
-        """Return None while they run; True once all have ended. Kill them if their command has ended."""
-        if _has_ended(self._starter) and not self._is_killed:
-            self.kill("the command that started it has ended")
-        left = [process for process, watched in self._ranks.items() if not _has_ended(watched)]
-        return None if left or not (self._is_killed or _has_ended(self._starter)) else True
-
-    def kill(self, why: str, blamed: int | None = None) -> None:
-        """Kill all, and send the command the reason."""
-        self._is_killed = True
-        with suppress(OSError):
-            self._connection.send_bytes(encoded(["end", why]))
-        for process in self._ranks:
-            self._kill(process)
-
-    def _kill(self, process: int) -> None:
-        watched = self._ranks[process]
-        if watched is not None and not _has_ended(watched):
-            signal.pidfd_send_signal(watched, signal.SIGKILL)
-
-    def close(self, number: int) -> None:
-        """End all as the launcher ends."""
-        self.kill("the run has ended")
-
-    def release(self) -> None:
-        """Let go of the command and of the processes."""
-        self._connection.close()
-        for watched in (self._starter, *self._ranks.values()):
-            if watched is not None:
-                os.close(watched)
-        self._starter, self._ranks = None, {}
-
-
-class JoinedFar:
-    """The processes of a pipeline that a command on another host has started and reports on."""
-
-    def __init__(self, connection: Connection, gate: Gate) -> None:
-        self._connection, self._gate = connection, gate
         self._limit = float("inf")  # on the monotonic clock, for their end
-        self._has_ended = False
+        self._has_ended = self._is_cut = False
 
     def poll_or_kill(self) -> bool | None:
-        """Return None while they run; True once all have ended, or the connection to that host."""
-        if self._has_ended:
-            return True
-        if time.monotonic() > self._limit:
-            self._gate.close()
+        """Return None while they run; True once all have ended, or the connection to their command."""
         try:
-            self._has_ended = self._gate.is_over or (
-                self._connection.poll(0) and received(self._connection)[0] == ENDED
-            )
+            if not self._has_ended and self._connection.poll(0):
+                self._has_ended = received(self._connection)[0] == ENDED
         except (OSError, EOFError, ValueError):
-            self._has_ended = True
-        return True if self._has_ended else None
+            self._has_ended = self._is_cut = True
+        return True if self._has_ended or time.monotonic() > self._limit else None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether their command has ended without a word."""
+        return self._is_cut
 
     def kill(self, why: str, blamed: int | None = None) -> None:
         """Have the command end all, and send it the reason."""
@@ -128,20 +73,26 @@ class JoinedFar:
 
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
-        self._gate.close()
+        self.kill("the run has ended")
+
+    def release(self) -> None:
         self._connection.close()
 
 
-def _watched(process: int) -> int | None:
-    """Return a descriptor of a process, which becomes readable when it ends; None where it has ended."""
-    try:
-        return os.pidfd_open(process)
-    except ProcessLookupError:
-        return None
+@dataclass(frozen=True)
+class _Run:
+    """A run to join.
 
+    Attributes:
+        name: in messages.
+        address, secret: where it is found, and what it requires.
+        is_far: whether it may be on another host.
+    """
 
-def _has_ended(watched: int | None) -> bool:
-    return watched is None or bool(select.select([watched], [], [], 0)[0])
+    name: str
+    address: str
+    secret: str
+    is_far: bool
 
 
 def join(folder: Path, say: Callable[[str], None]) -> int:
@@ -151,87 +102,86 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         Its number.
 
     Raises:
-        ValueError: there is no such run, or it accepts no other pipeline.
-        PipelineError: the pipeline has failed, or was ended.
+        ValueError: there is no such run.
+        NoPlace: it accepts no other pipeline.
+        PipelineError: the pipeline has failed, or was ended before the run was over.
         Interrupted: a signal arrived; the processes have been ended.
     """
     try:
         found = json.loads((folder / ADDRESS).read_text())
-        connection = Client(found["address"], authkey=found["token"].encode())
+        run = _Run(str(folder), found["address"], found["token"], False)
+        return _join(run, say)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
-    except (OSError, EOFError, ValueError, AuthenticationError) as error:
-        raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
-    with connection:
-        welcome = _ask(connection, {}, str(folder))
-        os.chdir(welcome["folder"])
-        return _run(
-            Job(**welcome["job"]), welcome["pipeline"], welcome["place"], connection, str(folder), say
-        )
 
 
-def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
-    """Do the same as :func:`join`, for a launcher on another host that listens at ``address`` ("host:port").
+def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
+    """Do the same as :func:`join`, for a launcher that listens at ``address`` ("host:port").
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
     """
-    with folder_for_a_socket() as folder:
-        try:
-            relay = Relay(Trunk.connect(parse_address(address), token.encode()), Path(folder))
-        except ConnectionRefusedError:
-            raise ValueError(f"{address}: no run with --listen is active there") from None
-        except AuthenticationError as error:
-            raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
-        except (OSError, EOFError) as error:
-            raise NoPlace(f"{address}: its launcher cannot be reached: {reason(error)}") from None
-        try:
-            welcome = _ask(relay.command, {"host": socket.gethostname()}, address)
-            place = relay.listen(welcome["place"])
-            job = as_here(Job(**welcome["job"]))
-            pipeline = _run(job, welcome["pipeline"], place, relay.command, address, say)
-            relay.finish(_FINISH_S)
-            return pipeline
-        finally:
-            relay.finish(_GIVE_UP_S)
+    try:
+        return _join(_Run(address, address, secret, True), say)
+    except ConnectionRefusedError:
+        raise ValueError(f"{address}: no run with --listen is active there") from None
 
 
-def _ask(connection: Connection, about: dict[str, Any], run: str) -> dict[str, Any]:
-    """Ask to start one more pipeline; ValueError where the run accepts none."""
+def _join(run: _Run, say: Callable[[str], None]) -> int:
+    try:
+        connection = connect(run.address, run.secret.encode())
+    except (ConnectionRefusedError, FileNotFoundError):
+        raise
+    except AuthenticationError as error:
+        raise ValueError(f"{run.name}: its launcher cannot be asked: {reason(error)}") from None
+    except (OSError, EOFError) as error:
+        raise NoPlace(f"{run.name}: its launcher cannot be reached: {reason(error)}") from None
+    with connection:
+        welcome = _ask(connection, run)
+        job = Job(**welcome["job"])
+        if run.is_far:
+            job = as_here(job)
+        else:
+            os.chdir(welcome["folder"])
+        return _run(job, welcome["group"], welcome["pipeline"], connection, run, say)
+
+
+def _ask(connection: Connection, run: _Run) -> dict[str, Any]:
+    """Ask to start one more pipeline; NoPlace where the run accepts none."""
+    about = {"host": host_here(), "name": socket.gethostname()}
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
+        if not connection.poll(_ANSWER_S):
+            raise NoPlace(f"{run.name}: its launcher has not answered within {_ANSWER_S:g} s")
         _, welcome = received(connection)
-    except ValueError as error:
-        raise ValueError(f"{run}: its launcher has not answered: {reason(error)}") from None
     except (OSError, EOFError) as error:
-        raise NoPlace(f"{run}: its launcher has not answered: {reason(error)}") from None
+        raise NoPlace(f"{run.name}: its launcher has not answered: {reason(error)}") from None
     if "why" in welcome:
-        raise NoPlace(f"{run}: {welcome['why']}")
+        raise NoPlace(f"{run.name}: {welcome['why']}")
     return dict(welcome)
 
 
 def _run(
-    job: Job,
-    pipeline: int,
-    place: Mapping[str, str],
-    connection: Connection,
-    run: str,
-    say: Callable[[str], None],
+    job: Job, group: int, pipeline: int, connection: Connection, run: _Run, say: Callable[[str], None]
 ) -> int:
     """Start the processes, and wait for their end, or for the launcher's order to end them."""
+    place = environment(run.address, run.secret, group, pipeline)
     with keeping_handlers(), ExitStack() as stack:
         stack.callback(_send_end, connection)
         processes = job.start(stack, place)
         pass_on_questions(lambda: [processes])
         with ending(processes.close):
-            say(f"pipeline {pipeline} is started, and joins the others of {run}")
+            say(f"pipeline {pipeline} is started, and joins the others of {run.name}")
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
                     processes.kill()
-                    if why := _why(connection):  # else their exit codes say it
+                    why = _why(connection)
+                    if why == OVER:
+                        return pipeline
+                    if why:  # else their exit codes say it
                         raise PipelineError(f"pipeline {pipeline} was ended: {why}")
         if isinstance(end, RanksFailed):
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
-        return int(pipeline)
+        return pipeline
 
 
 def _send_end(connection: Connection) -> None:

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client
-from typing import Any
+from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
-from avgpipe.fault.roster import VERSION, Roster, encoded, received
+from avgpipe.fault.door import connect, socket_of
+from avgpipe.fault.messages import VERSION, encoded, received
+from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
-from avgpipe_ext.ring import Memory
+from avgpipe.ranks.process import host_here
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
+_RELEASE_S = 30.0  # for the others to end the steps in which they need this process
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
@@ -25,28 +29,44 @@ def environment(address: str, token: str, group: int, pipeline: int) -> dict[str
     return {RUN: address, TOKEN: token, GROUP: str(group), PIPELINE: str(pipeline)}
 
 
-@dataclass(frozen=True)
-class Neighbour:
-    """What other pipelines know of the processes of a pipeline that were started together.
+@dataclass(frozen=True, eq=False)
+class Known:
+    """The coordinator's decisions.
 
     Attributes:
-        published: where each of its ``places`` stage replicas counts the steps that it has published.
-        memory: by name, the memory that they publish in.
-        bells: the bells of its processes.
+        roster: which pipelines train when.
+        facts: what the processes of a term have said of themselves, by its number and their rank.
+        epoch: how often the sums over hosts were begun anew.
+        resume: the first step whose sum is made in this epoch.
+        owed: the host that has the sum of the step before it whole, and those that lack it; for this rank.
+        here: the address of this host.
     """
 
-    published: list[Any]
-    places: int
-    memory: Mapping[str, list[Any]]
-    bells: list[list[Any]]
-
-
-@dataclass(frozen=True)
-class Known:
-    """The roster, and the pipeline's processes by the number of a term."""
-
     roster: Roster
-    neighbours: Mapping[int, Neighbour]
+    facts: Mapping[int, Mapping[int, Any]]
+    epoch: int = 0
+    resume: int = 0
+    owed: tuple[str, list[str]] | None = None
+    here: str = ""
+
+
+class Participant(Protocol):
+    """What this process does in the steps, as far as the coordinator asks for it."""
+
+    def position(self) -> list[int]:
+        """Return the loader's batches begun, steps ended, and steps published since the pipeline joined."""
+
+    def adopt(self, known: Known) -> list[int]:
+        """Prepare for a roster, in the connection's thread; return the terms whose memory cannot be opened."""
+
+    def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
+        """Take no more of lost groups than now; return the steps whose sums are whole, and what they published.
+
+        ``breaks``: abandon the sum that is under way.
+        """
+
+    def failed(self, failure: PipelineError) -> None:
+        """Note that the connection is lost."""
 
 
 class Membership:
@@ -55,59 +75,61 @@ class Membership:
     Args:
         rank, size: of this process in its pipeline.
         name: its name in messages.
-        places: how many stage replicas the pipeline has.
         period: the number of steps from one published update to the next.
-        bell: where others ring for this process: a path, bytes, and an offset.
         timeout_s: the longest silence in seconds; after it a peer counts as lost.
 
     Attributes:
+        rank: of this process.
+        timeout_s: the longest silence.
         pipeline: the number of this process's pipeline.
         group: the number of its processes that were started together.
+        host: names its host.
         has_begun: whether others trained already when this process connected.
         batches: the number of the loader's batches that each of them had begun then.
-        published: the memory in which this pipeline counts the steps that it has published.
-        position: returns the number of batches that this process has begun, for its reports.
+        spans_hosts: whether pipelines of other hosts may join.
         known: the coordinator's decisions; replaced as a whole.
         begun: how many steps this process has begun; the next has this number.
+        here: the address of this host towards the launcher's, if that is another one.
     """
 
-    def __init__(
-        self, rank: int, size: int, name: str, places: int, period: int, bell: list[Any], timeout_s: float
-    ) -> None:
+    def __init__(self, rank: int, size: int, name: str, period: int, timeout_s: float) -> None:
+        self.rank, self.host = rank, host_here()
         self.pipeline, self.group = int(os.environ[PIPELINE]), int(os.environ[GROUP])
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self.known = Known(Roster(), {})
         self.begun = 0
-        self.position: Callable[[], int] = lambda: self.batches
         self.doing: Callable[[], str] = lambda: "its start"
-        self.changed: Callable[[], None] = lambda: None  # called by the thread
+        self._participant: Participant | None = None
         self._is_frozen = False
+        self._unseen: list[int] = []
         self._is_to_stop = False
         self._stop: int | None = None
         self._failure: PipelineError | None = None
         self._replies: dict[int, Any] = {}
-        self._handed: dict[str, Any] = {}
+        self._posted: dict[tuple[str, str], str] = {}
         self._requests = 0
+        self._is_released = False
         self._lock = threading.Condition()
         self._sending = threading.Lock()
+        welcome = self._connect({"rank": rank, "size": size, "name": name, "period": period})
+        self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
+        self.spans_hosts = bool(welcome["spans_hosts"])
+        self._heard_at = time.monotonic()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
+        self._thread.start()
+        atexit.register(self._exit)
+
+    def _connect(self, about: dict[str, Any]) -> dict[str, Any]:
         where = os.environ[RUN]
+        about |= {"pipeline": self.pipeline, "group": self.group, "host": self.host}
         try:
-            self._connection = Client(where, authkey=os.environ[TOKEN].encode())
-            about = {
-                "rank": rank,
-                "size": size,
-                "name": name,
-                "places": places,
-                "period": period,
-                "bell": bell,
-            }
-            self._send(
-                "hello",
-                VERSION,
-                about | {"pipeline": self.pipeline, "group": self.group, "timeout_s": timeout_s},
-            )
-            if not self._connection.poll(timeout_s):
-                raise PeerLost(f"the launcher at {where} has not answered within {timeout_s:g} s")
+            self._connection = connect(where, os.environ[TOKEN].encode())
+            with socket_of(self._connection) as end:
+                self.here = "" if where.startswith("/") else end.getsockname()[0]
+            self._send("hello", VERSION, {**about, "timeout_s": self.timeout_s})
+            if not self._connection.poll(self.timeout_s):
+                raise PeerLost(f"the launcher at {where} has not answered within {self.timeout_s:g} s")
             _, welcome = received(self._connection)
         except (OSError, EOFError, ValueError, AuthenticationError) as error:
             raise PeerLost(
@@ -115,28 +137,21 @@ class Membership:
             ) from error
         if "why" in welcome:
             raise PeerLost(f"the launcher at {where} has refused this process: {welcome['why']}")
-        self.has_begun, self.batches = welcome["has_begun"], welcome["batches"]
-        self.published = Memory.open(*welcome["published"])
-        self._heard_at = time.monotonic()
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
-        self._thread.start()
+        return dict(welcome)
 
     # ---- for the main thread -----------------------------------------------------------------------------------------
 
-    def memory(self, name: str, size: int) -> Memory:
-        """Return memory that the launcher holds, which outlives this process; it may exist already."""
-        reply = self._request("memory", name, size)
-        if "why" in reply:
-            raise MemoryError(f"{size} bytes of shared memory for {name}: {reply['why']}")
-        return Memory.open(*reply["place"])
+    def serve(self, participant: Participant) -> None:
+        """Let the coordinator's decisions reach ``participant`` from now on."""
+        self._participant = participant
 
-    def enter(self, digests: list[str]) -> int:
+    def enter(self, digests: list[str], facts: Any) -> int:
         """Become a member, with the other processes of this pipeline; return the first step.
 
-        ValueError where the pipeline is not made as the others are.
+        ``facts``: what other processes must know of this one. ValueError where the pipeline is not made as the
+        others are.
         """
-        reply = self._request("enter", digests)
+        reply = self._request("enter", digests, facts)
         if "why" in reply:
             raise ValueError(reply["why"])
         with self._lock:
@@ -154,7 +169,7 @@ class Membership:
     def begin(self) -> int:
         """Begin the next step, and return its number; waits while its members are being decided."""
         with self._lock:
-            self._await(lambda: not self._is_frozen, self._timeout_s)
+            self._await(lambda: not self._is_frozen and not self._unseen, self.timeout_s)
             self.begun += 1
             return self.begun - 1
 
@@ -174,13 +189,17 @@ class Membership:
         """Whether this process has begun such a step. All processes stop at the same step."""
         return self.stops_at(self.begun - 1)
 
-    def leave(self) -> None:
-        """Report that this process is done."""
-        self._send_if_alive("leave")
-
     def report_late(self, turn: int) -> None:
         """Report that this process timed out waiting for the others in a step."""
-        self._send_if_alive("late", turn, self._timeout_s)
+        self._send_if_alive("late", turn, self.timeout_s)
+
+    def report_broken(self, epoch: int) -> None:
+        """Report that a sum over hosts has failed; in any thread."""
+        self._send_if_alive("broken", epoch)
+
+    def report_state(self) -> None:
+        """Report that this process has the state that it begins with."""
+        self._send_if_alive("has state")
 
     def once(self, what: str, number: int, turn: int, batches: int) -> list[Any]:
         """Return another pipeline's result in a list; empty where this one must compute it for `done`.
@@ -208,25 +227,44 @@ class Membership:
         """Return the answer of the recorder of the run, which may have to wait for a report."""
         return self._request("ask", kind, *values, limit_s=None)
 
-    def hand_over(self, number: int, name: str, value: Any) -> None:
-        """Send something to the processes of another group."""
-        self._send_if_alive("hand over", number, name, value)
+    def post(self, name: str, key: str, value: str) -> None:
+        """Make a text known to all processes of this rank, under the name of a meeting and a key; in any thread."""
+        self._send_if_alive("post", name, key, value)
 
-    def received(self, name: str) -> Any:
-        """Wait for what another process has handed over, and return it."""
+    def posted(self, name: str, key: str, goes_on: Callable[[], bool], limit_s: float) -> str:
+        """Wait for a posted text, and return it; PeerLost once ``goes_on()`` is false. In any thread."""
         with self._lock:
-            self._await(lambda: name in self._handed, None)
-            return self._handed.pop(name)
+            self._await(lambda: (name, key) in self._posted or not goes_on(), limit_s)
+            if (name, key) not in self._posted:
+                raise PeerLost(f"{name} is given up")
+            return self._posted[name, key]
+
+    def pause(self, limit_s: float) -> None:
+        """Wait for the next message of the coordinator."""
+        with self._lock:
+            self._lock.wait(limit_s)
+
+    def leave(self) -> None:
+        """Report that this process is done; return once no other one needs it any more."""
+        self._send_if_alive("leave", self.begun)
+        with self._lock:
+            self._lock.wait_for(lambda: self._is_released or self._failure is not None, _RELEASE_S)
 
     def close(self) -> None:
         self._is_closed = True
+        atexit.unregister(self._exit)
         self._connection.close()
+
+    def _exit(self) -> None:
+        """Leave at the end of a script that closes nothing, unless an error has ended it."""
+        if getattr(sys, "last_value", None) is None and self._failure is None:
+            self.leave()
 
     def _request(self, kind: str, *values: Any, limit_s: float | None = -1.0) -> Any:
         with self._lock:
             number = self._requests = self._requests + 1
             self._send_if_alive(kind, number, *values)
-            self._await(lambda: number in self._replies, self._timeout_s if limit_s == -1.0 else limit_s)
+            self._await(lambda: number in self._replies, self.timeout_s if limit_s == -1.0 else limit_s)
             return self._replies.pop(number)
 
     def _await(self, done: Callable[[], bool], limit_s: float | None) -> None:
@@ -246,46 +284,74 @@ class Membership:
                     has_sent_stop = True
                     self._send("stop")
                 if time.monotonic() >= sent_at + _ALIVE_S:
-                    self._send("alive", self.doing()[:500], self.position())
+                    self._send_alive()
                     sent_at = time.monotonic()
                 if self._connection.poll(max(0.0, sent_at + _ALIVE_S - time.monotonic())):
                     self._heard_at = time.monotonic()
                     self._handle(*received(self._connection))
-                elif time.monotonic() > self._heard_at + self._timeout_s:
-                    raise TimeoutError(f"it sent no message for {self._timeout_s:g} s")
+                elif time.monotonic() > self._heard_at + self.timeout_s:
+                    raise TimeoutError(f"it sent no message for {self.timeout_s:g} s")
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
             if not self._is_closed:
+                why = str(error) or "it closed the connection"
+                failure = PeerLost(f"the launcher has ended, or is cut off: {why}")
                 with self._lock:
-                    self._failure = PeerLost(
-                        f"the launcher has ended, or is cut off: {str(error) or 'it closed the connection'}"
-                    )
+                    self._failure = failure
                     self._lock.notify_all()
-                self.changed()
+                if self._participant is not None:
+                    self._participant.failed(failure)
+
+    def _send_alive(self) -> None:
+        batches, ended, published = (
+            (self.batches, 0, 0) if self._participant is None else self._participant.position()
+        )
+        self._send("alive", self.doing()[:500], batches, self.begun, ended, published)
 
     def _handle(self, kind: str, *values: Any) -> None:
         with self._lock:
             if kind == "freeze":
-                self._is_frozen = True
-                self._send("begun", self.begun, self.position())
+                self._freeze(*values)
             elif kind == "roster":
                 self._take_roster(*values)
             elif kind == "reply":
                 self._replies[values[0]] = values[1]
-            elif kind == "handed over":
-                self._handed[values[0]] = values[1]
+            elif kind == "posted":
+                self._posted[values[0], values[1]] = values[2]
+            elif kind == "released":
+                self._is_released = True
             self._lock.notify_all()
-        if kind == "roster":
-            self.changed()
+
+    def _freeze(self, number: int, lost: Sequence[int], breaks: bool) -> None:
+        self._is_frozen = True
+        participant = self._participant
+        assert participant is not None  # only members are asked
+        whole, seen = participant.freeze(lost, breaks)
+        self._send("begun", number, self.begun, participant.position()[0], whole, seen)
 
     def _take_roster(
-        self, terms: list[Any], neighbours: Mapping[str, Mapping[str, Any]], stop: int | None
+        self,
+        terms: list[Any],
+        facts: Mapping[str, Mapping[str, Any]],
+        epoch: int,
+        resume: int,
+        owed: Mapping[str, Any],
+        stop: int | None,
+        here: str,
     ) -> None:
         was_member = self._own_first() is not None
-        about = {int(number): Neighbour(**neighbour) for number, neighbour in neighbours.items()}
-        self.known, self._stop = Known(Roster.from_json(terms), about), stop
+        about = {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
+        own = owed.get(str(self.rank))
+        self.known = Known(
+            Roster.from_json(terms), about, epoch, resume, None if own is None else (own[0], own[1]), here
+        )
+        self._stop = stop
         first = self._own_first()
         if not was_member and first is not None:
             self.begun = first
+        if self._participant is not None:
+            self._unseen = self._participant.adopt(self.known)
+        for number in self._unseen:
+            self._send("unseen", number)
         self._is_frozen = False
 
     @property
@@ -294,8 +360,9 @@ class Membership:
         return self._failure
 
     def _send(self, *message: Any) -> None:
+        text = encoded(message)
         with self._sending:
-            self._connection.send_bytes(encoded(message))
+            self._connection.send_bytes(text)
 
     def _send_if_alive(self, *message: Any) -> None:
         try:

@@ -19,11 +19,12 @@ from typing import Any
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.gate import Gates, listen
+from avgpipe.fault.door import listen
 from avgpipe.fault.generation import assign_place, pipe_of
-from avgpipe.fault.joining import Joined, JoinedFar, leave_address
+from avgpipe.fault.joining import Joined, leave_address
+from avgpipe.fault.members import Group
 from avgpipe.fault.membership import environment
-from avgpipe.fault.roster import OVER, JoiningGroup
+from avgpipe.fault.messages import OVER
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import (
     STOPPED,
@@ -36,7 +37,7 @@ from avgpipe.ranks.launch import (
     keeping_handlers,
     pass_on_questions,
 )
-from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
+from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, host_here
 
 _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try
@@ -97,9 +98,8 @@ class LostPipeline:
 @dataclass
 class _Group:
     pipeline: int
-    processes: Started | Joined | JoinedFar
+    processes: Started | Joined
     resources: ExitStack
-    started_at: float = field(default_factory=time.monotonic)
     why: str | None = None  # the reason for ending it; "" where the exit code of its process says more
     blamed: int | None = None  # a rank
     stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before its processes have connected
@@ -140,13 +140,14 @@ class Supervisor:
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
+        self._settling: dict[int, _Group] = {}  # that ended well, if no other one goes on
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
         listening = None
         if isolation.listen is not None:
             where, secret = isolation.listen
-            listening = listen(where), secret
+            listening = listen(where), secret.encode()
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         address = folder / _ADDRESS
@@ -160,13 +161,12 @@ class Supervisor:
             self._say_of_members,
             recorder,
             self._let_join,
+            listening,
         )
+        self._members = self._coordinator.members
         leave_address(folder, self._coordinator.address, self._token)
-        self._gates: Gates | None = None
         if listening is not None:
-            self._gates = Gates(*listening, (self._coordinator.address, self._token.encode()))
-            self._resources.callback(self._gates.close)
-            say(f"other hosts start pipelines by: avgpipe join {self._gates.address}")
+            say(f"other hosts start pipelines by: avgpipe join {self._coordinator.far_address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
         """Run to the end; return whether its processes ended by themselves before, after a SIGTERM.
@@ -206,7 +206,7 @@ class Supervisor:
                     if preempted is not None:
                         preempted.look()
         if self._missing and not self._finished:
-            raise TooFewLeft(self._isolation.least, self._missing, self._coordinator.has_begun)
+            raise TooFewLeft(self._isolation.least, self._missing, self._members.has_begun)
         return preempted is not None and preempted.is_noticed
 
     def _all_started(self) -> list[Started]:
@@ -276,7 +276,7 @@ class Supervisor:
 
     def _keep_spares(self) -> None:
         """Replace used spares; a spare that ended by itself is noticed only when it is needed."""
-        if not self._coordinator.has_begun or self._finished or self._missing:
+        if not self._members.has_begun or self._finished or self._missing:
             return
         try:
             self._start_spares()
@@ -294,32 +294,29 @@ class Supervisor:
 
     def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
         number, self._started = self._started, self._started + 1
+        self._coordinator.started(number)
         return number, environment(self._coordinator.address, self._token, number, pipeline)
 
     def _let_join(self, connection: Connection, about: Mapping[str, Any]) -> dict[str, Any]:
         """Let another command start one more pipeline; return what it needs, or the reason for a refusal."""
-        gate = None if self._gates is None or "gate" not in about else self._gates[about["gate"]]
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
         if self._finished:
             return {"why": "the run is about to end"}
-        if gate is None and not peer_of(connection):
+        if not about["is_far"] and about["host"] != host_here():
             return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
             return {
                 "why": f"the run has {len(used)} pipelines, and may have no more: see its --max-pipelines"
             }
-        number, place = self._new_group(free[0])
-        joined, resources = Joined(connection) if gate is None else JoinedFar(connection, gate), ExitStack()
-        if isinstance(joined, Joined):
-            resources.callback(joined.release)
-        if gate is not None:
-            resources.callback(gate.close)
+        number, _ = self._new_group(free[0])
+        joined, resources = Joined(connection), ExitStack()
+        resources.callback(joined.release)
         self._groups[number] = _Group(free[0], joined, resources)
-        where = "" if gate is None else f" on {about['host']}"
+        where = f" on {about['name']}" if about["is_far"] else ""
         self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
-        return {"pipeline": free[0], "place": place, "folder": os.getcwd(), "job": asdict(self._job)}
+        return {"pipeline": free[0], "group": number, "folder": os.getcwd(), "job": asdict(self._job)}
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 
@@ -337,38 +334,55 @@ class Supervisor:
     def _look(self) -> None:
         """Handle pipelines that have ended, are late, or are stopped."""
         for number, group in list(self._groups.items()):
-            known = self._coordinator.groups.get(number)
-            if isinstance(group.processes, Joined) and known is not None:
-                group.processes.know([process.pid for process in known.processes.values()])
+            known = self._members.groups.get(number)
             end = group.processes.poll_or_kill()
             if end is None:
                 continue
             del self._groups[number]
             group.resources.close()
-            if known is not None and known.turns_published() > _FEW_TURNS:
+            if known is not None and known.published() > _FEW_TURNS:
                 self._left[group.pipeline] = self._isolation.restarts
-            is_done = end is True and (isinstance(group.processes, Started) or _is_done(known))
-            loss = None if is_done or group.why == OVER else _loss_of(group, known, end)
-            if loss is not None:
-                self._losses[number] = loss
+            if end is True and group.why is None and self._may_be_done(known):
+                self._settling[number] = group
+            elif group.why != OVER:
+                self._losses[number] = loss = _loss_of(group, known, end)
                 self._replace(group, loss)
-            elif is_done:
-                self._finished.add(group.pipeline)
             self._coordinator.gone(number)
+        self._settle()
         if self._is_over():
             self._end()
         elif self._too_few() and not self._missing:
             self._missing = self._lost_for_good()
             self._end()
         self._look_for_stopped()
-        started = {number: group.started_at for number, group in self._groups.items()}
-        for number in self._coordinator.overdue(started):
-            self._lose(number, None, "it has not reached its first batch, for which the others have waited")
+
+    def _may_be_done(self, known: Group | None) -> bool:
+        """Whether processes that succeeded may have done all their work, as far as it is known yet."""
+        if known is not None:
+            return known.left_at is not None
+        return not (self._members.has_begun or self._members.groups)  # they are no part of any training
+
+    def _settle(self) -> None:
+        """Decide which of those that left have reached the end of the run: all, unless others train on."""
+        for number, group in list(self._settling.items()):
+            known = self._members.groups.get(number)
+            if known is not None and (is_done := self._members.is_done(number)) is None:
+                continue
+            if known is None and self._groups and not self._members.groups:
+                continue
+            del self._settling[number]
+            if (known is None and not self._members.groups) or (known is not None and is_done):
+                self._finished.add(group.pipeline)
+            else:
+                at = "before the run began" if known is None else f"after {known.left_at} steps"
+                why = f"it has left {at}, and the others go on"
+                self._losses[number] = loss = LostPipeline(group.pipeline, why, (0,) * self._job.size)
+                self._replace(group, loss)
 
     def _look_for_stopped(self) -> None:
         """End pipelines with a stopped process that no other process waits for yet."""
         for number, group in self._groups.items():
-            processes, known = group.processes, self._coordinator.groups.get(number)
+            processes, known = group.processes, self._members.groups.get(number)
             all_known = known is not None and len(known.processes) == known.size
             stopped = processes.stopped() if isinstance(processes, Started) and not all_known else []
             if group.stopped_timer.expired(bool(stopped)):
@@ -383,13 +397,14 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         """Whether all pipelines that trained are done, so that none is left to join."""
-        return bool(self._finished) and not self._coordinator.training
+        return bool(self._finished) and not self._members.training
 
     def _living(self) -> set[int]:
         """The pipelines that train, are done, or are to begin the run."""
-        if not self._coordinator.has_begun:
-            return {group.pipeline for group in self._groups.values() if group.why is None} | self._finished
-        return self._coordinator.training | self._finished
+        done = self._finished | {group.pipeline for group in self._settling.values()}
+        if not self._members.has_begun:
+            return {group.pipeline for group in self._groups.values() if group.why is None} | done
+        return self._members.training | done
 
     def _too_few(self, without: Collection[int] = ()) -> bool:
         return not self._finished and len(self._living().difference(without)) < self._isolation.least
@@ -401,7 +416,7 @@ class Supervisor:
 
     def _replace(self, group: _Group, loss: LostPipeline) -> None:
         """Restart a lost pipeline, if that is allowed."""
-        pipeline, has_begun = group.pipeline, self._coordinator.has_begun
+        pipeline, has_begun = group.pipeline, self._members.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
         is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
@@ -422,15 +437,13 @@ class Supervisor:
             self._end()
 
 
-def _is_done(group: JoiningGroup | None) -> bool:
-    return group is not None and group.is_done
-
-
-def _loss_of(group: _Group, known: JoiningGroup | None, end: RanksFailed | bool) -> LostPipeline:
+def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
     codes: tuple[int, ...] = ()
     rank, reason = group.blamed, "has ended"
     if isinstance(end, RanksFailed):
         codes, rank, reason = end.exit_codes, end.rank, end.reason
     process = None if known is None or rank is None else known.processes.get(rank)
+    if isinstance(group.processes, Joined) and group.processes.is_cut and not group.why:
+        return LostPipeline(group.pipeline, "the command that started it has ended", codes)
     name = process.name if process is not None else "a process" if rank is None else f"rank {rank}"
     return LostPipeline(group.pipeline, group.why or f"{name} {reason}", codes)

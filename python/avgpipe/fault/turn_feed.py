@@ -125,7 +125,7 @@ class TurnFeed(Feed):
         self._enter: Callable[[], Counts | None] = enter
         self._verification = verification
         self.next_batch: int = self._membership.batches
-        self._membership.position = lambda: self.next_batch
+        exchange.batches = lambda: self.next_batch
         self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # steps

@@ -13,6 +13,8 @@ import torch
 from avgpipe.elastic.reference import Reference
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Published, TurnExchange
+from avgpipe.fault.slots import Like
+from avgpipe.fault.states import States
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.integrity import digest
@@ -37,11 +39,12 @@ class Turns:
         route: Route,
         mailbox: Mailbox,
         exchange: TurnExchange,
+        states: States,
         stream: LaneStream | None = None,
         verify_every: int | None = None,
     ) -> None:
         self._trained, self._reference, self._route = trained, reference, route
-        self._mailbox, self._exchange = mailbox, exchange
+        self._mailbox, self._exchange, self._states = mailbox, exchange, states
         self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._published = 0  # steps; the next has this number
@@ -50,9 +53,9 @@ class Turns:
         )
 
     @staticmethod
-    def like(trained: TrainedStage, reference: Reference | None) -> list[torch.Tensor]:
-        """Return the tensors that are published: of the reference's update, and the averaged buffers."""
-        return [*([] if reference is None else reference.z.flats), *_averaged(trained).values()]
+    def like(trained: TrainedStage, reference: Reference | None) -> Like:
+        """Return the shapes of what is published."""
+        return Like([] if reference is None else reference.z.flats, [*_averaged(trained).values()])
 
     def resume(self, turn: int) -> None:
         """Continue with a step after the state was replaced; all earlier steps have ended."""
@@ -66,20 +69,19 @@ class Turns:
         if not work.idles:
             weight = 0.0 if work.weights is None else work.weights.total
             values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
-        tensors: list[torch.Tensor] = []
+        updates: list[torch.Tensor] = []
         if reference is not None:
             update = self._trained.reference_update if work.is_step else None
             values["has_update"] = update is not None
-            tensors = [] if update is None else update
+            updates = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
         turn = self._published
         if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:
             values["reference"] = reduce(lambda so_far, flat: digest(flat, so_far), reference.z.flats, 0)
         assert turn == state.work.batch, "steps are published in order"
         self._published = turn + 1
-        self._exchange.publish(
-            self._route.replica, turn, values, [*tensors, *_averaged(self._trained).values()]
-        )
+        buffers = [*_averaged(self._trained).values()]
+        self._exchange.publish(self._route.replica, turn, values, updates, buffers)
 
     def collect(self) -> None:
         """Apply what all have published, once it is there and this stage has made its own step."""
@@ -88,7 +90,7 @@ class Turns:
                 self._take_in(self._mailbox.take(self._next))
             self._next = self._next._replace(batch=self._published)
         with self._averaging():
-            self._exchange.hand_over(self._route.replica, self._next.batch)
+            self._states.hand_over(self._route.replica, self._next.batch)
 
     def _compare(self, published: Published) -> None:
         """Fail where the reference here is not that of most pipelines; of two pipelines both fail."""
@@ -105,13 +107,12 @@ class Turns:
     def _take_in(self, published: Published) -> None:
         self._compare(published)
         reference = self._reference
-        columns = zip(published.pipelines, published.values, published.tensors)
-        rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
-        if reference is not None and rows:
-            count = len(reference.z.flats)
+        if reference is not None and published.updates:
             device = reference.z.flats[0].device  # what was published lies in main memory
-            updates = [[flat.to(device) for flat in tensors[:count]] for _, _, tensors in rows]
-            reference.complete(updates, {i: without for i, without, _ in rows})
+            updates = [[flat.to(device) for flat in update] for update in published.updates]
+            rows = zip(published.pipelines, published.values)
+            without = {i: values["without"] for i, values in rows if values["has_update"]}
+            reference.complete(updates, without)
 
     def may_step(self, turn: int) -> bool:
         """Whether a step may be made: others read the last one until all have published the next."""
@@ -125,8 +126,7 @@ class Turns:
     def buffers(self) -> list[dict[str, torch.Tensor]]:
         """Return each pipeline's last published averaged buffers, by name; no step may be in flight."""
         own = _averaged(self._trained)
-        published = self._exchange.last_published(self._route.replica)
-        return [dict(zip(own, tensors[len(tensors) - len(own) :])) for tensors in published] or [own]
+        return [dict(zip(own, found)) for found in self._exchange.last_buffers(self._route.replica)] or [own]
 
 
 def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The number of this generation, where ranks are replaced; the folder in which a spare gets its place; and for
 # isolated pipelines the address of the run, and this process's pipeline.
 GENERATION, SPARE, RUN, PIPELINE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE", "AVGPIPE_RUN", "AVGPIPE_PIPELINE"
+HOST = "AVGPIPE_HOST"  # names this host, where emulated hosts are to count as several
 STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
 
 

@@ -25,7 +25,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost
-from avgpipe.ranks.environment import STORE_FILE, named
+from avgpipe.ranks.environment import HOST, STORE_FILE, named
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -140,6 +140,17 @@ def folder_for_a_socket() -> TemporaryDirectory[str]:
     """Make a temporary folder whose path is short enough for a Unix socket in it, also where TMPDIR's is not."""
     is_short = fits_a_socket(Path(gettempdir(), "avgpipe-12345678", "coordinator"))
     return TemporaryDirectory(prefix="avgpipe-", dir=None if is_short else "/tmp")
+
+
+@functools.cache
+def host_here() -> str:
+    """Name the host of this process: processes of one host can share memory.
+
+    Those in another container, on another network or of another user cannot, or count as if they could not.
+    """
+    names = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return os.environ.get(HOST) or "/".join([boot, *names, str(os.getuid())])
 
 
 def peer_of(connection: Connection) -> int:

@@ -1,0 +1,189 @@
+"""Connections to a launcher: by a Unix socket on its host, and over TCP from other hosts.
+
+Both ends prove that they know a secret (HMAC, by ``multiprocessing.connection``), each in its own direction, before
+anything else is read; the whole greeting has one limit. After it nothing is authenticated or encrypted.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+
+GREET_S = 10.0  # timeout for the whole greeting
+_LOOK_S = 0.1
+_SEND_S = 5  # in which a peer must take a message
+_MOST_CALLERS = 16  # that have not proved yet that they know the secret
+# Each end proves with a prefix of its own that it knows the secret, or an answer could be replayed to another.
+_CALLER, _CALLED = b"caller/", b"called/"
+# Notices a host that is lost, also where nothing is sent for long.
+_KEEP_ALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 6}
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of "host:port"; ValueError for any other text."""
+    host, colon, port = text.rpartition(":")
+    if not (colon and host and port.isdigit() and int(port) < 2**16):
+        raise ValueError(f"{text!r} is no address: write HOST:PORT, as in 10.0.0.1:7000")
+    return host.strip("[]"), int(port)
+
+
+def listen(address: tuple[str, int]) -> socket.socket:
+    """Listen at a host and port. ValueError where they are not this host's, or in use."""
+    host, port = address
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server(address, family=family, backlog=64)
+    except OSError as error:
+        what, *_ = (error.strerror or str(error)).partition(" (while")
+        raise ValueError(f"cannot listen at {host}:{port}: {what}") from None
+
+
+def listen_here(path: str) -> socket.socket:
+    """Listen at a path of this host."""
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(path)
+    listening.listen(64)
+    return listening
+
+
+def called(listening: socket.socket) -> str:
+    """Return the address at which other hosts find a listening socket."""
+    host, port, *_ = listening.getsockname()
+    if host in ("0.0.0.0", "::"):  # all addresses
+        host = socket.gethostname()
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def connect(where: str, secret: bytes) -> Connection:
+    """Connect to a launcher, at a path or at "host:port".
+
+    OSError, EOFError or AuthenticationError: nobody answers there, or has another secret.
+    """
+    if where.startswith("/"):
+        end = socket.socket(socket.AF_UNIX)
+        end.settimeout(GREET_S)
+        end.connect(where)
+    else:
+        end = socket.create_connection(parse_address(where), GREET_S)
+    end.settimeout(None)
+    _prepare(end)
+    connection = Connection(end.detach())
+    timer = threading.Timer(GREET_S, cut, [connection])
+    timer.start()
+    try:
+        _prove(connection, (answer_challenge, _CALLER + secret), (deliver_challenge, _CALLED + secret))
+    except BaseException:
+        connection.close()
+        raise
+    finally:
+        timer.cancel()
+    return connection
+
+
+def _prepare(end: socket.socket) -> None:
+    """Limit what one peer can delay: what is sent to it, and how long the loss of its host is not noticed."""
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+    if end.family != socket.AF_UNIX:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _KEEP_ALIVE.items():
+            end.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def socket_of(connection: Connection) -> socket.socket:
+    """Return the socket of a connection, to look at; it is to be closed."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+def cut(connection: Connection) -> None:
+    """End a connection for both ends, even while another thread sends or receives."""
+    with suppress(OSError), socket_of(connection) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+def _prove(connection: Connection, *steps: tuple[object, bytes]) -> None:
+    for step, key in steps:
+        try:
+            step(connection, key)  # type: ignore[operator]
+        except AssertionError as error:  # another protocol
+            raise AuthenticationError("the peer sent no challenge") from error
+
+
+class Door:
+    """Lets callers in that know the secret, in threads of its own: a caller that is slow delays no other one.
+
+    Args:
+        listening: the sockets and the secret of each; closed with this.
+    """
+
+    def __init__(self, listening: Sequence[tuple[socket.socket, bytes]]) -> None:
+        self._listening = list(listening)
+        self._entered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._greeted: dict[Connection, float] = {}  # with the limit for the greeting of each
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="avgpipe-door", daemon=True)
+        self._thread.start()
+
+    def entered(self) -> list[Connection]:
+        """Return the connections of those that have been let in since the last call."""
+        found = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._entered.get_nowait())
+        return found
+
+    def close(self) -> None:
+        self._is_closed = True
+        self._thread.join()
+        for listening, _ in self._listening:
+            listening.close()
+        with self._lock:
+            for connection in self._greeted:
+                cut(connection)
+        for connection in self.entered():
+            connection.close()
+
+    def _run(self) -> None:
+        secrets = dict(self._listening)
+        while not self._is_closed:
+            with self._lock:
+                late = [one for one, limit in self._greeted.items() if time.monotonic() > limit]
+                is_full = len(self._greeted) >= _MOST_CALLERS
+            for connection in late:
+                cut(connection)
+            if is_full:
+                time.sleep(_LOOK_S)
+                continue
+            for one in wait(list(secrets), _LOOK_S):
+                assert isinstance(one, socket.socket)
+                with suppress(OSError):  # such as when no descriptors are left for now
+                    end, _ = one.accept()
+                    _prepare(end)
+                    self._greet(Connection(end.detach()), secrets[one])
+
+    def _greet(self, connection: Connection, secret: bytes) -> None:
+        with self._lock:
+            self._greeted[connection] = time.monotonic() + GREET_S
+
+        def greet() -> None:
+            try:
+                _prove(
+                    connection, (deliver_challenge, _CALLER + secret), (answer_challenge, _CALLED + secret)
+                )
+                self._entered.put(connection)
+            except (OSError, EOFError, ValueError, AuthenticationError):  # it ended, or does not know it
+                connection.close()
+            finally:
+                with self._lock:
+                    self._greeted.pop(connection, None)
+
+        threading.Thread(target=greet, name="avgpipe-greeting", daemon=True).start()

@@ -1,0 +1,632 @@
+"""The members of a run of isolated pipelines: a state machine without input or output.
+
+Events and the time go in, commands come out; there is no socket, clock or process in it. A pipeline is a member
+with all its processes or not at all. When one is lost or leaves, or another one wants to join, all processes
+are asked to begin no further step (``freeze``) and to report how far they are; the change then takes effect
+with a step that no process has begun::
+
+    members     freeze ->            <- begun 7, 8, 7            roster: ... from step 8 on ->
+    process     begins no step, continues those already begun               begins step 8 by the new roster
+
+Where pipelines of several hosts sum their updates together, a loss breaks the sum that is under way. Each
+process then reports, with its steps begun, the steps whose sums its host has *whole*. A sum counts if for
+every rank some host has it whole: who lacks it gets it from there. Otherwise nobody has applied it, since a
+process applies a step only when its host has the sums of all ranks; it is made again, by those that are left,
+in another *epoch*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from avgpipe.fault.messages import OVER
+from avgpipe.fault.roster import Roster, Term
+
+_JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
+_BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost
+_TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
+_NEVER = float("inf")
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a process."""
+
+    group: int
+    rank: int
+    message: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the processes of a group; ``rank`` is to blame, if known. ``why``: "" where its exit code says more."""
+
+    group: int
+    rank: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    line: str
+
+
+Command = Send | Kill | Say
+
+
+# ---- what is known ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A process's answer to a freeze.
+
+    Attributes:
+        freeze: its number.
+        begun: the number of steps that it has begun.
+        whole: the number of steps whose sums its host has whole, for its rank.
+        seen: by the number of a lost group on its host, how many steps that has published as far as this
+            process will count them.
+    """
+
+    freeze: int
+    begun: int
+    whole: int
+    seen: Mapping[int, int]
+
+
+@dataclass
+class Process:
+    """One process of a pipeline, as far as it has reported.
+
+    Attributes:
+        name: its name in messages.
+        heard_at: time of its last message.
+        doing: what it was doing then.
+        batches: the number of the loader's batches that it has begun; None before its first report.
+        begun, ended: the number of steps that it has begun, and of those that have ended for it.
+        published: the number of steps that its stages have published since its pipeline joined.
+        wants: "enter", or "leave" once it is done.
+        digests: of what must be the same in all pipelines, and of the initial weights.
+        facts: what other processes must know of it.
+        has_state: whether it has the state that it begins with.
+        late: the step on which it timed out, the timeout in seconds, and when it said so.
+        reported_late: the last step on which it timed out although every pipeline had published it.
+    """
+
+    name: str
+    heard_at: float
+    doing: str = "its start"
+    batches: int | None = None
+    begun: int = 0
+    ended: int = 0
+    published: int = 0
+    wants: str = ""
+    digests: Sequence[str] = ()
+    facts: Any = None
+    has_state: bool = False
+    answer: Answer | None = None
+    late: tuple[int, float, float] | None = None
+    reported_late: int = -1
+
+
+@dataclass
+class Group:
+    """The processes of a pipeline that were started together.
+
+    Attributes:
+        number: identifies the group over the life of the run.
+        size: the number of processes.
+        period: the number of steps from one published update to the next.
+        host: names the host of its processes.
+        ready_at: when its processes wanted to enter.
+        left_at: the number of steps that it had begun when it left.
+        is_lost: whether its processes have ended, or are ended.
+    """
+
+    pipeline: int
+    number: int
+    size: int
+    period: int
+    host: str
+    processes: dict[int, Process] = field(default_factory=dict)
+    ready_at: float = _NEVER
+    left_at: int | None = None
+    is_lost: bool = False
+    has_ended: bool = False
+
+    def all_want(self, what: str) -> bool:
+        return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
+
+    def published(self) -> int:
+        """Return how many steps all its processes have reported as published."""
+        return min((p.published for p in self.processes.values()), default=0)
+
+
+@dataclass(frozen=True)
+class _Freeze:
+    number: int
+    lost: frozenset[int]
+    breaks: bool
+
+
+class Members:
+    """Decides which pipelines train together, and from which step on.
+
+    Each event returns the commands that follow from it.
+
+    Args:
+        wanted: how many pipelines begin the run together.
+        home: the host of the launcher; one that cannot reach it is lost, not the launcher's.
+
+    Attributes:
+        groups: by number; one that has ended stays as long as a roster has its term.
+        members: the pipelines of groups that are members, by the number of the group.
+        history: all terms by number, as far as they are known.
+        timeout_s: after such a silence a process counts as lost.
+        reached: the most steps that any process has begun.
+        epoch: how often sums over hosts were begun anew.
+    """
+
+    def __init__(self, wanted: int, home: str = "") -> None:
+        self.wanted, self._home = wanted, home
+        self.roster, self.history = Roster(), dict[int, Term]()
+        self.groups: dict[int, Group] = {}
+        self.members: dict[int, int] = {}
+        self.timeout_s = _NEVER
+        self.reached = self.epoch = 0
+        self._out: list[Command] = []
+        self._started: dict[int, float] = {}  # groups that have not entered, and when they were started
+        self._freezes = 0
+        self._frozen: _Freeze | None = None
+        self._begun = self._clean = 0  # steps at the last change; by which all lost samples are trained on
+        self._resume = 0  # the first step whose sum is made in this epoch
+        self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
+        self._broken_at: float | None = None  # when a sum of this epoch has failed
+        self._broken_by: set[int] = set()  # groups that reported it
+        self._in_vain = 0  # epochs since a sum was whole
+        self._is_to_stop = False
+        self._stop: int | None = None  # the first step that has no batches
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first step has a roster."""
+        return self._begun > 0 or bool(self.roster.terms)
+
+    @property
+    def training(self) -> set[int]:
+        """The pipelines that train, or have left with the last step and may still be about to exit."""
+        done = (g for g in self.groups.values() if g.left_at is not None and not g.has_ended)
+        return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
+
+    def is_done(self, number: int) -> bool | None:
+        """Whether a group left at the end of the run, not before; None while that is not known.
+
+        It is known once no other one trains any more, or one of them has begun another step.
+        """
+        group = self.groups.get(number)
+        if group is None or group.left_at is None or group.left_at < self.reached:
+            return False
+        return None if self.members else True
+
+    def progress(self) -> dict[str, Any]:
+        """Return the position of the run, for a pipeline that joins.
+
+        The batches are the fewest that any process has begun: a process that is ahead may be lost before the
+        pipeline joins, and the others begin its batches only then.
+        """
+        begun = (p.batches for g in self.living() for p in g.processes.values() if p.batches is not None)
+        return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
+
+    def term_of(self, group: Group) -> Term:
+        return next(term for term in self.roster.present if term.number == group.number)
+
+    def living(self) -> list[Group]:
+        """Return the groups that are members and not lost."""
+        return [g for n in self.members if not (g := self.groups[n]).is_lost]
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def started(self, number: int, now: float) -> None:
+        """Note that the processes of a group are being started."""
+        self._started[number] = now
+
+    def hello(self, number: int, rank: int, about: Mapping[str, Any], now: float) -> None:
+        """Note a process that has connected. ValueError where it must not take part."""
+        group = self.groups.get(number)
+        if group is None:
+            sizes = (int(about[name]) for name in ("pipeline", "size", "period"))
+            pipeline, size, period = sizes
+            if number not in self._started:
+                raise ValueError(f"the processes started together with {about['name']} have ended")
+            group = self.groups[number] = Group(pipeline, number, size, period, str(about["host"]))
+        if group.is_lost or rank in group.processes or not 0 <= rank < group.size:
+            raise ValueError(f"the processes started together with {about['name']} have ended")
+        self.timeout_s = float(about["timeout_s"])
+        group.processes[rank] = Process(str(about["name"]), now)
+
+    def receive(self, number: int, rank: int, kind: str, values: Sequence[Any], now: float) -> list[Command]:
+        """Handle a message. ValueError, TypeError or KeyError for an invalid one."""
+        group = self.groups[number]
+        process = group.processes[rank]
+        process.heard_at = now
+        {
+            "alive": self._alive,
+            "begun": self._answered,
+            "enter": self._enter,
+            "leave": self._leave,
+            "late": self._late,
+            "broken": self._broken,
+            "unseen": self._unseen,
+            "has state": self._has_state,
+            "stop": self._stops,
+        }[kind](group, rank, process, now, *values)
+        return self._changed(now)
+
+    def closed(self, number: int, rank: int, now: float) -> list[Command]:
+        """Note that the connection to a process has ended."""
+        group = self.groups.get(number)
+        if group is not None and rank in group.processes:
+            self._lose(group, rank, "")
+        return self._changed(now)
+
+    def lose(self, number: int, rank: int | None, why: str, now: float) -> list[Command]:
+        """End a group, because one of its processes is lost."""
+        group = self.groups.get(number)
+        if group is None:
+            self._out.append(Kill(number, rank, why))
+        else:
+            self._lose(group, rank, why)
+        return self._changed(now)
+
+    def gone(self, number: int, now: float) -> list[Command]:
+        """Note that all processes of a group have ended."""
+        self._started.pop(number, None)
+        group = self.groups.get(number)
+        if group is not None:
+            group.has_ended = True
+            if group.left_at is None:
+                group.is_lost = True
+            if number not in self.history:  # it was no member: nothing of it is needed
+                del self.groups[number]
+        return self._changed(now)
+
+    def tick(self, now: float, computed_at: float = -_NEVER) -> list[Command]:
+        """Do what is due at a time.
+
+        ``computed_at``: when the newest result was there that one pipeline computed for all, infinity while
+        one is computing. That has no timeout, and a pipeline that joins may wait for its first step
+        meanwhile: the timeout of the others begins then.
+        """
+        self._find_silent(now)
+        self._find_overdue(now)
+        for group in self.living():
+            for process in group.processes.values():
+                if process.late is not None and self._may_judge(process.late, now, computed_at):
+                    (turn, waited_s, _), process.late = process.late, None
+                    self._end_late(group, process, turn, waited_s)
+        return self._changed(now)
+
+    # ---- messages ----------------------------------------------------------------------------------------------------
+
+    def _alive(self, group: Group, rank: int, process: Process, now: float, doing: str, *counts: int) -> None:
+        process.doing = str(doing)
+        process.batches, process.begun, process.ended, process.published = map(int, counts)
+        self.reached = max(self.reached, process.begun)
+        self._out.append(Send(group.number, rank, ["heard"]))
+
+    def _answered(
+        self,
+        group: Group,
+        rank: int,
+        process: Process,
+        now: float,
+        freeze: int,
+        begun: int,
+        batches: int,
+        whole: int,
+        seen: Mapping[str, int],
+    ) -> None:
+        counts = {int(number): int(count) for number, count in seen.items()}
+        process.answer = Answer(int(freeze), int(begun), int(whole), counts)
+        process.begun, process.batches = int(begun), int(batches)
+
+    def _enter(
+        self,
+        group: Group,
+        rank: int,
+        process: Process,
+        now: float,
+        request: int,
+        digests: Sequence[str],
+        facts: Any,
+    ) -> None:
+        """Admit a process with the plan and model of the others, and at the start with their weights."""
+        for other in self.groups.values():
+            theirs = () if other.is_lost or rank not in other.processes else other.processes[rank].digests
+            if theirs and (theirs[0] != digests[0] or (not self.has_begun and theirs != digests)):
+                what = "plan or model" if theirs[0] != digests[0] else "initial weights"
+                why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
+                self._out.append(Send(group.number, rank, ["reply", request, {"why": why}]))
+                return
+        process.digests, process.facts, process.wants = digests, facts, "enter"
+        group.ready_at = now
+        self._out.append(Send(group.number, rank, ["reply", request, {}]))
+
+    def _leave(self, group: Group, rank: int, process: Process, now: float, begun: int) -> None:
+        process.wants, process.begun = "leave", int(begun)
+        self.reached = max(self.reached, process.begun)
+        if group.number not in self.members and group.all_want("leave"):
+            group.left_at = self.reached  # no step was its to take part in
+            self._release(group)
+
+    def _late(
+        self, group: Group, rank: int, process: Process, now: float, turn: int, waited_s: float
+    ) -> None:
+        process.late = int(turn), float(waited_s), now
+
+    def _broken(self, group: Group, rank: int, process: Process, now: float, epoch: int) -> None:
+        if epoch == self.epoch and group.number in self.members:
+            self._broken_at = now if self._broken_at is None else self._broken_at
+            self._broken_by.add(group.number)
+
+    def _unseen(self, group: Group, rank: int, process: Process, now: float, other: int) -> None:
+        """A process cannot open the memory of another one, so it must have ended, and no step may need it."""
+        if other in self.members:
+            self._lose(self.groups[other], None, "")
+
+    def _has_state(self, group: Group, rank: int, process: Process, now: float) -> None:
+        process.has_state = True
+
+    def _stops(self, group: Group, rank: int, process: Process, now: float) -> None:
+        self._is_to_stop = True
+
+    def _release(self, group: Group) -> None:
+        self._out += [Send(group.number, rank, ["released"]) for rank in group.processes]
+
+    # ---- losses ------------------------------------------------------------------------------------------------------
+
+    def _lose(self, group: Group, rank: int | None, why: str) -> None:
+        if not group.is_lost and group.number not in self._left():
+            group.is_lost = True
+            self._out.append(Kill(group.number, rank, why))
+
+    def _left(self) -> set[int]:
+        return {n for n, group in self.groups.items() if group.left_at is not None}
+
+    def _find_silent(self, now: float) -> None:
+        """End processes that send nothing, such as stopped ones: the others would wait for them."""
+        for group in list(self.groups.values()):
+            for rank, process in group.processes.items():
+                is_waited_for = process.wants != "leave" or group.number in self.members
+                if process.heard_at < now - self.timeout_s and is_waited_for:
+                    silence = f"{process.name} sent no message for {self.timeout_s:g} s"
+                    self._lose(group, rank, f"{silence}, when it was at {process.doing}")
+
+    def _find_overdue(self, now: float) -> None:
+        """End groups that keep living ones waiting for longer than the timeout before the run begins."""
+        if self.has_begun:
+            return
+        ready = {n: g for n, g in self.groups.items() if g.all_want("enter") and not g.is_lost}
+        since = min((group.ready_at for group in ready.values()), default=_NEVER)
+        for number, at in list(self._started.items()):
+            if number not in ready and max(at, since) < now - self.timeout_s:
+                del self._started[number]
+                why = "it has not reached its first batch, for which the others have waited"
+                if (group := self.groups.get(number)) is not None:
+                    self._lose(group, None, why)
+                else:
+                    self._out.append(Kill(number, None, why))
+
+    def _may_judge(self, late: tuple[int, float, float], now: float, computed_at: float) -> bool:
+        """Whether all have reported since a process was late, or would have."""
+        _, waited_s, at = late
+        heard = min(p.heard_at for group in self.living() for p in group.processes.values())
+        return now >= computed_at + waited_s and (heard > at or now > at + _JUDGE_S)
+
+    def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
+        """End the pipelines whose step a process waits for, or its own if all have published it."""
+        counting = self.roster.counting(turn)
+        if group.pipeline not in counting:
+            return
+        late = {
+            pipeline: self.groups[term.number]
+            for pipeline, term in counting.items()
+            if term.number in self.members and term.first + self.groups[term.number].published() <= turn
+        }
+        waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
+        for pipeline, other in late.items():
+            doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
+            self._lose(other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
+        if not late and process.reported_late == turn and len(self.roster.speakers(turn)) == 1:
+            why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
+            self._lose(group, None, f"{why}{process.doing}")
+        elif not late and len(self.roster.speakers(turn)) > 1:
+            self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
+            self._broken_by.add(group.number)
+        elif not late:
+            process.reported_late = turn  # the last publication may still be in flight
+
+    # ---- changes -----------------------------------------------------------------------------------------------------
+
+    def _changed(self, now: float) -> list[Command]:
+        """Make the changes that are due; return all commands."""
+        self._change(now)
+        out, self._out = self._out, []
+        return out
+
+    def _change(self, now: float) -> None:
+        lost = frozenset(n for n in self.members if self.groups[n].is_lost)
+        leaving = [group for group in self.living() if self._may_leave(group)]
+        joining = [] if self._stop is not None else self._ready()  # else nothing is left to train on
+        stops = self._is_to_stop and self._stop is None
+        is_broken = self._broken_at is not None and now > self._broken_at + _BLAME_S
+        if not self.has_begun:
+            if len(joining) >= self.wanted:
+                self._apply(lost, [], joining)
+            return
+        is_due = bool(lost or leaving or is_broken or ((joining or stops) and self.members))
+        if self._frozen is None and not is_due:
+            return
+        asked = [
+            (g.number, rank, p) for g in self.living() if g not in leaving for rank, p in g.processes.items()
+        ]
+        breaks = bool(lost) or is_broken or self._leaves_early(leaving)
+        if self._frozen is None or self._frozen.lost != lost or (breaks and not self._frozen.breaks):
+            self._freezes += 1
+            self._frozen = _Freeze(self._freezes, lost, breaks)
+            for number, rank, process in asked:
+                process.answer = None
+                self._out.append(Send(number, rank, ["freeze", self._freezes, sorted(lost), breaks]))
+        if all(p.answer is not None and p.answer.freeze == self._freezes for _, _, p in asked):
+            self._apply(lost, leaving, joining)
+
+    def _ready(self) -> list[Group]:
+        """Return the groups that want to join."""
+        free = (g for n, g in self.groups.items() if n not in self.history and not g.is_lost)
+        return sorted((g for g in free if g.all_want("enter")), key=lambda group: group.pipeline)
+
+    def _may_leave(self, group: Group) -> bool:
+        """Whether a member wants to leave, and no other one needs its host for steps that it has ended."""
+        if not group.all_want("leave"):
+            return False
+        left_at = max(p.begun for p in group.processes.values())
+        others = [g for g in self.living() if g.host != group.host]
+        return all(p.ended >= left_at or p.wants == "leave" for g in others for p in g.processes.values())
+
+    def _leaves_early(self, leaving: Sequence[Group]) -> bool:
+        return any(p.begun < self.reached for g in leaving for p in g.processes.values())
+
+    def _apply(self, lost: Iterable[int], leaving: Sequence[Group], joining: Sequence[Group]) -> None:
+        """Change the roster from a step on that no process has begun."""
+        frozen, self._frozen = self._frozen, None
+        begins = not self.has_begun
+        gone = [self.groups[n] for n in sorted(lost)]
+        staying = [g for g in self.living() if g not in leaving]
+        if frozen is not None and frozen.breaks:
+            self._begin_epoch(staying, gone)
+        published = {g.number: self._published_by(g, staying) for g in gone}
+        for group in leaving:
+            group.left_at = published[group.number] = max(p.begun for p in group.processes.values())
+        answers = [p.answer for g in staying for p in g.processes.values() if p.answer is not None]
+        self._begun = begun = max([self._begun, *published.values(), *(answer.begun for answer in answers)])
+        self.reached = max(self.reached, begun)
+        for group in (*gone, *leaving):
+            del self.members[group.number]
+        for group in (*gone, *leaving):
+            self._apply_end(group, published[group.number], begun)
+        for group in leaving:
+            self._release(group)
+        if self._is_to_stop and self._stop is None:
+            self._stop = begun
+        self._admit(joining, begun, begins)
+        self._forget(begun)
+        self._send_roster()
+
+    def _begin_epoch(self, staying: Sequence[Group], gone: Sequence[Group]) -> None:
+        """Decide which sums are whole, and who lacks the last of them.
+
+        Only the last step that any host has whole may be whole for some ranks alone: nobody publishes the
+        next one before its host has that one for all ranks.
+        """
+        self.epoch += 1
+        whole: dict[int, dict[str, int]] = {}  # by rank and host
+        for group in staying:
+            for rank, process in group.processes.items():
+                assert process.answer is not None
+                hosts = whole.setdefault(rank, {})
+                hosts[group.host] = max(hosts.get(group.host, 0), process.answer.whole)
+        most = max((max(hosts.values()) for hosts in whole.values()), default=self._resume)
+        if any(max(hosts.values()) < most for hosts in whole.values()):
+            most -= 1
+        self._in_vain = 0 if most > self._resume else self._in_vain + 1
+        for number in sorted(self._broken_by) if self._in_vain > _TRIES else ():
+            if number in self.members and self.groups[number].host != self._home:
+                self._lose(self.groups[number], None, "it cannot exchange updates with the others")
+        self._broken_at, self._broken_by = None, set()
+        self._resume, self._owed = most, {}
+        there = self.roster.speakers(most - 1)
+        for rank, hosts in whole.items():
+            lacking = [h for h, count in hosts.items() if h in there and count < most]
+            if lacking:
+                self._owed[rank] = [next(h for h, count in hosts.items() if count >= most), lacking]
+
+    def _published_by(self, group: Group, staying: Sequence[Group]) -> int:
+        """Return the first step that a lost group has not published, as far as those that are left can read it."""
+        term = self.term_of(group)
+        mates = [
+            answer.seen.get(group.number, 0)
+            for other in staying
+            if other.host == group.host and self.term_of(other).first <= self._resume
+            for process in other.processes.values()
+            if (answer := process.answer) is not None
+        ]
+        if not staying:  # nobody is left to whom it matters
+            return term.first + group.published()
+        return max(term.first + max(mates, default=0), self._resume)
+
+    def _admit(self, joining: Sequence[Group], begun: int, begins: bool) -> None:
+        donors = [term for term in self.roster.present if term.first < begun]
+        for group in joining:
+            if not begins and (self._stop is not None or not donors):
+                break  # no donor is left, or none will be soon
+            near = [term for term in donors if term.host == group.host] or donors
+            first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
+            donor = None if begins else near[0].pipeline
+            term = Term(group.pipeline, group.number, first, donor, host=group.host)
+            self.history[group.number] = term
+            self.roster.enter(term)
+            self.members[group.number] = group.pipeline
+            self._started.pop(group.number, None)
+            if not begins:
+                state = f"with the optimizer's state of pipeline {donor}"
+                line = f"pipeline {group.pipeline} trains with the others from step {first} on, {state}"
+                self._out.append(Say(line))
+
+    def _apply_end(self, group: Group, published: int, begun: int) -> None:
+        was_lost = group.is_lost
+        term = self.roster.leave(group.pipeline, published, begun, was_lost)
+        self.history[group.number] = term
+        lost = term.end - term.published
+        self._clean = max(self._clean, begun) + lost
+        if lost and self.members:
+            steps = "step" if lost == 1 else f"{lost} steps"
+            line = f"pipeline {group.pipeline}: the others train on its samples of its last {steps}"
+            self._out.append(Say(line))
+        for other in self.roster.present:
+            joined = self.groups[other.number]
+            has_state = all(p.has_state for p in joined.processes.values()) or joined.published() > 0
+            if other.donor == group.pipeline and other.first >= begun and not has_state:
+                why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
+                self._lose(joined, None, why if was_lost else OVER)
+            elif lost and term.published < other.first < self._clean:
+                why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
+                self._lose(joined, None, why)
+
+    def _forget(self, begun: int) -> None:
+        """Drop steps that no member still needs: all are past a step once all have published the next."""
+        ended = [p.ended for g in self.living() for p in g.processes.values()]
+        self.roster.forget(min([begun, self._resume if self.epoch else begun, *ended]) - 2)
+        needed = {term.number for term in self.roster.terms}
+        self.groups = {
+            n: g for n, g in self.groups.items() if n in needed or not g.has_ended or g.left_at is not None
+        }
+
+    def _send_roster(self) -> None:
+        facts = {
+            term.number: {rank: p.facts for rank, p in sorted(self.groups[term.number].processes.items())}
+            for term in self.roster.terms
+        }
+        about = [self.epoch, self._resume, self._owed, self._stop]
+        for group in self.living():
+            for rank in group.processes:
+                self._out.append(Send(group.number, rank, ["roster", self.roster.to_json(), facts, *about]))
