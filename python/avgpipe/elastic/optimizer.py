@@ -135,13 +135,13 @@ class ElasticAveraging(torch.optim.Optimizer):
 
     @property
     def settled(self) -> bool:
-        """Whether the weights contain the pull of every round that this replica took part in.
+        """Whether the weights contain the pull of every round until the replica's last step.
 
         False only with rule avgpipe and staleness 0, from this replica's contribution to that of all others.
         """
         reference = self.reference
         pulls = reference.elasticity.pulls_at_the_end(reference.round)
-        return not (pulls and self.replica in reference._contributed)
+        return not (pulls and (self.replica in reference._contributed or self.replica in reference._idle))
 
     @property
     def skips_on_device(self) -> bool:
@@ -240,9 +240,10 @@ class ElasticAveraging(torch.optim.Optimizer):
         if self._position < period:
             return
         self._position = self._idle_steps = 0
-        if not self._has_published:
-            return
         reference, done = self.reference, self._done
+        if not self._has_published:
+            reference._sit_out(self.replica)
+            return
         is_joint = reference._joins and update is not None and update.may_wait and not self._is_watched
         if update is None or done is None or not is_joint:
             reference._contribute(self.replica, update)

@@ -138,6 +138,7 @@ class Reference:
         self._replicas: dict[int, Replica] = {}
         self._updates: dict[int, FlatBuffers] = {}
         self._contributed: set[int] = set()  # to the current round
+        self._idle: set[int] = set()  # that have no part in the current round, and are pulled at its end
         self._contributions = 0  # of this process, in all
         self._is_open = open
         self._per_round = 1 if self._spans_ranks or open else replicas
@@ -271,6 +272,7 @@ class Reference:
             self._update_ema()
             self._contributions += 1
             self._contributed.clear()
+            self._idle.clear()
             self._pull()
 
     @property
@@ -371,6 +373,11 @@ class Reference:
                 if not self._do_whole_round():
                     self._complete_round()
                 self._contributed.clear()
+
+    def _sit_out(self, i: int) -> None:
+        """Note that replica i is past the current round, in which it has no part."""
+        if self._is_open:
+            self._idle.add(i)
 
     def _reduce(self, update: FlatBuffers) -> None:
         """Start summing the update over the ranks of the group; with staleness 0, also complete the round."""
