@@ -493,7 +493,8 @@ class Members:
     def _ready(self) -> list[Group]:
         """Return the groups that want to join."""
         free = (g for n, g in self.groups.items() if n not in self.history and not g.is_lost)
-        return sorted((g for g in free if g.all_want("enter")), key=lambda group: group.pipeline)
+        ready = {g.pipeline: g for g in free if g.all_want("enter")}
+        return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
     def _may_leave(self, group: Group) -> bool:
         """Whether a member wants to leave, and no other one needs its host for steps that it has ended."""
@@ -543,8 +544,9 @@ class Members:
         for group in staying:
             for rank, process in group.processes.items():
                 assert process.answer is not None
-                hosts = whole.setdefault(rank, {})
-                hosts[group.host] = max(hosts.get(group.host, 0), process.answer.whole)
+                hosts, count = whole.setdefault(rank, {}), process.answer.whole
+                count = count if count > self.term_of(group).first else 0  # it was in no step yet
+                hosts[group.host] = max(hosts.get(group.host, 0), count)
         most = max((max(hosts.values()) for hosts in whole.values()), default=self._resume)
         if any(max(hosts.values()) < most for hosts in whole.values()):
             most -= 1
@@ -605,12 +607,15 @@ class Members:
         for other in self.roster.present:
             joined = self.groups[other.number]
             has_state = all(p.has_state for p in joined.processes.values()) or joined.published() > 0
-            if other.donor == group.pipeline and other.first >= begun and not has_state:
-                why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
-                self._lose(joined, None, why if was_lost else OVER)
-            elif lost and term.published < other.first < self._clean:
+            if lost and term.published < other.first < self._clean:
                 why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
                 self._lose(joined, None, why)
+            elif other.donor == group.pipeline and not has_state:
+                if (changed := self.roster.change_donor(other.number)) is not None:
+                    self.history[other.number] = changed
+                else:
+                    why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
+                    self._lose(joined, None, why if was_lost else OVER)
 
     def _forget(self, begun: int) -> None:
         """Drop steps that no member still needs: all are past a step once all have published the next."""

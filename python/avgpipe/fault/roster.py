@@ -96,11 +96,20 @@ class Roster:
         end = max(begun, term.first)
         gone = replace(term, published=min(published, end), end=end, was_lost=was_lost)
         self.terms[number] = gone
-        heirs = [other for other in self.present if other.first < begun]
-        for n, other in enumerate(self.terms):  # another member can be the donor: all have that state
-            if heirs and other.donor == pipeline and other.first >= begun and not other.has_ended:
-                self.terms[n] = replace(other, donor=heirs[0].pipeline)
         return gone
+
+    def change_donor(self, number: int) -> Term | None:
+        """Have another member give a joining pipeline its state; None if there is none.
+
+        All that were members before have it: the pipeline's first step cannot end without the pipeline.
+        """
+        n, term = next((n, term) for n, term in enumerate(self.terms) if term.number == number)
+        heirs = [other for other in self.present if other.first < term.first]
+        near = [other for other in heirs if other.host == term.host] or heirs
+        if not near:
+            return None
+        self.terms[n] = replace(term, donor=near[0].pipeline)
+        return self.terms[n]
 
     def forget(self, turn: int) -> None:
         """Drop the terms that ended before step ``turn``."""

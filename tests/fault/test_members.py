@@ -1,0 +1,125 @@
+"""The promises of the membership, in drawn worlds of processes: whoever dies, joins or is cut off when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from benchmarks.membership.world import SAMPLES, Process, World
+
+_BATCHES = 6
+
+
+class Drawn(RuleBasedStateMachine):
+    """A world whose events are drawn; at its end all that can happen does, and the promises are looked at."""
+
+    @initialize(
+        hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4), size=st.integers(1, 2), data=st.data()
+    )
+    def begin(self, hosts: list[int], size: int, data: Any) -> None:
+        self.world = World(len(hosts), size, _BATCHES)
+        self.killed = self.joined = 0
+        for pipeline, host in enumerate(hosts):
+            self.world.start(pipeline, f"host {host}")
+
+    def _draw(self, data: Any, among: list[Any]) -> Any:
+        return data.draw(st.sampled_from(among))
+
+    @rule(data=st.data(), times=st.integers(1, 12))
+    def move(self, data: Any, times: int) -> None:
+        for _ in range(times):
+            moves = [(*place, name) for place, one in self.world.processes.items() for name in one.moves()]
+            if not moves:
+                return
+            *place, name = self._draw(data, moves)
+            self.world.processes[tuple(place)].move(name)
+
+    @rule(data=st.data(), times=st.integers(1, 12))
+    def deliver(self, data: Any, times: int) -> None:
+        for _ in range(times):
+            waiting = [("arrives", *place) for place, queue in self.world.up.items() if queue]
+            waiting += [("hears", *place) for place, queue in self.world.down.items() if queue]
+            if not waiting:
+                return
+            event, *place = self._draw(data, waiting)
+            getattr(self.world, event)(tuple(place))
+
+    @rule()
+    def tick(self) -> None:
+        self.world.notice()
+        self.world.tick()
+
+    @precondition(lambda self: self.killed < 3 and len(self._pipelines()) > 1)
+    @rule(data=st.data())
+    def kill(self, data: Any) -> None:
+        self.killed += 1
+        place = self._draw(data, [place for place, one in self.world.processes.items() if one.alive])
+        self.world.end(self.world.processes[place])
+
+    @precondition(lambda self: self.killed < 2 and len(self._hosts()) > 1)
+    @rule(data=st.data())
+    def kill_host(self, data: Any) -> None:
+        self.killed += 1
+        host = self._draw(data, self._hosts())
+        for process in self.world.processes.values():
+            if process.alive and process.host == host:
+                self.world.end(process)
+
+    @precondition(lambda self: self.joined < 3)
+    @rule(data=st.data(), host=st.integers(0, 3))
+    def join(self, data: Any, host: int) -> None:
+        there = self._pipelines()
+        free = [pipeline for pipeline in range(6) if pipeline not in there]
+        if free and there:
+            self.joined += 1
+            self.world.start(free[0], f"host {host}")
+
+    def _pipelines(self) -> set[int]:
+        return {one.pipeline for one in self.world.processes.values() if one.alive}
+
+    def _hosts(self) -> list[str]:
+        return sorted({one.host for one in self.world.processes.values() if one.alive})
+
+    # ---- promises ----------------------------------------------------------------------------------------------------
+
+    @invariant()
+    def all_that_ended_a_step_count_the_same(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        counted: dict[int, tuple[int, ...]] = {}
+        for one in self.world.processes.values():
+            if one.alive:
+                for turn, pipelines in one.counted.items():
+                    assert counted.setdefault(turn, pipelines) == pipelines, (turn, one)
+
+    @invariant()
+    def every_kill_has_a_reason(self) -> None:
+        for kill in self.world.kills if hasattr(self, "world") else ():
+            assert kill.why or kill.rank is not None
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        world.run_on()
+        assert not world.living(), "some wait for ever"
+        done = [one for one in world.processes.values() if one.phase == "done" and one.counted]
+        best = max((len(one.trained) for one in done), default=0)
+        everything = list(range(_BATCHES * SAMPLES))
+        for one in done:
+            if world.members.is_done(one.group):
+                assert sorted(one.trained) == everything, (best, one.trained)
+        trained = [one for one in done if world.members.is_done(one.group)]
+        assert all(one.trained == trained[0].trained or sorted(one.trained) == everything for one in trained)
+
+
+def _drawn(examples: int, steps: int) -> Any:
+    case = Drawn.TestCase
+    case.settings = settings(max_examples=examples, stateful_step_count=steps, deadline=None)
+    return case
+
+
+TestMembers = _drawn(300, 60)
