@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from avgpipe.fault.members import Command, Kill, Members, Say, Send
@@ -26,7 +27,7 @@ def shares(samples: Sequence[int], count: int) -> list[tuple[int, ...]]:
     """Cut samples into ``count`` parts; the last ones are empty where there are fewer."""
     sizes = [len(samples) // count + (n < len(samples) % count) for n in range(count)]
     ends = [sum(sizes[:n]) for n in range(count + 1)]
-    return [tuple(samples[a:b]) for a, b in zip(ends, ends[1:])]
+    return [tuple(samples[a:b]) for a, b in pairwise(ends)]
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Process:
     resume: int = 0
     owed: Any = None
     frozen: bool = False
+    is_broken: bool = False
     first: int = 0
     begun: int = 0
     ended: int = 0
@@ -149,10 +151,17 @@ class Process:
     def _publish(self) -> None:
         self.published += 1
 
+    def _is_whole(self, turn: int) -> bool:
+        """Whether its host has what counts in a step, for its rank."""
+        if len(self.roster.speakers(turn)) <= 1:
+            return self._all_near_published(turn)
+        return self._whole_here(turn, self.rank)
+
     def _has_ended(self, turn: int) -> bool:
         if len(self.roster.speakers(turn)) <= 1:
             return self._all_near_published(turn)
-        return all(self._whole_here(turn, rank) for rank in range(self.world.size))
+        # A sum of the next epoch must not complete one of this epoch.
+        return not self.is_broken and all(self._whole_here(turn, r) for r in range(self.world.size))
 
     def _end(self) -> None:
         turn = self.ended
@@ -201,9 +210,9 @@ class Process:
     def _whole_here(self, turn: int, rank: int) -> bool:
         valid = max((epoch for first, epoch in self.valid_from if first <= turn), default=0)
         for (number, its), one in self.world.processes.items():
-            if its == rank and one.host == self.host and turn < self.capped.get(number, turn + 1):
-                if one.sums.get(turn, -1) >= valid:
-                    return True
+            is_here = its == rank and one.host == self.host
+            if is_here and turn < self.capped.get(number, turn + 1) and one.sums.get(turn, -1) >= valid:
+                return True
         return False
 
     # ---- sums over hosts ---------------------------------------------------------------------------------------------
@@ -254,6 +263,8 @@ class Process:
             self._freeze(*values)
         elif kind == "roster":
             self._take(*values)
+        elif kind == "report":
+            self.report()
         elif kind == "released":
             self.phase = "done"
             self.world.finish(self)
@@ -261,7 +272,7 @@ class Process:
     def _freeze(self, number: int, lost: Sequence[int], breaks: bool) -> None:
         self.frozen = True
         if breaks:
-            self.speaks_from = None
+            self.speaks_from, self.is_broken = None, True
         near = {n for (n, _), one in self.world.processes.items() if one.host == self.host}
         for other in lost:
             if other in near and other not in self.caps:
@@ -272,7 +283,7 @@ class Process:
                 self.capped[other] = turn
                 self.caps[other] = self._published_by(other)
         whole = self.ended
-        while self._whole_here(whole, self.rank):
+        while self._is_whole(whole):
             whole += 1
         seen = {n: self.caps[n] for n in lost if n in self.caps}
         self.say("begun", number, self.begun, self.batches, whole, seen)
@@ -282,7 +293,7 @@ class Process:
     ) -> None:
         was_member = any(term.number == self.group for term in self.roster.terms)
         self.roster = Roster.from_json(terms)
-        self.frozen = False
+        self.frozen = self.is_broken = False
         own = next((term for term in self.roster.terms if term.number == self.group), None)
         if own is not None and not was_member:
             self.phase, self.first = "member", own.first
@@ -336,7 +347,9 @@ class World:
         return number
 
     def on(self, host: str, rank: int) -> list[Process]:
-        return [one for (_, its), one in self.processes.items() if its == rank and one.host == host and one.alive]
+        return [
+            one for (_, its), one in self.processes.items() if its == rank and one.host == host and one.alive
+        ]
 
     def living(self) -> set[int]:
         return {number for (number, _), one in self.processes.items() if one.alive}
@@ -378,6 +391,9 @@ class World:
 
     def notice(self) -> None:
         """The launcher notes which groups have ended; it starts them again before the run begins, and ends it."""
+        broken = {one.group for one in self.processes.values() if not one.alive and one.phase != "done"}
+        for number in broken & self.living():  # it ends what was started together
+            self.do(self.members.lose(number, None, "a process has ended", self.now))
         ending, self._ending = sorted(self._ending), set()
         for number in ending:
             self.do(self.members.gone(number, self.now))

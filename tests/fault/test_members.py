@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from benchmarks.membership.world import SAMPLES, Process, World
+from benchmarks.membership.world import SAMPLES, World
 
 _BATCHES = 6
 

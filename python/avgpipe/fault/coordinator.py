@@ -107,8 +107,8 @@ class Coordinator:
 
     def gone(self, number: int) -> None:
         """Note that all processes of a group have ended."""
-        for (group, rank), connection in list(self._connections.items()):
-            if group == number:
+        for place, connection in list(self._connections.items()):
+            if place[0] == number:
                 self._forget(connection)
         self._common.gone(number)
         self._do(self.members.gone(number, time.monotonic()))
@@ -203,8 +203,8 @@ class Coordinator:
         if kind == "post":
             self._post(rank, *values)
         elif kind == "once":
-            request, *name = values
-            self._common.ask(number, *name, partial(reply, request))
+            request, what, times, turn, batches = values
+            self._common.ask(number, what, times, turn, batches, partial(reply, request))
         elif kind == "done":
             self._common.done(*values)
         elif kind == "found":

@@ -16,7 +16,7 @@ published t + 1, and they have applied t before that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -129,6 +129,7 @@ class TurnExchange:
         self._capped: dict[int, int] = {}  # and the first step whose sum, made by one of them, does not
         self._valid_from: list[tuple[int, int]] = []  # first steps of epochs, and these
         self._epoch = 0
+        self._is_broken = False  # the epoch has ended, and the next one is not known
         self._asked_alone = -1, membership.known, True
         self._speaker: Any = None
         mailbox.sources.append(self._collect)
@@ -181,7 +182,7 @@ class TurnExchange:
         for caps in (self._caps, self._capped):
             for number in caps.keys() & ended:
                 del caps[number]
-        self._known = known
+        self._known, self._is_broken = known, False
         if self._speaker is None and self._spans_hosts(known.roster):
             self._speaker = named("avgpipe.fault.speaker:Speaker")(self, known)
         self._mailbox.bell.ring()
@@ -189,6 +190,7 @@ class TurnExchange:
         return unseen
 
     def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
+        self._is_broken = self._is_broken or breaks
         if breaks and self._speaker is not None:
             self._speaker.halt()
             self._speaker = None
@@ -196,7 +198,7 @@ class TurnExchange:
             if (there := self._there.get(number)) is not None and number not in self._caps:
                 self._capped[number] = next(t for t in count(self._next) if not self._whole_by(there, t))
                 self._caps[number] = there.published()
-        whole = next(t for t in count(self._next) if not self._is_whole(t, self.membership.rank))
+        whole = next(t for t in count(self._next) if not self._is_whole(t, [self.membership.rank]))
         return whole, {n: self._caps[n] for n in lost if n in self._caps}
 
     def _spans_hosts(self, roster: Roster) -> bool:
@@ -235,9 +237,10 @@ class TurnExchange:
 
     def _is_alone(self, turn: int, known: Known) -> bool:
         """Whether this host alone has a part in a step; asked again and again while it is under way."""
-        if self._asked_alone[:2] != (turn, known):
-            self._asked_alone = turn, known, len(known.roster.speakers(turn)) <= 1
-        return self._asked_alone[2]
+        asked = self._asked_alone
+        if asked[:2] != (turn, known):
+            asked = self._asked_alone = turn, known, len(known.roster.speakers(turn)) <= 1
+        return asked[2]
 
     def near(self, turn: int) -> dict[int, Term]:
         """Return the terms on this host that count in a step, by pipeline."""
@@ -265,15 +268,12 @@ class TurnExchange:
         """Deliver the steps that have ended."""
         while self._next < self.membership.begun:
             turn, known = self._next, self._known
-            if self._is_alone(turn, known):
-                if not self.all_near_published(turn):
-                    return
-                found = {place: self._published_here(turn, place) for place in self.like}
-            else:
-                ranks = known.facts[self.membership.group]
-                if not all(self._is_whole(turn, rank) for rank in ranks):
-                    return
-                found = {place: self._summed(turn, place) for place in self.like}
+            is_whole = self._is_whole(turn, known.facts[self.membership.group])
+            # A sum of the next epoch must not complete one of this epoch: looked at after the sums.
+            if not is_whole or (self._is_broken and not self._is_alone(turn, known)):
+                return
+            find = self._published_here if self._is_alone(turn, known) else self._summed
+            found = {place: find(turn, place) for place in self.like}
             for place, published in found.items():
                 key = self.key(self.membership.pipeline, place, turn)
                 self._mailbox.put(key, published)
@@ -290,16 +290,20 @@ class TurnExchange:
 
     # ---- sums over hosts ---------------------------------------------------------------------------------------------
 
-    def _is_whole(self, turn: int, rank: int) -> bool:
-        return self._who_has(turn, rank) is not None
+    def _is_whole(self, turn: int, ranks: Iterable[int]) -> bool:
+        """Whether this host has all that counts in a step, for some ranks."""
+        if self._is_alone(turn, self._known):
+            return self.all_near_published(turn)
+        return all(self._who_has(turn, rank) is not None for rank in ranks)
 
     def _who_has(self, turn: int, rank: int) -> ProcessMemory | None:
         """Return the memory on this host that has the sums of a step whole, for a rank."""
         for number, there in list(self._there.items()):
             memory = there.ranks.get(rank)
-            if memory is not None and memory.has_sums and self._is_valid(turn, memory.whole(turn)):
-                if turn < self._capped.get(number, turn + 1):  # looked at after the memory, see freeze()
-                    return memory
+            is_there = memory is not None and memory.has_sums and self._is_valid(turn, memory.whole(turn))
+            # Looked at after the memory: freeze() looks at that once more.
+            if is_there and turn < self._capped.get(number, turn + 1):
+                return memory
         return None
 
     def _is_valid(self, turn: int, epoch: int) -> bool:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ _ABORT = timedelta(milliseconds=1)
 _NO_TAG = 2**21  # which no message has
 
 
-class Meeting(dist.Store):  # type: ignore[misc]
+class Meeting(dist.Store):  # type: ignore[name-defined,misc]
     """A store whose texts go through the coordinator."""
 
     def __init__(
@@ -61,18 +63,19 @@ class HostGroup:
         address: str,
     ) -> None:
         limit_s = _LIMIT * membership.timeout_s
-        options = dist.ProcessGroupGloo._Options()
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
         options._devices = [_device(address)]
         options._timeout = timedelta(seconds=limit_s)
         store = Meeting(membership, name, goes_on, limit_s)
-        self._group = dist.ProcessGroupGloo(store, index, size, options)
+        self._group = gloo(store, index, size, options)
         self.index, self.size = index, size
         self._inbox: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
-    def send(self, tensor: torch.Tensor, target: int, tag: int = 0) -> dist.Work:
+    def send(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
         return self._group.send([tensor], target, tag)
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> dist.Work:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Any:
         return self._group.recv([tensor], source, tag)
 
     def abort(self) -> None:
@@ -109,8 +112,7 @@ class HostGroup:
         each = -(-own.numel() // self.size)
         ends = [min(n * each, own.numel()) for n in range(self.size + 1)]
         parts = [
-            [(a, min(a + length, end)) for a in range(begin, end, length)]
-            for begin, end in zip(ends, ends[1:])
+            [(a, min(a + length, end)) for a in range(begin, end, length)] for begin, end in pairwise(ends)
         ]
         others = [(self.index + n) % self.size for n in range(1, self.size)]
         mine = parts[self.index]
@@ -121,12 +123,12 @@ class HostGroup:
                 rows[source, n] = inbox[at : at + b - a]
                 coming[source, n] = self.receive(rows[source, n], source, n)
                 at += b - a
-        sums: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
+        sums: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
         for source in others:
             for n, (a, b) in enumerate(parts[source]):
                 into = out[a:b] if kept == own.dtype else torch.empty(b - a, dtype=kept)
                 sums.append((self.receive(into, source, _RESULT + n), into, out[a:b]))
-        sent: list[tuple[dist.Work, torch.Tensor]] = []
+        sent: list[tuple[Any, torch.Tensor]] = []
         for n in range(max(map(len, parts))):
             for target in others:
                 for a, b in parts[target][n : n + 1]:

@@ -14,7 +14,7 @@ import torch
 
 from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.load import SavedStages, restore_stages
-from avgpipe.errors import CheckpointError
+from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.membership import Membership
 from avgpipe.fault.states import States
@@ -95,8 +95,10 @@ class OtherPipelines:
         scheduler.complains = self.exchange.report_late
 
     def close(self) -> None:
-        is_done = sys.exc_info()[0] is None and self._worker.failure is None
-        self.exchange.close(leaves=is_done)
+        error = sys.exc_info()[1] or self._worker.failure
+        if isinstance(error, PipelineTimeout):  # its exit code would not say for whom it has waited
+            self.exchange.membership.give_up(str(error))
+        self.exchange.close(leaves=error is None)
 
 
 def give_state(worker: Worker, number: int, counts: Counts) -> bytes:

@@ -17,7 +17,7 @@ in another *epoch*.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -259,7 +259,7 @@ class Members:
         group = self.groups[number]
         process = group.processes[rank]
         process.heard_at = now
-        {
+        handlers: dict[str, Callable[..., None]] = {
             "alive": self._alive,
             "begun": self._answered,
             "enter": self._enter,
@@ -268,8 +268,10 @@ class Members:
             "broken": self._broken,
             "unseen": self._unseen,
             "has state": self._has_state,
+            "gives up": self._gives_up,
             "stop": self._stops,
-        }[kind](group, rank, process, now, *values)
+        }
+        handlers[kind](group, rank, process, now, *values)
         return self._changed(now)
 
     def closed(self, number: int, rank: int, now: float) -> list[Command]:
@@ -373,6 +375,7 @@ class Members:
         self, group: Group, rank: int, process: Process, now: float, turn: int, waited_s: float
     ) -> None:
         process.late = int(turn), float(waited_s), now
+        self._out += [Send(g.number, r, ["report"]) for g in self.living() for r in g.processes]
 
     def _broken(self, group: Group, rank: int, process: Process, now: float, epoch: int) -> None:
         if epoch == self.epoch and group.number in self.members:
@@ -386,6 +389,9 @@ class Members:
 
     def _has_state(self, group: Group, rank: int, process: Process, now: float) -> None:
         process.has_state = True
+
+    def _gives_up(self, group: Group, rank: int, process: Process, now: float, why: str) -> None:
+        self._lose(group, None, str(why))
 
     def _stops(self, group: Group, rank: int, process: Process, now: float) -> None:
         self._is_to_stop = True
@@ -607,15 +613,16 @@ class Members:
         for other in self.roster.present:
             joined = self.groups[other.number]
             has_state = all(p.has_state for p in joined.processes.values()) or joined.published() > 0
-            if lost and term.published < other.first < self._clean:
+            needs = other.donor == group.pipeline and not has_state
+            changed = self.roster.change_donor(other.number) if needs else None
+            if needs and changed is None:
+                why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
+                self._lose(joined, None, why if was_lost else OVER)
+            elif lost and term.published < other.first < self._clean:
                 why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
                 self._lose(joined, None, why)
-            elif other.donor == group.pipeline and not has_state:
-                if (changed := self.roster.change_donor(other.number)) is not None:
-                    self.history[other.number] = changed
-                else:
-                    why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
-                    self._lose(joined, None, why if was_lost else OVER)
+            elif changed is not None:
+                self.history[other.number] = changed
 
     def _forget(self, begun: int) -> None:
         """Drop steps that no member still needs: all are past a step once all have published the next."""

@@ -21,6 +21,7 @@ from avgpipe.ranks.process import host_here
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
+_LONGEST = 1000  # characters of a reason
 _RELEASE_S = 30.0  # for the others to end the steps in which they need this process
 
 
@@ -239,6 +240,10 @@ class Membership:
                 raise PeerLost(f"{name} is given up")
             return self._posted[name, key]
 
+    def give_up(self, why: str) -> None:
+        """Report why this process ends."""
+        self._send_if_alive("gives up", why[:_LONGEST])
+
     def pause(self, limit_s: float) -> None:
         """Wait for the next message of the coordinator."""
         with self._lock:
@@ -317,6 +322,8 @@ class Membership:
                 self._replies[values[0]] = values[1]
             elif kind == "posted":
                 self._posted[values[0], values[1]] = values[2]
+            elif kind == "report":
+                self._send_alive()
             elif kind == "released":
                 self._is_released = True
             self._lock.notify_all()

@@ -42,15 +42,25 @@ def test_one_that_is_lost_before_its_turn_was_never_there() -> None:
     assert roster.members(9) == [0, 1]
 
 
-def test_another_one_gives_where_the_donor_is_lost_in_time() -> None:
+def test_another_one_gives_where_the_donor_is_lost() -> None:
     roster = begun(0, 1)
     roster.enter(Term(2, 2, first=9, donor=0))
+    roster.enter(Term(3, 3, first=9, donor=0))
     roster.leave(0, published=6, begun=8)
-    assert [term.donor for term in roster.joining(9)] == [1]
-    late = begun(0, 1)
-    late.enter(Term(2, 2, first=9, donor=0))
-    late.leave(0, published=9, begun=10)  # turn 9 has begun: who has come may lack its state
-    assert [term.donor for term in late.joining(9)] == [0]
+    roster.change_donor(2)
+    assert [term.donor for term in roster.joining(9)] == [1, 0]
+    roster.leave(1, published=9, begun=10)
+    assert roster.change_donor(3) is None  # who joins with it has no state to give
+
+
+def test_the_oldest_on_each_host_speaks_as_long_as_it_is_there() -> None:
+    hosts = ["b", "a", "b", "a"]
+    roster = Roster([Term(i, number, 0, host=hosts[i]) for number, i in enumerate((3, 0, 1, 2))])
+    assert [(host, term.pipeline) for host, term in roster.speakers(5).items()] == [("b", 0), ("a", 3)]
+    roster.leave(3, published=7, begun=9, was_lost=True)
+    assert [term.pipeline for term in roster.speakers(5).values()] == [0, 1]
+    roster.enter(Term(3, 7, first=9, donor=0, host="c"))
+    assert [[*roster.speakers(turn)] for turn in (8, 9)] == [["b", "a"], ["b", "a", "c"]]
 
 
 def test_what_is_over_is_forgotten_and_the_rest_travels() -> None:

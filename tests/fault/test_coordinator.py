@@ -7,15 +7,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.roster import VERSION, encoded, received
-from avgpipe_ext.ring import Bell, Memory
+from avgpipe.fault.door import connect
+from avgpipe.fault.messages import MOST_BYTES, VERSION, encoded, received
+from avgpipe.ranks.process import host_here
 from tests.patience import Deadline, limit
 
 _TOKEN = b"a token"
@@ -59,16 +60,9 @@ class Served:
         self.coordinator.close()
 
     def connect(self, pipeline: int, group: int, **changes: Any) -> Connection:
-        connection = Client(self.coordinator.address, authkey=_TOKEN)
-        about = {
-            "rank": 0,
-            "size": 1,
-            "name": "rank 0",
-            "places": 1,
-            "period": 1,
-            "bell": ["", 64, 0],
-            "timeout_s": 9,
-        }
+        self.coordinator.started(group)
+        connection = connect(self.coordinator.address, _TOKEN)
+        about = {"rank": 0, "size": 1, "name": "rank 0", "period": 1, "timeout_s": 9, "host": host_here()}
         connection.send_bytes(
             encoded(["hello", VERSION, about | {"pipeline": pipeline, "group": group} | changes])
         )
@@ -94,28 +88,35 @@ def heard(connection: Connection, kind: str) -> list[Any]:
 
 
 def enter(connection: Connection, digests: tuple[str, str] = ("plan", "weights")) -> Any:
-    connection.send_bytes(encoded(["enter", 1, digests]))
+    connection.send_bytes(encoded(["enter", 1, digests, {}]))
     return heard(connection, "reply")[1]
+
+
+def alive(
+    connection: Connection, batches: int = 0, begun: int = 0, ended: int = 0, published: int = 0
+) -> None:
+    """Report, and return once all that was said before has been heard."""
+    connection.send_bytes(encoded(["alive", "a wait", batches, begun, ended, published]))
+    heard(connection, "heard")
+
+
+def begun(connection: Connection, turn: int, seen: dict[int, int] | None = None) -> None:
+    number, *_ = heard(connection, "freeze")
+    connection.send_bytes(encoded(["begun", number, turn, turn, turn, seen or {}]))
 
 
 def test_a_run_begins_when_all_are_there_and_goes_on_with_those_that_are_left(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
-        published = heard(second, "welcome")[0]["published"]
         assert enter(first) == {}
         assert enter(second) == {}
         for connection in (first, second):
-            terms, about, _ = heard(connection, "roster")
-            assert [term[0] for term in terms] == [0, 1]
-            assert about["1"]["published"] == published
-        count = Bell(Memory.open(*published), 0)
-        for _ in range(3):
-            count.ring()
+            assert [term[0] for term in heard(connection, "roster")[0]] == [0, 1]
         second.close()
-        heard(first, "freeze")
-        first.send_bytes(encoded(["begun", 5, 5]))
+        begun(first, 5, {1: 3})
         terms, *_ = heard(first, "roster")
-        assert [(term[0], *term[4:]) for term in terms if term[0] == 1] == [(1, 3, 5)]
+        # It had published five steps at least: one ended here with it, and the sum of none is missing.
+        assert [(term[0], *term[4:6]) for term in terms if term[0] == 1] == [(1, 5, 5)]
         assert one.lost == {1: "rank 0 has ended"}
 
 
@@ -125,15 +126,14 @@ def test_who_comes_begins_no_later_than_the_last_of_those_that_train(tmp_path: P
         for connection in members:
             assert enter(connection) == {}
         for connection, batches in zip(members, (7, 5)):  # the third has not said anything yet
-            connection.send_bytes(encoded(["alive", "its work", batches]))
-            heard(connection, "heard")
+            alive(connection, batches)
         assert heard(one.connect(3, 3), "welcome")[0]["batches"] == 5
 
 
 def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         with pytest.raises((AuthenticationError, EOFError, OSError)):
-            Client(one.coordinator.address, authkey=b"another").recv_bytes()
+            connect(one.coordinator.address, b"another").recv_bytes()
         first = one.connect(0, 0)
         assert heard(first, "welcome")[0]["has_begun"] is False
 
@@ -145,12 +145,13 @@ def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path
         (b"[]", "not a message"),
         (b"nonsense", "Expecting value"),
         (b'["hello", 99, {}]', "all processes of a run must have one version of avgpipe"),
-        (b'["hello", 1, {"group": []}]', "int"),
+        (b'["hello", 2, {"group": []}]', "int"),
+        (b"[" * 100_000, "nested too deeply"),
     ],
 )
 def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes, why: str) -> None:
     with served(tmp_path) as one:
-        stranger = Client(one.coordinator.address, authkey=_TOKEN)
+        stranger = connect(one.coordinator.address, _TOKEN)
         stranger.send_bytes(text)
         assert why in heard(stranger, "welcome")[0]["why"]
         with pytest.raises((EOFError, OSError)):
@@ -160,8 +161,7 @@ def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes
         assert one.lost == {}
 
 
-def test_a_stopped_caller_does_not_delay_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("avgpipe.fault.coordinator._GREET_S", 1)
+def test_a_stopped_caller_does_not_delay_the_others(tmp_path: Path) -> None:
     with served(tmp_path) as one, socket.socket(socket.AF_UNIX) as silent:
         silent.connect(one.coordinator.address)
         assert heard(one.connect(0, 0), "welcome")
@@ -203,12 +203,6 @@ def late(connection: Connection, turn: int, waited_s: float) -> None:
     connection.send_bytes(encoded(["late", turn, waited_s]))
 
 
-def answered(connection: Connection) -> None:
-    """Return once all that was said before has been heard."""
-    connection.send_bytes(encoded(["alive", "a wait", 0]))
-    heard(connection, "heard")
-
-
 def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
@@ -217,19 +211,21 @@ def test_who_does_something_for_all_is_not_late_for_the_turn_of_one_that_comes(t
             heard(connection, "roster")
         first.send_bytes(encoded(["once", 7, "evaluate", 1, 1, 1]))
         assert heard(first, "reply") == [7, {}]
-        Bell(one.coordinator.groups[1].published, 0).ring()
         late(second, 0, 0.2)
-        answered(second)
+        alive(second, published=1)
+        alive(first)
         assert one.lost == {}
         first.send_bytes(encoded(["done", "evaluate", 1, 1, 1.5]))
-        answered(first)
+        alive(first)
         late(second, 0, 0.2)  # the first one has only just come back from it
-        answered(second)
+        alive(second, published=1)
+        alive(first)
         assert one.lost == {}
         deadline = Deadline(10)
         while not one.lost and not deadline.has_passed:
             late(second, 0, 0.2)
-            answered(second)
+            alive(second, published=1)
+            alive(first)
         assert one.lost[0].startswith("pipeline 1 has waited 0.2 s for pipeline 0's part of step 0")
         assert list(one.lost) == [0]
 
@@ -240,12 +236,15 @@ def test_a_second_timeout_on_a_step_that_all_have_published_loses_the_reporter(t
         assert enter(first) == enter(second) == {}
         for connection in (first, second):
             heard(connection, "roster")
-        for group in one.coordinator.groups.values():
-            Bell(group.published, 0).ring()
         late(first, 0, 3)
-        answered(first)
+        for connection in (first, second):
+            alive(connection, published=1)
+        while one.coordinator.members.groups[0].processes[0].reported_late < 0:
+            alive(first, published=1)
         assert one.lost == {}
         late(first, 0, 3)
+        for connection in (first, second):
+            alive(connection, published=1)
         with pytest.raises((EOFError, OSError)):
             heard(first, "a word that never comes")
         assert one.lost == {
@@ -257,24 +256,24 @@ def test_a_run_that_is_to_stop_before_it_has_begun_begins_and_stops_at_once(tmp_
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
         first.send_bytes(encoded(["stop"]))
-        answered(first)
+        alive(first)
         for connection in (first, second):
             assert enter(connection) == {}
         for connection in (first, second):
-            terms, _, stop = heard(connection, "roster")
+            terms, _, _, _, _, stop, _ = heard(connection, "roster")
             assert [term[0] for term in terms] == [0, 1]
             assert stop == 0
 
 
 def test_files_are_written_on_another_host_only_when_no_pipeline_is_left_here(tmp_path: Path) -> None:
     with served(tmp_path) as one:
-        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
+        near, far = one.connect(0, 0), one.connect(1, 1, host="another")
         assert enter(near) == enter(far) == {}
         for connection, writes in ((far, False), (near, True)):
             connection.send_bytes(encoded(["ask", 7, "finish"]))
             assert heard(connection, "reply") == [7, ["finish", writes]]
         near.close()
-        heard(far, "freeze")
+        begun(far, 0)
         far.send_bytes(encoded(["ask", 8, "finish"]))
         assert heard(far, "reply") == [8, ["finish", True]]
 
@@ -283,20 +282,17 @@ def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_com
     tmp_path: Path,
 ) -> None:
     with served(tmp_path) as one:
-        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
+        near, far = one.connect(0, 0), one.connect(1, 1, host="another")
         assert enter(near) == enter(far) == {}
         near.close()
-        heard(far, "freeze")
-        far.send_bytes(encoded(["begun", 3, 3]))
+        begun(far, 3)
         comes = one.connect(0, 2)
-        published = heard(comes, "welcome")[0]["published"]
         assert enter(comes) == {}
-        heard(far, "freeze")
-        far.send_bytes(encoded(["begun", 6, 6]))
+        begun(far, 6)
         assert heard(comes, "roster")[0][-1][1] == 2
         far.send_bytes(encoded(["once", 7, "loss", 1, 6, 6]))
         assert heard(far, "reply") == [7, {}]
-        Bell(Memory.open(*published), 0).ring()
+        alive(comes, published=1)
         far.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
         comes.send_bytes(encoded(["once", 8, "loss", 1, 7, 7]))
         assert heard(comes, "reply") == [8, {}]
@@ -306,21 +302,20 @@ def test_another_host_does_what_is_for_all_before_the_first_turn_of_one_that_com
 
 def test_another_host_does_what_only_it_asks_for_once_those_here_are_past_it(tmp_path: Path) -> None:
     with served(tmp_path) as one:
-        near, far = one.connect(0, 0), one.connect(1, 1, is_far=True)
-        published = heard(near, "welcome")[0]["published"]
+        near, far = one.connect(0, 0), one.connect(1, 1, host="another")
         assert enter(near) == enter(far) == {}
         far.send_bytes(encoded(["once", 7, "loss", 1, 1, 1]))
-        for _ in range(2):  # of turn 0, and of turn 1
-            answered(far)
-            Bell(Memory.open(*published), 0).ring()
+        for turn in range(2):
+            alive(far)
+            alive(near, published=turn + 1)
         assert heard(far, "reply") == [7, {}]
 
 
 def test_another_host_does_nothing_for_all_before_the_run_begins_here(tmp_path: Path) -> None:
     with served(tmp_path) as one:
-        far, near = one.connect(1, 1, is_far=True), one.connect(0, 0)
+        far, near = one.connect(1, 1, host="another"), one.connect(0, 0)
         far.send_bytes(encoded(["once", 7, "checkpoints there", 1, 0, 0]))
-        answered(far)
+        alive(far)
         near.send_bytes(encoded(["once", 7, "checkpoints there", 1, 0, 0]))
         assert heard(near, "reply") == [7, {}]
         near.send_bytes(encoded(["done", "checkpoints there", 1, 0, ["last"]]))
@@ -328,26 +323,17 @@ def test_another_host_does_nothing_for_all_before_the_run_begins_here(tmp_path: 
 
 
 def test_who_has_its_state_goes_on_without_who_gave_it(tmp_path: Path) -> None:
-    with served(tmp_path) as one:
+    with served(tmp_path, wanted=1) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)
-        published = heard(first, "welcome")[0]["published"]
         assert enter(first) == enter(second) == {}
-        third = one.connect(2, 2)
-        assert enter(third) == {}
-        for connection in (first, second):
-            heard(connection, "freeze")
-            connection.send_bytes(encoded(["begun", 3, 3]))
-        assert [term[2:4] for term in heard(third, "roster")[0]][-1] == [3, 0]
-        first.send_bytes(encoded(["hand over", 2, "state 0", ["", 64, 64]]))
-        heard(third, "handed over")
-        for _ in range(4):
-            Bell(Memory.open(*published), 0).ring()
+        begun(first, 3)
+        assert [term[2:4] for term in heard(second, "roster")[0]][-1] == [3, 0]
+        second.send_bytes(encoded(["has state"]))
+        alive(second)
         first.close()
-        for connection in (second, third):
-            heard(connection, "freeze")
-            connection.send_bytes(encoded(["begun", 4, 4]))
-        answered(third)
-        assert 2 not in one.lost
+        begun(second, 4)
+        alive(second)
+        assert 1 not in one.lost
 
 
 def test_a_pipeline_without_a_published_step_is_lost_with_the_last_member(tmp_path: Path) -> None:
@@ -357,12 +343,17 @@ def test_a_pipeline_without_a_published_step_is_lost_with_the_last_member(tmp_pa
         heard(first, "roster")
         second = one.connect(1, 1)
         assert enter(second) == {}
-        heard(first, "freeze")
-        first.send_bytes(encoded(["begun", 3, 3]))
+        begun(first, 3)
         assert [term[2:4] for term in heard(second, "roster")[0]] == [[0, None], [3, 0]]
         first.close()
-        heard(second, "freeze")
-        second.send_bytes(encoded(["begun", 3, 3]))
+        begun(second, 3)
         with pytest.raises((EOFError, OSError)):
             heard(second, "a word that never comes")
         assert one.lost[1] == "pipeline 0, whose state it was to get, has ended"
+
+
+def test_a_message_over_the_limit_is_refused_where_it_is_sent() -> None:
+    with pytest.raises(
+        ValueError, match=f"'done evaluation 1' has [0-9]+ bytes as JSON, .* at most {MOST_BYTES}"
+    ):
+        encoded(["done", "evaluation", 1, 0, "x" * MOST_BYTES])

@@ -11,8 +11,16 @@ import pytest
 from avgpipe.cli import run as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
+from avgpipe.fault.door import Door
 from avgpipe.fault.joining import NoPlace, join_far
-from avgpipe.fault.trunk import Trunk
+
+
+def _let_in_and_close(server: socket.socket) -> None:
+    door = Door([(server.dup(), b"a secret that is known")])
+    while not (entered := door.entered()):
+        pass
+    entered[0].close()
+    door.close()
 
 
 def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
@@ -23,13 +31,7 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
         with pytest.raises(NoPlace, match=f"{address}: its launcher cannot be reached"):
             join_far(address, "a secret that is known", print)
         closing.join()
-        trunk: list[Trunk] = []
-
-        def let_in_and_close() -> None:
-            trunk.append(Trunk.answer(server.accept()[0], b"a secret that is known"))
-            trunk[0].cut()
-
-        closing = threading.Thread(target=let_in_and_close)
+        closing = threading.Thread(target=lambda: _let_in_and_close(server))
         closing.start()
         with pytest.raises(NoPlace, match=f"{address}: its launcher (has not answered|cannot be reached)"):
             join_far(address, "a secret that is known", print)
