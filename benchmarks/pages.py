@@ -28,6 +28,7 @@ from benchmarks.tables import (
     families,
     faults,
     gpu,
+    hosts,
     injected,
     models,
     one_card,
@@ -168,6 +169,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(families.families_count, families.families_not_equal, families.families_equal),
         *(faults.faults_lost_pipeline, faults.faults_lost_worker),
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
+        *(hosts.hosts_steps, hosts.hosts_speeds),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(
