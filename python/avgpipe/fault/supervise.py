@@ -235,8 +235,6 @@ class Supervisor:
 
     def _start(self, pipeline: int) -> None:
         number, place = self._new_group(pipeline)
-        place[RESTART] = str(self._starts[pipeline])
-        self._starts[pipeline] += 1
         self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
 
     def _start_late(self) -> None:
@@ -294,7 +292,10 @@ class Supervisor:
 
     def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
         number, self._started = self._started, self._started + 1
-        return number, environment(self._coordinator.address, self._token, number, pipeline)
+        place = environment(self._coordinator.address, self._token, number, pipeline)
+        place[RESTART] = str(self._starts[pipeline])
+        self._starts[pipeline] += 1
+        return number, place
 
     def _let_join(self, connection: Connection, about: Mapping[str, Any]) -> dict[str, Any]:
         """Let another command start one more pipeline; return what it needs, or the reason for a refusal."""
