@@ -25,16 +25,18 @@ class CommandsOnHosts:
 
     Args:
         net: The hosts.
-        folder: Folder of the files with what each command prints, which is also the commands' working directory.
+        folder: Folder of the files with what each command prints, and of each host's folder for temporary files; also
+            the commands' working directory.
         added: Added to the commands' environment.
 
     Attributes:
+        net: The hosts.
         commands: The processes of the commands by host.
         said: Host, time and text of each line that the commands have printed, as far as :meth:`look` has read them.
     """
 
     def __init__(self, net: Network, folder: Path, added: Mapping[str, str] | None = None) -> None:
-        self._net, self._folder = net, folder
+        self.net, self._folder = net, folder
         path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         own = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": net.device}
         self._environment = {**os.environ, **own, "AVGPIPE_JOIN_TOKEN": _SECRET, **(added or {})}
@@ -50,13 +52,18 @@ class CommandsOnHosts:
             command.kill()
             command.wait()
 
-    def start(self, host: int, *words: str, added: Mapping[str, str] | None = None) -> None:
+    def temporary(self, host: int) -> Path:
+        """Return the folder for temporary files of a host."""
+        return self._folder / f"tmp{host}"
+
+    def start(self, host: int, *words: str) -> None:
         """Start Python with these arguments on a host."""
+        self.temporary(host).mkdir(exist_ok=True)
         with self._output(host).open("w") as said:
             self.commands[host] = subprocess.Popen(
-                [*self._net.inside(host), sys.executable, *words],
+                [*self.net.inside(host), sys.executable, *words],
                 cwd=self._folder,
-                env={**self._environment, **(added or {})},
+                env={**self._environment, "TMPDIR": str(self.temporary(host))},
                 stdout=said,
                 stderr=said,
             )
@@ -76,11 +83,11 @@ class CommandsOnHosts:
         Raises:
             PipelineError: It did not.
         """
-        most = ["--pipelines", "1", "--max-pipelines", str(self._net.hosts), "--restarts", str(restarts)]
-        listen = ["--listen", f"{self._net.address(0)}:0"]
+        most = ["--pipelines", "1", "--max-pipelines", str(self.net.hosts), "--restarts", str(restarts)]
+        listen = ["--listen", f"{self.net.address(0)}:0"]
         self.start(0, "-m", "avgpipe", "run", "--isolate", *most, *listen, *options, *script)
         where = self.wait_for(_LISTENS, limit_s)
-        for host in range(1, self._net.hosts):
+        for host in range(1, self.net.hosts):
             self.start(host, "-m", "avgpipe", "join", "--restarts", str(restarts), where)
 
     def look(self) -> None:
