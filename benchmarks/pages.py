@@ -167,7 +167,7 @@ TABLES: dict[str, Callable[..., str]] = {
         statistics.statistics_early,
         *(slips.slips_count, slips.slips_plans, slips.slips_silent, slips.slips_design, slips.slips_ranks),
         *(families.families_count, families.families_not_equal, families.families_equal),
-        *(faults.faults_lost_pipeline, faults.faults_lost_worker),
+        *(faults.faults_pauses, faults.faults_lost_pipeline, faults.faults_lost_worker),
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
         *(hosts.hosts_steps, hosts.hosts_speeds),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from avgpipe.fault.roster import Term
 from benchmarks.faults import job
 from benchmarks.faults.draw import draw
 from benchmarks.faults.emulation import Emulation, History, terms_of
+from benchmarks.faults.pauses import _scenarios
 from benchmarks.faults.trial import Loss
 from benchmarks.pages import make
 from benchmarks.tables.faults import (
@@ -18,6 +20,7 @@ from benchmarks.tables.faults import (
     faults_copies_memory,
     faults_lost_pipeline,
     faults_lost_worker,
+    faults_pauses,
 )
 
 HISTORY: dict[str, Any] = {
@@ -115,11 +118,32 @@ def test_tables_show_in_bold_what_misses_its_bar() -> None:
     assert faults_copies_memory(record).splitlines()[-1] == "| N = 2, rank 0 | 1 | 4 | 5 | 4 |"
 
 
+def test_pauses_are_beside_their_bar_and_broken_promises_are_counted() -> None:
+    good = {"case": "3 hosts", "kind": "kill", "pause_s": 0.2, "back_after_s": 6.0, "wrong": []}
+    bad = {**good, "pause_s": 0.7, "back_after_s": None, "wrong": ["samples: a", "samples: b", "hangs: c"]}
+    late = {**good, "kind": "stop", "pause_s": 5.5}
+    found = faults_pauses({"timeout_s": 5.0, "trials": [good, good, bad, late]}).splitlines()
+    ours = "| 3 hosts, kill | 3 | 0.5 s | 0.20 s | **0.70** s | 6.00 s | 6.00 s | **1** | 0 | 0 | **1** |"
+    assert found[-2] == ours
+    assert (
+        found[-1] == "| 3 hosts, stop | 1 | 5 s | **5.50** s | **5.50** s | 6.00 s | 6.00 s | 0 | 0 | 0 | 0 |"
+    )
+
+
+def test_every_case_and_kind_is_drawn_in_turn() -> None:
+    asked = Namespace(trials=2, seed=7, ways="isolate,hosts", kinds="kill,stop,cut line")
+    drawn = [(case, scenario.kind, pipelines) for case, scenario, pipelines in _scenarios(asked)]
+    assert drawn[:7] == drawn[7:]
+    assert [kind for case, kind, _ in drawn[:7] if case == "3 hosts"] == ["kill", "stop", "cut line"]
+    assert {pipelines for _, _, pipelines in drawn} == {2, 3}
+
+
 def test_without_a_record_tables_say_so() -> None:
     tables = (
         "faults-lost-pipeline",
         "faults-lost-worker",
         "faults-copies",
+        "faults-pauses",
         "faults-copies-memory",
         "injected",
         "injected-kinds",
