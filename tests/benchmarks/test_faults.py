@@ -22,6 +22,7 @@ from benchmarks.tables.faults import (
     faults_lost_worker,
     faults_pauses,
 )
+from benchmarks.tables.injected import injected
 
 HISTORY: dict[str, Any] = {
     "lost": [{"pipeline": 1, "step": 2, "steps_lost": 2, "why": "it was killed"}],
@@ -136,6 +137,15 @@ def test_every_case_and_kind_is_drawn_in_turn() -> None:
     assert drawn[:7] == drawn[7:]
     assert [kind for case, kind, _ in drawn[:7] if case == "3 hosts"] == ["kill", "stop", "cut line"]
     assert {pipelines for _, _, pipelines in drawn} == {2, 3}
+
+
+def test_exit_codes_are_shown_where_runs_over_several_hosts_have_some() -> None:
+    ways = {"hosts": {"runs": 2, "went_on": 1, "trained_again": 3, "wrong": {"exit codes": 1}}}
+    command = {"ways": ways, "pauses_s": [{"way": "hosts", "kind": "kill", "each": [0.1, None]}]}
+    shown = injected({"commands": [command]}).splitlines()
+    assert shown[-1] == "| hosts | 2 | 2 | 1 | 3 | 0 | 0 | **1** | 0 | 0 | 0 | 0 |"
+    command["ways"] = {"plain": ways["hosts"]}
+    assert "exit codes" not in injected({"commands": [command]})
 
 
 def test_without_a_record_tables_say_so() -> None:
