@@ -5,16 +5,18 @@
 Runs of ``avgpipe bench faults``, each with one fault from outside at a moment that a seed draws: a process gets
 SIGKILL or SIGSTOP, or a host is cut off for good. On one host with 2 and 3 pipelines, and with one on each of 3 hosts,
 which are emulated by network namespaces, as root. The pause is the longest time without a result of the others, from
-the fault on; "back" is the first result of the pipeline that was started again. Each run is checked like those of that
-command: each sample counts once in the weights, references are equal in every bit, exit codes are right, nothing is
-left over.
+the fault on, before and after that pipeline joins again; "back" is its first result then. Each run is checked like
+those of that command: each sample counts once in the weights, references are equal in every bit, exit codes are right,
+nothing is left over.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from avgpipe_lab.bench.chaos.draw import Scenario, Strike
@@ -70,23 +72,31 @@ def _scenarios(asked: argparse.Namespace) -> Iterator[tuple[str, Scenario, int]]
 def _trial(scenario: Scenario, shape: RunShape) -> dict[str, Any]:
     seen = play(scenario, shape)
     verdict = judge(seen, shape, {})
-    (fault,) = verdict.faults or [{"pause_s": None}]
     return {
-        "pause_s": fault["pause_s"],
-        "back_after_s": _back_after_s(seen),
+        **_pauses(seen),
         "ended": verdict.ended,
         "codes": list(seen.codes.values()),
         "wrong": [f"{column}: {text}" for column, texts in verdict.wrong.items() for text in texts],
     }
 
 
-def _back_after_s(seen: SeenRun) -> float | None:
-    """Return when the pipeline that was lost has its next result."""
-    for fault in seen.of("fault"):
-        own = [e for e in seen.of("result") if e["pipeline"] == fault["pipeline"]]
-        later = [e["at_s"] for e in own if e["life"] > fault["life"]]
-        return min(later) - fault["at_s"] if later else None
-    return None
+def _pauses(seen: SeenRun) -> dict[str, float | None]:
+    """Return the longest times without a result of the others, before and after the lost pipeline joins again."""
+    fault = next(iter(seen.of("fault")), None)
+    if fault is None:
+        return dict.fromkeys(("pause_s", "pause_later_s", "back_after_s"))
+    at_s, lost = fault["at_s"], fault["pipeline"]
+    others = [e["at_s"] for e in seen.of("result", "evaluation", "end") if e["pipeline"] != lost]
+    again = [e["at_s"] for e in seen.of("result") if e["pipeline"] == lost and e["life"] > fault["life"]]
+    joins = f"pipeline {lost} trains with the others"
+    joined_s = min((s for s, line in seen.said if s > at_s and line.startswith(joins)), default=math.inf)
+    ends = sorted(s for s in others if s > at_s)
+    pauses = [(end, end - begin) for begin, end in pairwise([at_s, *ends])]
+    return {
+        "pause_s": max((length for end, length in pauses if end <= joined_s), default=None),
+        "pause_later_s": max((length for end, length in pauses if end > joined_s), default=None),
+        "back_after_s": min(again) - at_s if again else None,
+    }
 
 
 if __name__ == "__main__":

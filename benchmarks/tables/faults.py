@@ -62,13 +62,15 @@ def faults_pauses(record: Record) -> str:
                 len(trials),
                 f"{bar:g} s",
                 *_spread((t["pause_s"] for t in trials if t["pause_s"] is not None), bar),
+                _spread((t["pause_later_s"] for t in trials if t["pause_later_s"] is not None), bar)[1],
                 *_spread(t["back_after_s"] for t in trials if t["back_after_s"] is not None),
                 *(f"**{count}**" if count else 0 for count in (*wrong, others)),
             )
         )
     return table(
-        "| trials: | bar: | pause of the others, median: | worst: | back after, median: | worst: | "
-        "samples miscounted: | wrong exit code: | left over: | runs with any broken promise:",
+        "| trials: | bar: | pause of the others, median: | worst: | worst when it joins again: | "
+        "back after, median: | worst: | samples miscounted: | "
+        "wrong exit code: | left over: | runs with any broken promise:",
         rows,
     )
 
