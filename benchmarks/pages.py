@@ -1,4 +1,4 @@
-"""Fill the tables of docs/results/, docs/gpu.md and docs/design/shape.md from the records in benchmarks/results/.
+"""Fill the tables of docs/results/, docs/gpu.md and two pages of docs/design/ from the records in benchmarks/results/.
 
     python -m benchmarks.pages            # write the pages
     python -m benchmarks.pages --check    # exit code 1 if a page is not what the records give
@@ -25,9 +25,11 @@ from pathlib import Path
 from benchmarks.tables import (
     checkpoints,
     disturbed,
+    exchange,
     families,
     faults,
     gpu,
+    hosts,
     injected,
     models,
     one_card,
@@ -70,10 +72,11 @@ def main() -> None:
 
 
 def every_page() -> list[Path]:
-    """Return the pages of results, the one on GPUs and the one on the library's shape."""
+    """Return the pages of results, the one on GPUs, and those on the library's shape and on many hosts."""
     return [
         *PAGES.parent.glob("gpu.md"),
         *PAGES.parent.glob("design/shape.md"),
+        *PAGES.parent.glob("design/scaling-hosts.md"),
         *sorted(PAGES.glob("*.md")),
     ]
 
@@ -166,8 +169,10 @@ TABLES: dict[str, Callable[..., str]] = {
         statistics.statistics_early,
         *(slips.slips_count, slips.slips_plans, slips.slips_silent, slips.slips_design, slips.slips_ranks),
         *(families.families_count, families.families_not_equal, families.families_equal),
-        *(faults.faults_lost_pipeline, faults.faults_lost_worker),
+        *(faults.faults_pauses, faults.faults_lost_pipeline, faults.faults_lost_worker),
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
+        *(exchange.exchange_seconds, exchange.exchange_bytes),
+        *(hosts.hosts_steps, hosts.hosts_speeds),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),
         *(

@@ -23,8 +23,8 @@ from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.schedule.row import ACTIONS, EventKind
 from avgpipe.timeline.timeline import Timeline, occupations
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from avgpipe_lab.bench.schedules import precise_sleeps
-from benchmarks.common.namespaces import check_namespaces, network
 from benchmarks.common.rows import Unavailable, measure_rows
 from benchmarks.common.schedules import PlanCase, ScheduleSettings, build, our_cases, timed
 

@@ -214,7 +214,7 @@ def main() -> None:
     asked = {name: getattr(arguments, name) for name in ("every_s", "rounds", "seconds")}
     wanted = [arguments.only] if arguments.only else ["transformer", "emulated", "memory"]
     if "emulated" in wanted:
-        from benchmarks.common.namespaces import check_namespaces
+        from avgpipe_lab.bench.namespaces import check_namespaces
 
         check_namespaces("a limited line")
     record: dict[str, Any] = {**asked, "state_mib": arguments.state_mib, "cases": [], "memory": []}
@@ -234,7 +234,7 @@ def main() -> None:
 
 def _case(name: str, pipelines: int, asked: dict[str, Any], state_mib: int) -> dict[str, Any]:
     from avgpipe.ranks.launch import run_on_ranks
-    from benchmarks.common.namespaces import Network, network
+    from avgpipe_lab.bench.namespaces import Network, network
     from benchmarks.common.record import say
     from benchmarks.common.schedules import summary
 

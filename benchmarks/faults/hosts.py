@@ -12,24 +12,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common.namespaces import check_namespaces, network
+from avgpipe_lab.bench.hosts import CommandsOnHosts
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.tables.faults import faults_hosts
 
 MIB, WIDTH, LIMIT_S = 2**20, 1024, 300
 LEAVE_OUT = 5  # steps after the second pipeline has come
+JOINED = re.compile(r"pipeline 1 trains with the others from step (\d+)")
 WAYS = {"one host": 0.0, "two hosts, 1 Gbit/s": 1e9, "two hosts, 10 Gbit/s": 1e10}
 SCRIPT = f"""
 import json, os, sys, time
@@ -62,7 +60,6 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
     check_namespaces("this benchmark")
-    os.environ["AVGPIPE_JOIN_TOKEN"] = "for the time of this benchmark"
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in WAYS}
     for number in range(asked.rounds):
         for name, rate in WAYS.items():
@@ -96,64 +93,30 @@ def _turn(rate: float, asked: argparse.Namespace) -> dict[str, Any]:
         (folder / "script.py").write_text(SCRIPT)
         layers = max(1, round(asked.mib * MIB / 4 / WIDTH / WIDTH))
         script = ["script.py", str(folder / "times"), str(layers), str(asked.samples)]
-        sizes = ["--stages", "1", "--pipelines", "1" if rate else "2", "--max-pipelines", "2"]
-        launch = ["run", "--isolate", *sizes, "--listen", f"{hosts.address(0)}:0", *script]
-        commands = [_start(folder, "launcher", hosts.inside(0), launch)]
-        try:
+        with CommandsOnHosts(hosts, folder) as commands:
             begins = LEAVE_OUT
             if rate:
-                where = _said(folder / "launcher", r"avgpipe join (\S+:\d+)")
-                commands.append(_start(folder, "joined", hosts.inside(1), ["join", where]))
-                begins += int(
-                    _said(folder / "launcher", r"pipeline 1 trains with the others from step (\d+)")
-                )
+                commands.run(["--stages", "1"], script, restarts=0)
+                begins += int(commands.wait_for(JOINED, LIMIT_S))
+            else:
+                sizes = ["--isolate", "--stages", "1", "--pipelines", "2"]
+                commands.start(0, "-m", "avgpipe", "run", *sizes, *script)
             ends = begins + asked.steps
-            _wait(lambda: _times(folder)[-1:] and _times(folder)[-1][0] > ends, folder)
-            memory = [_memory_bytes(command.pid) for command in commands]
-            commands[0].terminate()
-            for command in commands:
-                command.wait(LIMIT_S)
-        finally:
-            for command in commands:
-                command.kill()
-                command.wait()
+            commands.wait_until(
+                lambda: _times(folder)[-1:] and _times(folder)[-1][0] > ends, LIMIT_S, "no steps"
+            )
+            memory = [_memory_bytes(command.pid) for command in commands.commands.values()]
+            commands.terminate()
         times = {batch: at for batch, at in _times(folder) if begins <= batch <= ends}
     steps = [after - before for before, after in pairwise(times.values())]
     return {"median_s": statistics.median(steps), "steps": len(steps), "memory_bytes": memory}
 
 
-def _start(folder: Path, name: str, inside: Sequence[str], words: Sequence[str]) -> subprocess.Popen[bytes]:
-    with (folder / name).open("w") as said:
-        command = [*inside, sys.executable, "-m", "avgpipe", *words]
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-        return subprocess.Popen(command, cwd=folder, env=environment, stdout=said, stderr=said)
-
-
 def _times(folder: Path) -> list[tuple[int, float]]:
     """Return when pipeline 0 had its results, by the number of the batch."""
     path = folder / "times"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [(batch, at) for batch, at in map(json.loads, lines)]
-
-
-def _said(path: Path, pattern: str) -> str:
-    found: list[str] = []
-
-    def look() -> bool:
-        found[:] = re.findall(pattern, path.read_text())
-        return bool(found)
-
-    _wait(look, path.parent)
-    return found[0]
-
-
-def _wait(done: Any, folder: Path) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not done():
-        if time.monotonic() > deadline:
-            raise TimeoutError((folder / "launcher").read_text())
-        time.sleep(0.1)
+    lines = path.read_text().splitlines(True) if path.exists() else []
+    return [(batch, at) for batch, at in map(json.loads, (line for line in lines if line.endswith("\n")))]
 
 
 def _memory_bytes(process: int) -> int:

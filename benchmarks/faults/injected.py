@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.faults.injected --faults 1000 --out FILE --resume
 
 Runs ``avgpipe bench faults`` for K = 1 to 3 stages and N = 1 to 4 pipelines in turn, each time with a new seed, until
-so many faults have happened; it takes hours. With ``--resume`` it goes on with the record that is there. What a fault
-has come to does not depend on what else the machine does, ``--at-once`` other commands included, but for the pauses,
-which are upper bounds then.
+so many faults have happened, as root; it takes hours. With ``--resume`` it goes on with the record that is there. What
+a fault has come to does not depend on what else the machine does, ``--at-once`` other commands included, but for the
+pauses, which are upper bounds then.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
+from avgpipe_lab.bench.namespaces import check_namespaces
 from benchmarks.common.record import RESULTS, say, write_record
 from benchmarks.tables.injected import injected
 
@@ -43,6 +44,7 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
+    check_namespaces("this benchmark")
     out = Path(asked.out or RESULTS / f"faults-injected-{time.strftime('%Y-%m-%d')}.json")
     commands = json.loads(out.read_text())["commands"] if asked.resume and out.is_file() else []
     end = time.monotonic() + asked.seconds
@@ -62,7 +64,7 @@ def _run(size: tuple[int, int], seconds: float, mean_s: float, timeout_s: float)
     """Return what one command has found, without what only concerns single runs."""
     stages, pipelines = size
     # One pipeline has nobody to go on without it, and one process no neighbour that keeps a copy.
-    ways = ["isolate"] * (pipelines > 1) + ["spares"] * (stages > 1) + ["plain"]
+    ways = ["isolate", "hosts"] * (pipelines > 1) + ["spares"] * (stages > 1) + ["plain"]
     words = ["bench", "faults", "--json", "--seconds", f"{seconds:g}", "--mean-seconds", f"{mean_s:g}"]
     words += ["--stages", str(stages), "--pipelines", str(pipelines), "--timeout", f"{timeout_s:g}"]
     words += ["--ways", ",".join(ways), "--seed", str(secrets.randbelow(10**6))]

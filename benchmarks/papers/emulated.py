@@ -34,7 +34,7 @@ from rich.table import Table
 
 from avgpipe.errors import PipelineError
 from avgpipe.units import format_bytes, format_seconds
-from benchmarks.common.namespaces import check_namespaces
+from avgpipe_lab.bench.namespaces import check_namespaces
 from benchmarks.common.record import RESULTS, say, write_record
 from benchmarks.papers.cluster import profile_of
 from benchmarks.papers.forecast import AVGPIPES, Contest

@@ -42,7 +42,7 @@ from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.tasks import BuildOptions
-from benchmarks.common.namespaces import check_namespaces, network
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.papers.cluster import BETWEEN_BYTES_PER_S, V100
 from benchmarks.papers.models import MODELS

@@ -24,8 +24,8 @@ from avgpipe.ranks.process import progress
 from avgpipe.ranks.rendezvous import join
 from avgpipe.schedule.row import COMPUTE_KINDS, Event
 from avgpipe.timeline.timeline import Timeline
+from avgpipe_lab.bench.namespaces import network
 from avgpipe_lab.bench.schedules import mean_loss, precise_sleeps
-from benchmarks.common.namespaces import network
 from benchmarks.common.rows import OurRow, Task, measure_rows
 from benchmarks.common.schedules import timed
 from benchmarks.papers.cluster import BITS_PER_S, DEVICES, HOSTS, cluster

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from benchmarks.tables.markdown import MIB, NOTHING, Record, against, table
 
+_KILL_PAUSE_S = 0.5  # bar
+_WRONG = ("samples", "exit codes", "left over")
 _KILL_S, _BACK_S, _COST_PERCENT = 2.0, 5.0, 2.0  # bars
 
 
@@ -39,6 +41,36 @@ def faults_lost_pipeline(record: Record) -> str:
     return table(
         "| trials: | runs that ended: | bar: | late, median: | worst: | worst when it joins again: | "
         "back after, median: | worst: | weights compared, before + without + again: | unequal: | samples lost:",
+        rows,
+    )
+
+
+def faults_pauses(record: Record) -> str:
+    """A row for each case and kind of fault."""
+    rows = []
+    groups = dict.fromkeys((trial["case"], trial["kind"]) for trial in record["trials"])
+    for case, kind in groups:
+        trials = [t for t in record["trials"] if (t["case"], t["kind"]) == (case, kind)]
+        bar = _KILL_PAUSE_S if kind == "kill" else record["timeout_s"]
+        wrong = [
+            sum(any(text.startswith(column) for text in t["wrong"]) for t in trials) for column in _WRONG
+        ]
+        others = sum(bool(t["wrong"]) for t in trials)
+        rows.append(
+            (
+                f"{case}, {kind}",
+                len(trials),
+                f"{bar:g} s",
+                *_spread((t["pause_s"] for t in trials if t["pause_s"] is not None), bar),
+                _spread((t["pause_later_s"] for t in trials if t["pause_later_s"] is not None), bar)[1],
+                *_spread(t["back_after_s"] for t in trials if t["back_after_s"] is not None),
+                *(f"**{count}**" if count else 0 for count in (*wrong, others)),
+            )
+        )
+    return table(
+        "| trials: | bar: | pause of the others, median: | worst: | worst when it joins again: | "
+        "back after, median: | worst: | samples miscounted: | "
+        "wrong exit code: | left over: | runs with any broken promise:",
         rows,
     )
 
@@ -133,4 +165,6 @@ def faults_hosts(record: Record) -> str:
 def _spread(seconds: Iterable[float], most: float | None = None) -> tuple[str, str]:
     """Return median and worst; in bold above `most`."""
     known = list(seconds)
+    if not known:
+        return "", ""
     return tuple(f"{against(s, most=most)} s" for s in (statistics.median(known), max(known)))  # type: ignore[return-value]

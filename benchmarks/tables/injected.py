@@ -9,19 +9,24 @@ from typing import Any
 from avgpipe.units import format_seconds
 from benchmarks.tables.markdown import Record, table
 
-WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
+WRONG = ("hangs", "ended", "exit codes", "wrong blame", "left over", "samples", "losses")
 
 
 def injected(record: Record) -> str:
     """A row for each way to start a run."""
     rows = []
-    for way in ("isolate", "spares", "plain"):
+    # Only runs over several hosts have commands whose exit codes are checked.
+    has_codes = any("hosts" in command["ways"] for command in record["commands"])
+    checked = [column for column in WRONG if has_codes or column != "exit codes"]
+    for way in ("isolate", "hosts", "spares", "plain"):
         some = [command["ways"][way] for command in record["commands"] if way in command["ways"]]
+        if not some:
+            continue
         sums = [sum(row[name] for row in some) for name in ("runs", "went_on", "trained_again")]
-        wrong = [sum(row["wrong"].get(column, 0) for row in some) for column in WRONG]
+        wrong = [sum(row["wrong"].get(column, 0) for row in some) for column in checked]
         faults = sum(len(each) for (of, _), each in _pauses(record).items() if of == way)
         rows.append((way, sums[0], faults, *sums[1:], *(f"**{count}**" if count else 0 for count in wrong)))
-    columns = " | ".join(f"{column}:" for column in WRONG)
+    columns = " | ".join(f"{column}:" for column in checked)
     return table(
         f"way | runs: | faults: | runs that continued: | samples trained by others: | {columns}", rows
     )

@@ -26,7 +26,7 @@ _LIMIT_S = 900.0
 
 def main() -> None:
     from avgpipe.ranks.launch import run_on_ranks
-    from benchmarks.common.namespaces import check_namespaces, network
+    from avgpipe_lab.bench.namespaces import check_namespaces, network
     from benchmarks.common.record import write_record
 
     parser = argparse.ArgumentParser(

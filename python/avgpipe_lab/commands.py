@@ -219,7 +219,8 @@ class FaultsConfig(Options):
         mean_seconds: Average seconds between two kills from outside, in addition to the fault that each run
             has.
         kinds: Kinds of faults, see avgpipe.testing. Default: all.
-        ways: How runs are started: isolate, spares, plain.
+        ways: How runs are started: isolate, spares, plain, hosts (isolated pipelines, one on each of several
+            emulated hosts, which needs root and iproute2). Default: those that this machine has.
         stages: Workers of a pipeline.
         pipelines: Number of pipelines.
         links: Links between workers, in turn.
@@ -231,7 +232,7 @@ class FaultsConfig(Options):
     seconds: Positive = 120.0
     mean_seconds: Positive = 20.0
     kinds: Names = ()
-    ways: Names = ("isolate", "spares", "plain")
+    ways: Names = ("isolate", "spares", "plain", "hosts")
     stages: Count = DEFAULT_STAGES
     pipelines: Count = DEFAULT_PIPELINES
     links: Names = ("auto", "gloo")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from avgpipe.fault.roster import Term
+from avgpipe_lab.bench.chaos.draw import Scenario
+from avgpipe_lab.bench.chaos.episode import SeenRun
 from benchmarks.faults import job
 from benchmarks.faults.draw import draw
 from benchmarks.faults.emulation import Emulation, History, terms_of
+from benchmarks.faults.pauses import _pauses, _scenarios
 from benchmarks.faults.trial import Loss
 from benchmarks.pages import make
 from benchmarks.tables.faults import (
@@ -18,7 +22,9 @@ from benchmarks.tables.faults import (
     faults_copies_memory,
     faults_lost_pipeline,
     faults_lost_worker,
+    faults_pauses,
 )
+from benchmarks.tables.injected import injected
 
 HISTORY: dict[str, Any] = {
     "lost": [{"pipeline": 1, "step": 2, "steps_lost": 2, "why": "it was killed"}],
@@ -115,11 +121,67 @@ def test_tables_show_in_bold_what_misses_its_bar() -> None:
     assert faults_copies_memory(record).splitlines()[-1] == "| N = 2, rank 0 | 1 | 4 | 5 | 4 |"
 
 
+def test_pauses_are_beside_their_bar_and_broken_promises_are_counted() -> None:
+    good: dict[str, Any] = {
+        "case": "3 hosts",
+        "kind": "kill",
+        "pause_s": 0.2,
+        "back_after_s": 6.0,
+        "wrong": [],
+    }
+    good["pause_later_s"] = 0.1
+    bad = {**good, "pause_s": 0.7, "back_after_s": None, "wrong": ["samples: a", "samples: b", "hangs: c"]}
+    late = {**good, "kind": "stop", "pause_s": 5.5}
+    found = faults_pauses({"timeout_s": 5.0, "trials": [good, good, bad, late]}).splitlines()
+    ours = "| 3 hosts, kill | 3 | 0.5 s | 0.20 s | **0.70** s | 0.10 s | 6.00 s | 6.00 s | **1** | 0 | 0 | **1** |"
+    assert found[-2] == ours
+    assert (
+        found[-1]
+        == "| 3 hosts, stop | 1 | 5 s | **5.50** s | **5.50** s | 0.10 s | 6.00 s | 6.00 s | 0 | 0 | 0 | 0 |"
+    )
+
+
+def test_the_pause_is_that_of_the_others_before_and_after_the_lost_pipeline_joins_again() -> None:
+    def event(kind: str, at_s: float, pipeline: int, life: int = 0) -> dict[str, Any]:
+        return {"event": kind, "at_s": at_s, "pipeline": pipeline, "life": life}
+
+    seen = SeenRun(
+        Scenario("a run", "isolate"), [event("result", at, 0) for at in (0.8, 1.0, 2.5, 3.0, 3.7, 4.0)]
+    )
+    seen.events += [event("result", 0.9, 1), event("fault", 1.2, 1), event("result", 3.8, 1, life=1)]
+    seen.said = [(0.1, "pipeline 1 trains with the others from step 3"), (1.3, "pipeline 1 is lost")]
+    seen.said.append((3.1, "pipeline 1 trains with the others from step 9"))
+    found = _pauses(seen)
+    assert found == pytest.approx({"pause_s": 1.3, "pause_later_s": 0.7, "back_after_s": 2.6})
+    seen.said.pop()
+    assert _pauses(seen)["pause_later_s"] is None
+    seen.events = seen.events[:1]
+    assert set(_pauses(seen).values()) == {None}
+
+
+def test_every_case_and_kind_is_drawn_in_turn() -> None:
+    asked = Namespace(trials=2, seed=7, ways="isolate,hosts", kinds="kill,stop,cut line")
+    drawn = [(case, scenario.kind, pipelines) for case, scenario, pipelines in _scenarios(asked)]
+    assert drawn[:7] == drawn[7:]
+    assert [kind for case, kind, _ in drawn[:7] if case == "3 hosts"] == ["kill", "stop", "cut line"]
+    assert {pipelines for _, _, pipelines in drawn} == {2, 3}
+
+
+def test_exit_codes_are_shown_where_runs_over_several_hosts_have_some() -> None:
+    ways = {"hosts": {"runs": 2, "went_on": 1, "trained_again": 3, "wrong": {"exit codes": 1}}}
+    command = {"ways": ways, "pauses_s": [{"way": "hosts", "kind": "kill", "each": [0.1, None]}]}
+    shown = injected({"commands": [command]}).splitlines()
+    assert shown[-1] == "| hosts | 2 | 2 | 1 | 3 | 0 | 0 | **1** | 0 | 0 | 0 | 0 |"
+    command["ways"] = {"plain": ways["hosts"]}
+    assert "exit codes" not in injected({"commands": [command]})
+
+
 def test_without_a_record_tables_say_so() -> None:
     tables = (
         "faults-lost-pipeline",
         "faults-lost-worker",
         "faults-copies",
+        "faults-pauses",
         "faults-copies-memory",
         "injected",
         "injected-kinds",

@@ -18,8 +18,8 @@ from benchmarks.papers.cluster import profile_of
 from benchmarks.papers.forecast import Contest, Outcome, StageWork
 from benchmarks.papers.runs import emulation, measure, utilisation
 from benchmarks.papers.stages import PaperStage, optimizer_of, scaled, stages_of, values
-from tests.benchmarks.test_namespaces import needs_root
 from tests.benchmarks.test_papers_forecast import chain_of
+from tests.lab.bench.test_namespaces import needs_root
 
 WORK = StageWork(2e-3, 6e-3, 2e-3, 0.0, 40.0, 80.0, 400.0, {})
 TIED = replace(WORK, own_bytes=40.0, tied_bytes={0: 24.0})

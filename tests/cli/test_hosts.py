@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.common.namespaces import check_namespaces, network
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from tests.cli.command import ROOT, alive, children, strict
 from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, refused, trained
 from tests.patience import limit, wait_until

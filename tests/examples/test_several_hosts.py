@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from benchmarks.common.namespaces import check_namespaces, network
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from tests.cli.command import children, environment
 from tests.examples.scripts import EXAMPLES
 from tests.patience import limit, wait_until

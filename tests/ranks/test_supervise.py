@@ -80,3 +80,13 @@ def test_a_pipeline_with_another_loader_is_not_started_for_ever(tmp_path: Path) 
         tmp_path, "exit code 1; the others go on without it", IsolatedCounts(2, restarts=2), "differs"
     )
     assert sum("failed with exit code 1" in line for line in said) == 2
+
+
+def test_a_pipeline_that_other_commands_start_is_given_how_often_it_was_started_before(
+    tmp_path: Path,
+) -> None:
+    supervisor = Supervisor(Job("stderr", [], 1, {}), IsolatedCounts(1), tmp_path, print)
+    with supervisor._resources:
+        assert [supervisor._new_group(1)[1][RESTART] for _ in range(3)] == ["0", "1", "2"]
+        assert supervisor._new_group(0)[1][RESTART] == "0"
+        supervisor._coordinator.close()

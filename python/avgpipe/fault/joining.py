@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -24,6 +24,7 @@ from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import connect
 from avgpipe.fault.membership import environment
 from avgpipe.fault.messages import ENDED, JOIN, OVER, VERSION, encoded, received
+from avgpipe.ranks.environment import RESTART
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import host_here
 
@@ -142,7 +143,9 @@ def _join(run: _Run, say: Callable[[str], None]) -> int:
             job = as_here(job)
         else:
             os.chdir(welcome["folder"])
-        return _run(job, welcome["group"], welcome["pipeline"], connection, run, say)
+        place = environment(run.address, run.secret, welcome["group"], welcome["pipeline"])
+        place[RESTART] = welcome["restart"]
+        return _run(job, welcome["pipeline"], place, connection, run.name, say)
 
 
 def _ask(connection: Connection, run: _Run) -> dict[str, Any]:
@@ -161,16 +164,20 @@ def _ask(connection: Connection, run: _Run) -> dict[str, Any]:
 
 
 def _run(
-    job: Job, group: int, pipeline: int, connection: Connection, run: _Run, say: Callable[[str], None]
+    job: Job,
+    pipeline: int,
+    place: Mapping[str, str],
+    connection: Connection,
+    run: str,
+    say: Callable[[str], None],
 ) -> int:
     """Start the processes, and wait for their end, or for the launcher's order to end them."""
-    place = environment(run.address, run.secret, group, pipeline)
     with keeping_handlers(), ExitStack() as stack:
         stack.callback(_send_end, connection)
         processes = job.start(stack, place)
         pass_on_questions(lambda: [processes])
         with ending(processes.close):
-            say(f"pipeline {pipeline} is started, and joins the others of {run.name}")
+            say(f"pipeline {pipeline} is started, and joins the others of {run}")
             while (end := processes.poll_or_kill()) is None:
                 if connection.poll(_POLL_S):
                     processes.kill()

@@ -235,8 +235,6 @@ class Supervisor:
 
     def _start(self, pipeline: int) -> None:
         number, place = self._new_group(pipeline)
-        place[RESTART] = str(self._starts[pipeline])
-        self._starts[pipeline] += 1
         self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
 
     def _start_late(self) -> None:
@@ -295,7 +293,10 @@ class Supervisor:
     def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
         number, self._started = self._started, self._started + 1
         self._coordinator.started(number)
-        return number, environment(self._coordinator.address, self._token, number, pipeline)
+        place = environment(self._coordinator.address, self._token, number, pipeline)
+        place[RESTART] = str(self._starts[pipeline])
+        self._starts[pipeline] += 1
+        return number, place
 
     def _let_join(self, connection: Connection, about: Mapping[str, Any]) -> dict[str, Any]:
         """Let another command start one more pipeline; return what it needs, or the reason for a refusal."""
@@ -310,13 +311,14 @@ class Supervisor:
             return {
                 "why": f"the run has {len(used)} pipelines, and may have no more: see its --max-pipelines"
             }
-        number, _ = self._new_group(free[0])
+        number, place = self._new_group(free[0])
         joined, resources = Joined(connection), ExitStack()
         resources.callback(joined.release)
         self._groups[number] = _Group(free[0], joined, resources)
         where = f" on {about['name']}" if about["is_far"] else ""
         self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
-        return {"pipeline": free[0], "group": number, "folder": os.getcwd(), "job": asdict(self._job)}
+        found = {"pipeline": free[0], "group": number, "restart": place[RESTART]}
+        return {**found, "folder": os.getcwd(), "job": asdict(self._job)}
 
     # ---- ending ------------------------------------------------------------------------------------------------------
 

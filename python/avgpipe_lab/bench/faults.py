@@ -15,26 +15,29 @@ import typer
 from rich.text import Text
 
 from avgpipe.cli.options import words
-from avgpipe.cli.output import FAILED, answer, arguments, grid, show_status
+from avgpipe.cli.output import FAILED, answer, arguments, grid, note, show_status
 from avgpipe.faults.fault import KINDS
 from avgpipe.units import format_seconds
 from avgpipe_lab.bench import check_names, measuring
 from avgpipe_lab.bench.chaos.draw import OF_LINES, WAYS, Scenario, draw
 from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun, play
 from avgpipe_lab.bench.chaos.judge import Verdict, judge
+from avgpipe_lab.bench.namespaces import check_namespaces
 from avgpipe_lab.commands import FaultsConfig
 
-_WRONG = ("hangs", "ended", "wrong blame", "left over", "samples", "losses")
+_WRONG = ("hangs", "ended", "exit codes", "wrong blame", "left over", "samples", "losses")
 _NOTES = """\
 kind: of the drawn fault; faults: those that happened, with kills from outside. pause: the longest time without a
 result of the others, from the fault on. went on: runs that finished. All other numbers must be 0: hangs: waits longer
-than --timeout and 5 s; ended: runs that should have continued; wrong blame: of ranks that cannot be at fault; left
-over: processes, files, memory; samples: lost, or trained on twice; losses: other than without faults."""
+than --timeout and 5 s; ended: runs that should have continued; exit codes: of commands on several hosts; wrong blame:
+of ranks that cannot be at fault; left over: processes, files, memory; samples: lost, or trained on twice, by the
+results or the weights; losses: other than without faults."""
 
 
 def run(config: FaultsConfig) -> None:
     with arguments():
         check(config)
+        ways = _ways(config)
     seed = secrets.randbelow(10**6) if config.seed is None else config.seed
     given = {name: value for name, value in config.complete.items() if name in config.given}
     command = shlex.join(["avgpipe", "bench", "faults", *words({**given, "seed": seed})])
@@ -43,7 +46,7 @@ def run(config: FaultsConfig) -> None:
     undisturbed: dict[str, dict[int, float]] = {}
     began = time.monotonic()
     with measuring():
-        for name, link, scenario in _scenarios(config, seed, began):
+        for name, link, scenario in _scenarios(config, ways, seed, began):
             shape = RunShape(config.stages, config.pipelines, link, config.timeout_s)
             if scenario.way not in undisturbed:
                 undisturbed[scenario.way] = _undisturbed(scenario.way, shape)
@@ -83,11 +86,27 @@ def check(config: FaultsConfig) -> None:
         )
 
 
-def _scenarios(config: FaultsConfig, seed: int, began: float) -> Iterator[tuple[str, str, Scenario]]:
+def _ways(config: FaultsConfig) -> tuple[str, ...]:
+    """Return the ways that this machine has; ValueError if it lacks one that was asked for."""
+    if "hosts" not in config.ways:
+        return config.ways
+    try:
+        check_namespaces("--ways hosts")
+    except ValueError as error:
+        if "ways" in config.given:
+            raise
+        note(f"runs over several hosts are left out: {error}")
+        return tuple(way for way in config.ways if way != "hosts")
+    return config.ways
+
+
+def _scenarios(
+    config: FaultsConfig, ways: Sequence[str], seed: int, began: float
+) -> Iterator[tuple[str, str, Scenario]]:
     """Yield runs with their names and links, each way in turn, until the time is up."""
     names = set(config.only)
     for number in count():
-        for way in config.ways:
+        for way in ways:
             if names.isdisjoint({f"{way}-{number}"}) and config.only:
                 continue
             if time.monotonic() > began + config.seconds and not config.only:

@@ -2,13 +2,17 @@
 
 import pytest
 
+from avgpipe.errors import PipelineError
 from avgpipe.faults.fault import KINDS
 from avgpipe.ranks.launch import RanksFailed
 from avgpipe.testing import environment
-from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, OF_LINES, Scenario, draw
-from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun
+from avgpipe_lab.bench import faults
+from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, OF_HOSTS, OF_LINES, WAYS, Scenario, Strike, draw
+from avgpipe_lab.bench.chaos.episode import RunShape, SeenRun, play
 from avgpipe_lab.bench.chaos.judge import judge
+from avgpipe_lab.commands import FaultsConfig
 from tests.cli.command import avgpipe, invoke, strict
+from tests.lab.bench.test_namespaces import needs_root
 from tests.patience import limit
 
 SHAPE = RunShape(stages=2, pipelines=2, link="auto", timeout_s=5.0)
@@ -16,7 +20,7 @@ LOSSES = dict.fromkeys(range(BATCHES), 1.0)
 KILL = {"kind": "kill", "phase": "training", "rank": 1, "restart": 0, "pipeline": 0, "batch": 20}
 
 
-@pytest.mark.parametrize("way", ["isolate", "spares", "plain"])
+@pytest.mark.parametrize("way", WAYS)
 def test_what_is_drawn_can_happen_and_follows_from_the_seed(way):
     for number in range(200):
         drawn = draw(3, way, number, tuple(KINDS), 2, 3, 20.0)
@@ -33,7 +37,18 @@ def test_only_the_kinds_that_are_asked_for_are_drawn():
     for number in range(50):
         drawn = draw(0, "isolate", number, ("slow", "reset"), 2, 2, 1.0)
         assert {fault["kind"] for fault in drawn.faults} <= {"slow", "reset", "kill"}  # who joins was killed
-        assert not drawn.kills_s
+        assert not drawn.strikes
+
+
+def test_only_hosts_are_struck_in_other_ways_than_by_kills_and_only_by_kinds_that_are_asked_for():
+    def strikes(way, *kinds):
+        drawn = [draw(5, way, number, kinds, 1, 3, 2.0) for number in range(100)]
+        return {strike.kind for one in drawn for strike in one.strikes}
+
+    assert strikes("hosts", *KINDS) == {"kill", *OF_HOSTS}
+    assert strikes("hosts", "exception", "cut line") == {"cut line"}
+    assert strikes("hosts", "exception") == set()
+    assert [strikes(way, *KINDS) for way in ("isolate", "spares", "plain")] == [{"kill"}] * 3
 
 
 def seen(way="isolate", fault_at_s=20.05, lost=0, **changes):
@@ -158,6 +173,40 @@ def test_a_sample_that_is_lost_or_trained_on_twice_is_wrong():
     assert list(judge(twice, SHAPE, LOSSES).wrong) == ["samples"]
 
 
+@pytest.mark.parametrize("event", ["evaluation", "weights"])
+def test_a_sample_that_the_weights_have_not_counted_once_is_wrong(event):
+    run = seen()
+    run.events.append({**run.events[-1], "event": event, "batch": 80, "reference": "the same"})
+    run.events[-1]["miscounted"] = {"1.odometer[7]": -2.0, "1.odometer[9]": 0.0}
+    text = "weights after 80 batches have miscounted samples: 1.odometer[7] -2, 1.odometer[9] 0"
+    assert judge(run, SHAPE, LOSSES).wrong == {"samples": [text]}
+
+
+def struck(codes, kind="lost host", for_s=None, failure=None):
+    """A run over three hosts, of which the last one was lost or cut off."""
+    run = seen("hosts", codes=dict(enumerate(codes)), failure=failure)
+    place = {"host": 2, "for_s": for_s, "text": f"{kind} at outside: host 2", "at_s": 60.0}
+    fault = next(event for event in run.events if event["event"] == "fault")
+    run.events.append({**fault, **place})
+    run.said.append((150.0, "host 1: avgpipe: error: no run goes on there"))
+    return judge(run, SHAPE, LOSSES).wrong
+
+
+@pytest.mark.parametrize("code", [-9, 1, 0])
+def test_the_command_of_a_lost_host_may_end_with_any_exit_code(code):
+    assert not struck([0, 0, code])
+    assert not struck([0, 0, code], "cut line", SHAPE.timeout_s)
+
+
+def test_other_commands_end_with_the_exit_code_of_the_run():
+    wrong = struck([0, 2, 0])
+    assert wrong == {"exit codes": ["2 of host 1: host 1: avgpipe: error: no run goes on there"]}
+    assert list(struck([0, 0, 1], "cut line", 1.0)) == ["exit codes"]
+    assert struck([0, 0, None]) == {"hangs": ["the command of host 2 did not end"]}
+    ended = struck([1, 0, 1], failure=PipelineError("exit code 1"))
+    assert ended["exit codes"] == ["0 of host 1: host 1: avgpipe: error: no run goes on there"]
+
+
 def handed_on():
     """As above, but those that were there at the beginning are all lost later, and others have come before."""
     run = seen()
@@ -241,6 +290,33 @@ def test_unknown_names_are_refused():
         result = invoke("bench", "faults", option, name)
         assert result.exit_code == 2
         assert name in result.stderr
+
+
+def test_runs_over_several_hosts_are_left_out_where_there_is_no_root(monkeypatch, capsys):
+    def refuse(why):
+        raise ValueError(f"{why} needs root for network namespaces")
+
+    monkeypatch.setattr(faults, "check_namespaces", refuse)
+    config = FaultsConfig()
+    assert faults._ways(config) == ("isolate", "spares", "plain")
+    assert "several hosts are left out: --ways hosts needs root" in capsys.readouterr().err
+    result = invoke("bench", "faults", "--ways", "hosts")
+    assert result.exit_code == 2
+    assert "--ways hosts needs root" in result.stderr
+
+
+@pytest.mark.ranks
+@pytest.mark.root
+@needs_root
+def test_a_host_that_is_lost_and_one_that_is_cut_off_cost_the_run_nothing():
+    shape = RunShape(stages=1, pipelines=3, link="auto", timeout_s=limit(5.0))
+    strikes = Strike("cut line", 0.5, 0, for_s=1.0), Strike("lost host", 3.0, 1)
+    run = play(Scenario("hosts-0", "hosts", strikes=strikes), shape)
+    verdict = judge(run, shape, {})
+    # In the step of a loss the samples of the others still weigh as if fewer pipelines had shared the batch.
+    assert set(verdict.wrong) <= {"samples"}
+    assert [fault["kind"] for fault in verdict.faults] == ["cut line", "lost host"]
+    assert sorted(run.codes.values()) == [-9, 0, 0]
 
 
 def test_one_stage_sends_nothing_that_could_be_cut():

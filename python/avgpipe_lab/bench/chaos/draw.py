@@ -9,17 +9,39 @@ from typing import Any
 
 from avgpipe.faults.fault import KINDS, WHERE
 
-WAYS = ("isolate", "spares", "plain")
+WAYS = ("isolate", "spares", "plain", "hosts")
+ISOLATED = ("isolate", "hosts")  # ways whose pipelines have processes of their own
 # Numbers of the job, which evaluates and saves at the end of each epoch.
 EPOCHS, BATCHES_PER_EPOCH, BATCH_SIZE = 4, 40, 12
 BATCHES = EPOCHS * BATCHES_PER_EPOCH
 OF_MESSAGES = ("flipped bit", "half-written message")
 OF_LINES = (*OF_MESSAGES, "cut line", "reset")
 HARMLESS = ("slow", "full disk")  # faults that end nothing
+OF_HOSTS = {"lost host": "kill", "cut line": "cut line"}  # strikes at hosts, by the kind that includes them
 _MORE = 3  # most further faults, besides the one that every run has
 _DELAY_S = 0.5  # delay of a slow rank
+_CUTS_S = (1.0, 3.0, 30.0, None)  # for how long a host is cut off; None: for good
+_TOGETHER = 20  # batches after which all hosts have joined, mostly
 # How often a run at most passes the places of these phases; places in other phases are counted by batch.
 _PASSED_BY = {"evaluation": 6, "save": 4, "load": 2, "start": 0, "join": 0, "shutdown": 0}
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault from outside the processes that train.
+
+    Attributes:
+        kind: "kill" or "stop" (a process gets SIGKILL or SIGSTOP), "lost host" (so does the command that has
+            joined there) or "cut line" (a host is cut off).
+        at_s: Seconds after the first result; over hosts, after all of them have had one.
+        choice: Number that chooses one of the processes or hosts that train at that time.
+        for_s: For how long a host is cut off; None: to the end of the run.
+    """
+
+    kind: str
+    at_s: float
+    choice: int
+    for_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -28,23 +50,22 @@ class Scenario:
 
     Attributes:
         name: Name by which the run can be repeated.
-        way: How its processes are started (isolate, spares, plain).
+        way: How its processes are started (isolate, spares, plain, hosts).
         faults: Arguments of `avgpipe.testing.fail_at`, in the order in which they can happen.
-        kills_s: Seconds after the first result at which a process is killed from outside.
-        choices: A number for each kill from outside, which chooses one of the processes that live at that
-            time.
+        strikes: Faults from outside, in the order of time.
     """
 
     name: str
     way: str
     faults: tuple[dict[str, Any], ...] = ()
-    kills_s: tuple[float, ...] = ()
-    choices: tuple[int, ...] = ()
+    strikes: tuple[Strike, ...] = ()
 
     @property
     def kind(self) -> str:
-        """Return the kind of the fault inside the run; "kill" if there are only kills from outside."""
-        return str(self.faults[-1]["kind"]) if self.faults else "kill"
+        """Return the kind of the fault inside the run, or of the first from outside."""
+        return (
+            str(self.faults[-1]["kind"]) if self.faults else self.strikes[0].kind if self.strikes else "none"
+        )
 
 
 def draw(
@@ -53,7 +74,7 @@ def draw(
     """Draw the run with this number of a way; the result depends on the arguments alone."""
     chance = random.Random(f"{seed} {way} {number}")
     if stages == 1:  # no messages between stages
-        kinds = [kind for kind in kinds if kind not in (OF_LINES if way != "isolate" else OF_MESSAGES)]
+        kinds = [kind for kind in kinds if kind not in (OF_MESSAGES if way in ISOLATED else OF_LINES)]
     fault = _fault(chance, way, chance.choice(kinds), stages, pipelines)
     faults = [fault]
     if fault["phase"] == "join":  # only a pipeline that was lost can join again
@@ -62,16 +83,24 @@ def draw(
         faults.insert(0, {**before, "pipeline": fault["pipeline"], "restart": 0})
     # A run that continues has further faults: any if lost pipelines restart, else only faults that end
     # nothing.
-    more = [kind for kind in kinds if way == "isolate" or kind in HARMLESS]
+    more = [kind for kind in kinds if way in ISOLATED or kind in HARMLESS]
     for _ in range(chance.randint(0, _MORE) if more else 0):
         another = _fault(chance, way, chance.choice(more), stages, pipelines)
         if another["phase"] != "join":
             faults.insert(0, another)
-    kills, choices, at_s = [], [], 0.0
-    while "kill" in kinds and (at_s := at_s + chance.expovariate(1 / mean_s)) < 2 * mean_s:
-        kills.append(round(at_s, 3))
-        choices.append(chance.randrange(10**6))
-    return Scenario(f"{way}-{number}", way, tuple(faults), tuple(kills), tuple(choices))
+    return Scenario(f"{way}-{number}", way, tuple(faults), _strikes(chance, way, kinds, mean_s))
+
+
+def _strikes(chance: random.Random, way: str, kinds: Sequence[str], mean_s: float) -> tuple[Strike, ...]:
+    strikes, at_s = [], 0.0
+    drawn = ["kill"] if "kill" in kinds else []
+    if way == "hosts":
+        drawn += [strike for strike, kind in OF_HOSTS.items() if kind in kinds]
+    while drawn and (at_s := at_s + chance.expovariate(1 / mean_s)) < 2 * mean_s:
+        kind = chance.choice(drawn) if len(drawn) > 1 else drawn[0]
+        for_s = chance.choice(_CUTS_S) if kind == "cut line" else None
+        strikes.append(Strike(kind, round(at_s, 3), chance.randrange(10**6), for_s))
+    return tuple(strikes)
 
 
 def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: int) -> dict[str, Any]:
@@ -80,12 +109,12 @@ def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: i
     phase = chance.choice(phases)
     fault: dict[str, Any] = {"kind": kind, "phase": phase, "rank": chance.randrange(stages)}
     fault["restart"] = 1 if phase == "join" else 0
-    if way == "isolate" and phase != "start":
+    if way in ISOLATED and phase != "start":
         fault["pipeline"] = chance.randrange(pipelines)
     if phase in _PASSED_BY:
         fault["after"] = chance.randint(0, _PASSED_BY[phase])
     else:
-        fault["batch"] = chance.randrange(BATCHES)
+        fault["batch"] = chance.randrange(_TOGETHER if way == "hosts" else 0, BATCHES)
     if where:
         fault["where"] = where
     if kind == "slow" or (kind == "stop" and chance.random() < 0.3):
@@ -97,4 +126,4 @@ def _fault(chance: random.Random, way: str, kind: str, stages: int, pipelines: i
 
 def _has(way: str, phase: str) -> bool:
     """Return whether the job has a phase: only isolated pipelines join, and it loads in plain runs only."""
-    return {"join": way == "isolate", "load": way == "plain"}.get(phase, True)
+    return {"join": way in ISOLATED, "load": way == "plain"}.get(phase, True)

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,19 @@ from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
 from avgpipe.ranks.launch import Interrupted, Job, run_on_ranks, tied
 from avgpipe.testing import environment
-from avgpipe_lab.bench.chaos.draw import Scenario
+from avgpipe_lab.bench.chaos import job as chaos_job
+from avgpipe_lab.bench.chaos.draw import ISOLATED, Scenario
 from avgpipe_lab.bench.chaos.job import VARIABLE
+from avgpipe_lab.bench.chaos.watch import Watcher, has_mark, read
+from avgpipe_lab.bench.hosts import CommandsOnHosts
+from avgpipe_lab.bench.namespaces import network
 
 PROMPT_S = 5.0  # added to the time limit of waits, for anything
 _START_S = 60.0  # for processes to start, on a busy machine
 _END_S = 1.0  # after this time nothing of an ended run may remain
 _LOOK_S = 0.1
+_RESTARTS = 20  # of a host's pipeline
+_RATE_BITS_PER_S = 1e9  # at which a host sends
 _JOB = "avgpipe_lab.bench.chaos.job"
 
 
@@ -48,13 +54,14 @@ class RunShape:
         return {
             "journals": str(folder / "journals"),
             "checkpoint": str(folder / "checkpoint"),
-            "plan": {**plan, "isolate": way == "isolate"},
+            "plan": {**plan, "isolate": way in ISOLATED},
             "options": {"timeout_s": self.timeout_s, "link": self.link},
             "copies_every_s": 0.5 if way == "spares" else None,
             "verifies": verifies,
             "loads": way == "plain",
             "seed": self.seed,
             "pace_s": self.pace_s,
+            "together": str(folder / "together") if way == "hosts" else None,
         }
 
 
@@ -68,6 +75,7 @@ class SeenRun:
         failure: Why the launcher ended the run; None if it finished.
         left: Processes, files and memory that remained afterwards.
         is_hung: Whether the run had to be ended from outside.
+        codes: Exit codes of the commands by host; None: the command did not end.
         ended_at_s: When the launcher ended, by the clock of events.
     """
 
@@ -77,6 +85,7 @@ class SeenRun:
     failure: Exception | None = None
     left: list[str] = field(default_factory=list)
     is_hung: bool = False
+    codes: dict[int, int | None] = field(default_factory=dict)
     ended_at_s: float = 0.0
 
     def of(self, *kinds: str) -> list[dict[str, Any]]:
@@ -84,31 +93,73 @@ class SeenRun:
 
 
 def play(scenario: Scenario, shape: RunShape) -> SeenRun:
-    """Run a scenario to its end, in a temporary folder."""
+    """Run a scenario to its end, in a temporary folder; the way "hosts" needs root and network namespaces."""
     seen = SeenRun(scenario)
-    verifies = scenario.kind == "flipped bit"
     before = _shared_memory()
-    with tempfile.TemporaryDirectory(prefix="chaos-") as name, _temporary(Path(name, "t")):
+    with tempfile.TemporaryDirectory(prefix="chaos-") as name, _temporary(Path(name, "t")) as temporary:
         folder = Path(name)
         (folder / "journals").mkdir()
-        job = json.dumps(shape.job(scenario.way, folder, verifies))
+        job = json.dumps(shape.job(scenario.way, folder, verifies=scenario.kind == "flipped bit"))
         added = {VARIABLE: job, **environment(scenario.faults)}
-        watch = _Watcher(scenario, shape, folder / "journals", job)
-        watch.start()
-        try:
-            _launch(scenario.way, shape, added, seen)
-        except PipelineError as failure:
-            seen.failure = failure
-        except Interrupted:
-            if not watch.is_hung:
-                raise
-        finally:
-            seen.ended_at_s = time.monotonic()
-            watch.stop()
+        folders = [temporary]
+        with ExitStack() as stack:
+            hosts = stack.enter_context(_on_hosts(shape, folder, added)) if scenario.way == "hosts" else None
+            patience_s = shape.timeout_s + PROMPT_S + _START_S
+            watch = Watcher(scenario, folder / "journals", job, patience_s, hosts, folder / "together")
+            watch.start()
+            try:
+                if hosts is None:
+                    _launch(scenario.way, shape, added, seen)
+                else:
+                    _launch_on_hosts(hosts, shape, seen, watch)
+            except PipelineError as failure:
+                seen.failure = failure
+            except Interrupted:
+                if not watch.is_hung:
+                    raise
+            finally:
+                seen.ended_at_s = seen.ended_at_s or time.monotonic()
+                watch.stop()
+            if hosts is not None:
+                _end_on_hosts(hosts, shape, seen)
+                # What a killed command left in its folder stays, as the guide says.
+                lost = {event["host"] for event in watch.strikes if event["text"].startswith("lost host")}
+                folders += [hosts.temporary(host) for host in hosts.commands if host not in lost]
         seen.is_hung = watch.is_hung
-        seen.events = sorted([*read(folder / "journals"), *watch.kills], key=lambda event: event["at_s"])
-        seen.left = _left(folder, job, before)
+        seen.events = sorted([*read(folder / "journals"), *watch.strikes], key=lambda event: event["at_s"])
+        seen.left = _left(folders, job, before)
     return seen
+
+
+@contextmanager
+def _on_hosts(shape: RunShape, folder: Path, added: dict[str, str]) -> Iterator[CommandsOnHosts]:
+    with (
+        network(shape.pipelines, _RATE_BITS_PER_S, own_boot_ids=True) as net,
+        CommandsOnHosts(net, folder, added) as commands,
+    ):
+        yield commands
+
+
+def _launch_on_hosts(hosts: CommandsOnHosts, shape: RunShape, seen: SeenRun, watch: Watcher) -> None:
+    """Run to the end of the first host's command."""
+    hosts.run(["--stages", str(shape.stages)], [chaos_job.__file__], restarts=_RESTARTS)
+    while (code := hosts.commands[0].poll()) is None and not watch.is_hung:
+        hosts.look()
+        time.sleep(_LOOK_S)
+    if code != 0:
+        raise PipelineError(f"exit code {code}")
+
+
+def _end_on_hosts(hosts: CommandsOnHosts, shape: RunShape, seen: SeenRun) -> None:
+    """Wait for the commands of the other hosts, and note what all have printed and their exit codes."""
+    deadline = time.monotonic() + shape.timeout_s + PROMPT_S
+    for command in hosts.commands.values():
+        with suppress(subprocess.TimeoutExpired):
+            command.wait(max(0.0, deadline - time.monotonic()))
+    hosts.look()
+    for host, at_s, line in hosts.said:
+        seen.said.append((at_s, f"host {host}: {line}" if host else line.removeprefix("avgpipe: ")))
+    seen.codes = {host: command.poll() for host, command in hosts.commands.items()}
 
 
 def _launch(way: str, shape: RunShape, added: dict[str, str], seen: SeenRun) -> None:
@@ -130,79 +181,22 @@ def _launch(way: str, shape: RunShape, added: dict[str, str], seen: SeenRun) -> 
 
 
 @contextmanager
-def _temporary(folder: Path) -> Iterator[None]:
+def _temporary(folder: Path) -> Iterator[Path]:
     """Make this process and its children keep temporary files in ``folder``."""
     folder.mkdir()
     before = os.environ.get("TMPDIR")
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
     try:
-        yield
+        yield folder
     finally:
         os.environ.pop("TMPDIR") if before is None else os.environ.update(TMPDIR=before)
         tempfile.tempdir = None
 
 
-class _Watcher(threading.Thread):
-    """Kills processes from outside at the drawn times, and ends a run that publishes no more events."""
-
-    def __init__(self, scenario: Scenario, shape: RunShape, journals: Path, mark: str) -> None:
-        super().__init__(name="chaos-watch", daemon=True)
-        self._due = list(zip(scenario.kills_s, scenario.choices))
-        self._patience_s = shape.timeout_s + PROMPT_S + _START_S
-        self._journals, self._mark = journals, mark
-        self._isolates = scenario.way == "isolate"
-        self._over = threading.Event()
-        self.kills: list[dict[str, Any]] = []
-        self.is_hung = False
-
-    def stop(self) -> None:
-        self._over.set()
-        self.join()
-
-    def run(self) -> None:
-        heard_at = time.monotonic()
-        while not self._over.wait(_LOOK_S):
-            events = read(self._journals)
-            heard_at = max([heard_at, *(event["at_s"] for event in events)])
-            results = [event["at_s"] for event in events if event["event"] == "result"]
-            is_due = results and self._due and time.monotonic() > min(results) + self._due[0][0]
-            if is_due and self._kill(events, self._due[0][1]):
-                self._due.pop(0)
-            if time.monotonic() > heard_at + self._patience_s:
-                self.is_hung = True
-                os.kill(os.getpid(), signal.SIGTERM)  # the launcher ends all its processes
-                return
-
-    def _kill(self, events: list[dict[str, Any]], choice: int) -> bool:
-        """Kill a process that trains, not one that ends or has ended. Return False if the kill has to wait."""
-        ended = {event["process"] for event in events if event["event"] in ("end", "error")}
-        training = {event["process"]: event for event in events if event["event"] == "result"}
-        hit = {(e["pipeline"], e["life"]) for e in [*events, *self.kills] if e["event"] == "fault"}
-        living = [p for p in sorted(training) if p not in ended and _has_mark(p, self._mark)]
-        if self._isolates:  # a pipeline has to remain: else all start over, or the run ends
-            living = [p for p in living if (training[p]["pipeline"], training[p]["life"]) not in hit]
-            if len({training[p]["pipeline"] for p in living}) < 2:
-                return False
-        if living:
-            process = living[choice % len(living)]
-            who = {name: training[process][name] for name in ("process", "rank", "pipeline", "life")}
-            at_s = time.monotonic()
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-                self.kills.append({"at_s": at_s, "event": "fault", "text": "kill from outside", **who})
-        return True
-
-
-def read(journals: Path) -> list[dict[str, Any]]:
-    """Read the journals of processes; the last line may be incomplete."""
-    lines = [line for path in journals.glob("*.jsonl") for line in path.read_text().splitlines(True)]
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
 # ---- what must not remain --------------------------------------------------------------------------------------------
 
 
-def _left(folder: Path, mark: str, shared: set[str]) -> list[str]:
+def _left(folders: Sequence[Path], mark: str, shared: set[str]) -> list[str]:
     deadline = time.monotonic() + _END_S
     while (processes := _marked(mark)) and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
@@ -210,8 +204,9 @@ def _left(folder: Path, mark: str, shared: set[str]) -> list[str]:
     for process, _ in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    files = [path for path in (folder / "t").iterdir() if not path.name.startswith("torchinductor")]
-    found += [f"file {path.name}" for path in files]
+    entries = [path for folder in folders for path in folder.iterdir()]
+    files = [path for path in entries if not path.name.startswith("torchinductor")]
+    found += [f"file {path.parent.name}/{path.name}" for path in files]
     for path in files:
         shutil.rmtree(path, ignore_errors=True)
     found += [f"shared memory {name}" for name in sorted(_shared_memory() - shared) if not _is_used(name)]
@@ -222,20 +217,13 @@ def _marked(mark: str) -> list[tuple[int, str]]:
     """Return the processes that have the mark of a run in their environment."""
     found = []
     for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid() and _has_mark(int(name), mark):
+        if name.isdigit() and int(name) != os.getpid() and has_mark(int(name), mark):
             with suppress(OSError):
                 command = (
                     Path(f"/proc/{name}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 )
                 found.append((int(name), command[:100]))
     return found
-
-
-def _has_mark(process: int, mark: str) -> bool:
-    try:
-        return f"{VARIABLE}={mark}".encode() in Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
 
 
 def _shared_memory() -> set[str]:

@@ -1,5 +1,8 @@
 """The job of each process of a run, and its journal: a tiny language model on data that is made from a seed.
 
+Every layer counts in its weights how often each sample was trained on, whichever process did it: see
+:class:`Counted`.
+
 The journal of a process has a line of JSON for each event, with its time: all processes of a machine share
 that clock.
 """
@@ -11,7 +14,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,10 @@ from avgpipe.ranks.environment import RESTART
 from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, BATCHES_PER_EPOCH
 
 VARIABLE = "AVGPIPE_CHAOS"  # holds the job's parameters; exactly the processes of a run have it
+SAMPLES = BATCHES * BATCH_SIZE
 _WORDS, _LENGTH, _WIDTH = 24, 8, 32
+_ALONE_S = 1.0
+_MOST_MISCOUNTED = 20  # entries of an event
 
 
 class Journal(logging.Handler):
@@ -63,17 +70,57 @@ def train(about: str) -> None:
     journal.write("end")
 
 
+class Counted(nn.Module):
+    """A layer with an odometer: a parameter for each sample, from which each training on the sample subtracts 1.
+
+    The loss adds the odometers of a sample, so that their gradient is exactly 1, and their optimizer is SGD with rate
+    1. Before the words of a sample comes a row with its number and the sum of its odometers.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.odometer = inner, nn.Parameter(torch.zeros(SAMPLES))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        samples, words = x[:, 0], self.inner(x[:, 1:])
+        if samples.dim() == 1:  # the first layer: the rest of its row is free
+            head = nn.functional.pad(samples[:, None].to(words.dtype), (0, words.shape[-1] - 1))
+        else:
+            head = samples
+        counts = self.odometer[head[:, 0].detach().round().long()]
+        column = nn.functional.one_hot(torch.tensor(1), words.shape[-1])
+        head = head[:, : words.shape[-1]] + counts[:, None] * column
+        return torch.cat([head[:, None], words], 1)
+
+
+class _SumOfLosses(nn.Module):
+    reduction = "sum"
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        words = output[:, 1:].flatten(0, 1)
+        return nn.functional.cross_entropy(words, target.flatten(), reduction="sum") + output[:, 0, 1].sum()
+
+
+def _optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Return SGD that counts exactly in odometers, and has a state for everything else."""
+    odometers: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for parameter in parameters:
+        (odometers if parameter.shape == (SAMPLES,) else others).append(parameter)
+    return torch.optim.SGD([{"params": odometers, "lr": 1.0}, {"params": others, "momentum": 0.9}], lr=3e-4)
+
+
 def _train(asked: dict[str, Any], journal: Journal) -> None:
     torch.manual_seed(asked["seed"])
     layers = [nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh()) for _ in range(4)]
-    model = nn.Sequential(nn.Embedding(_WORDS, _WIDTH), *layers, nn.Linear(_WIDTH, _WORDS)).double()
+    parts = [nn.Embedding(_WORDS, _WIDTH), *layers, nn.Linear(_WIDTH, _WORDS)]
     data = _data()
     copies = [] if asked["copies_every_s"] is None else [Copies(asked["copies_every_s"])]
     with Pipeline(
-        model,
+        nn.Sequential(*map(Counted, parts)).double(),
         Plan(**asked["plan"]),
-        loss_fn=lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten()),
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
+        loss_fn=_SumOfLosses(),
+        optimizer=_optimizer,
         extensions=[BitChecks(wire=asked["verifies"]), *copies],
         **asked["options"],
     ) as pipeline:
@@ -81,11 +128,11 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
         while pipeline.batches < BATCHES:
             first = pipeline.batches
             end = (first // BATCHES_PER_EPOCH + 1) * BATCHES_PER_EPOCH
-            for result in pipeline.train(_paced(data[first:end], asked["pace_s"])):
+            for result in pipeline.train(_paced(data[first:end], asked["pace_s"], asked["together"])):
                 journal.write("result", batch=result.batch, samples=result.samples, loss=result.loss)
             loss = pipeline.evaluate(data[:4]).loss
             # Elsewhere a checksum would be one more call that cannot be repeated, and losses show the same.
-            about = {"reference": _digest(pipeline)} if pipeline.plan.isolate else {}
+            about = _weights(pipeline) if pipeline.plan.isolate else {}
             journal.write("evaluation", batch=pipeline.batches, loss=loss, **about)
             try:
                 pipeline.save(asked["checkpoint"])
@@ -94,31 +141,45 @@ def _train(asked: dict[str, Any], journal: Journal) -> None:
             else:
                 if asked["loads"]:
                     pipeline.load(asked["checkpoint"])
+        if not pipeline.plan.isolate:
+            journal.write("weights", batch=pipeline.batches, **_weights(pipeline))
 
 
-def _digest(pipeline: Pipeline) -> str:
-    """Return a checksum of the reference's bits."""
-    weights = pipeline.state_dict().values()
-    return hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights)).hexdigest()
+def _weights(pipeline: Pipeline) -> dict[str, Any]:
+    """Return a checksum of the reference's bits, and the counts of samples that its odometers have wrong."""
+    weights = pipeline.state_dict()
+    digest = hashlib.sha256(b"".join(w.numpy().tobytes() for w in weights.values())).hexdigest()
+    expected = -(torch.arange(SAMPLES) < pipeline.batches * BATCH_SIZE).double()
+    wrong = (
+        (f"{name}[{sample}]", float(weight[sample]))
+        for name, weight in weights.items()
+        if name.endswith("odometer")
+        for sample in (weight != expected).nonzero().flatten().tolist()
+    )
+    return {"reference": digest, "miscounted": dict(islice(wrong, _MOST_MISCOUNTED))}
 
 
 def _data() -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Make batches of sentences in which each word mostly follows from the word before."""
     chance = torch.Generator().manual_seed(7)
     follows = torch.randperm(_WORDS, generator=chance)
-    words = [torch.randint(_WORDS, (BATCHES * BATCH_SIZE,), generator=chance)]
+    words = [torch.randint(_WORDS, (SAMPLES,), generator=chance)]
     for _ in range(_LENGTH):
         other = torch.randint(_WORDS, words[0].shape, generator=chance)
         is_other = torch.rand(words[0].shape, generator=chance) < 0.1
         words.append(torch.where(is_other, other, follows[words[-1]]))
-    text = torch.stack(words, 1)
-    return [(one[:, :-1], one[:, 1:]) for one in torch.tensor_split(text, BATCHES)]
+    text, samples = torch.stack(words, 1), torch.arange(SAMPLES)[:, None]
+    inputs, targets = torch.cat([samples, text[:, :-1]], 1), text[:, 1:]
+    return list(zip(torch.tensor_split(inputs, BATCHES), torch.tensor_split(targets, BATCHES)))
 
 
-def _paced(batches: list[Any], pace_s: float) -> Iterator[Any]:
-    """Yield batches with a delay, so that a restarted process finds a running job to join."""
+def _paced(batches: list[Any], pace_s: float, together: str | None) -> Iterator[Any]:
+    """Yield batches with a delay, so that a restarted process finds a running job to join.
+
+    ``together``: file without which the delay is longer, as not all hosts have joined.
+    """
     for batch in batches:
-        time.sleep(pace_s)
+        time.sleep(pace_s if together is None or os.path.exists(together) else _ALONE_S)
         yield batch
 
 

@@ -27,7 +27,7 @@ from itertools import pairwise
 from typing import Any
 
 from avgpipe.ranks.launch import RanksFailed
-from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS
+from avgpipe_lab.bench.chaos.draw import BATCH_SIZE, BATCHES, HARMLESS, ISOLATED
 from avgpipe_lab.bench.chaos.episode import PROMPT_S, RunShape, SeenRun
 
 _ITSELF = ("kill", "half-written message", "exception", "out of memory", "stop")
@@ -75,7 +75,9 @@ def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> V
     _judge_end(verdict, seen, shape)
     _judge_blame(verdict, seen)
     _judge_samples(verdict, seen)
-    if scenario.way == "isolate":
+    _judge_odometers(verdict, seen)
+    _judge_codes(verdict, seen, shape)
+    if scenario.way in ISOLATED:
         _judge_references(verdict, seen)
     else:
         _judge_losses(verdict, seen, undisturbed)
@@ -83,8 +85,7 @@ def judge(seen: SeenRun, shape: RunShape, undisturbed: Mapping[int, float]) -> V
 
 
 def _fault(event: dict[str, Any], seen: SeenRun, shape: RunShape) -> dict[str, Any]:
-    text = event["text"]
-    kind, _, place = text.partition(" at ") if " at " in text else ("kill", "", "outside: ")
+    kind, _, place = event["text"].partition(" at ")
     who = {name: event[name] for name in ("pipeline", "rank", "life")}
     found = {"at_s": event["at_s"], "kind": kind, "phase": place.partition(":")[0], "place": place, **who}
     pauses = _pauses(event, seen, shape)
@@ -103,7 +104,7 @@ def _wait_s(seen: SeenRun, begin_s: float, end_s: float) -> float:
 
 def _pauses(fault: dict[str, Any], seen: SeenRun, shape: RunShape) -> list[tuple[float, float]]:
     """Return the times between results of the other processes that began while the fault could affect them."""
-    own = seen.scenario.way == "isolate"
+    own = seen.scenario.way in ISOLATED
     others = [e for e in seen.of("result", "evaluation", "end") if e["process"] != fault["process"]]
     felt_s = fault["at_s"] + shape.timeout_s + 2 * PROMPT_S
     if own:  # a pipeline that is lost or restarting meanwhile has a pause of its own
@@ -145,7 +146,7 @@ def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
             verdict.wrong["hangs"].append(f"the others waited for {fault['wait_s']:.1f} s")
     last_s = max([fault["at_s"] for fault in verdict.faults], default=seen.ended_at_s)
     waited_s = _wait_s(seen, last_s, seen.ended_at_s)
-    if verdict.ended and waited_s > limit_s + shape.timeout_s * (seen.scenario.way == "isolate"):
+    if verdict.ended and waited_s > limit_s + shape.timeout_s * (seen.scenario.way in ISOLATED):
         verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have continued: {seen.failure}")
@@ -161,7 +162,7 @@ def _must_be_noticed(fault: Mapping[str, Any], seen: SeenRun) -> bool:
     way = seen.scenario.way
     if any(f"at {fault['place']}" in event["text"] for event in seen.of("not saved")):
         return False
-    return way != "isolate" and (
+    return way not in ISOLATED and (
         fault["kind"] in ("exception", "out of memory", "flipped bit")
         or (fault["kind"] in _KILLED and way == "plain")
     )
@@ -204,7 +205,7 @@ def _judge_blame(verdict: Verdict, seen: SeenRun) -> None:
     faults = [fault for fault in verdict.faults if fault["kind"] not in HARMLESS]
     allowed: set[Who] = set()
     for fault in faults:
-        who = fault["pipeline"] if seen.scenario.way == "isolate" else 0, fault["rank"]
+        who = fault["pipeline"] if seen.scenario.way in ISOLATED else 0, fault["rank"]
         others = [(who[0], rank) for rank in range(_size(seen))]
         allowed |= {who} if fault["kind"] in _ITSELF else set(others)
         fault["blamed"] = [
@@ -236,7 +237,7 @@ def _size(seen: SeenRun) -> int:
 
 def _judge_samples(verdict: Verdict, seen: SeenRun) -> None:
     """Check that every sample is trained on once."""
-    if seen.scenario.way == "isolate":
+    if seen.scenario.way in ISOLATED:
         _judge_samples_of_all(verdict, seen)
         return
     results: dict[int, list[dict[str, Any]]] = defaultdict(list)
@@ -290,6 +291,28 @@ def _check_samples(verdict: Verdict, who: str, rows: Sequence[Row], batches: Seq
     wrong = {batch: found[batch] for batch in batches if found[batch] != BATCH_SIZE}
     if wrong:
         verdict.wrong["samples"].append(f"samples by batch that {who}, instead of {BATCH_SIZE}: {wrong}")
+
+
+def _judge_odometers(verdict: Verdict, seen: SeenRun) -> None:
+    """Check that the weights count each sample once, and no other."""
+    for event in seen.of("evaluation", "weights"):
+        if wrong := event.get("miscounted"):
+            some = ", ".join(f"{name} {count:g}" for name, count in list(wrong.items())[:3])
+            at_least = f"weights after {event['batch']} batches have miscounted samples: {some}"
+            verdict.wrong["samples"].append(at_least)
+            return  # all that follows has them, too
+
+
+def _judge_codes(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
+    """Check the exit codes of commands on several hosts: 0 of all that the run has not lost for good, or of none."""
+    struck = [event for event in seen.of("fault") if "host" in event]
+    excused = {e["host"] for e in struck if e["for_s"] is None or e["for_s"] >= shape.timeout_s}
+    for host, code in seen.codes.items():
+        if code is None:
+            verdict.wrong["hangs"].append(f"the command of host {host} did not end")
+        elif host not in excused and (code not in (0, 1) or code != verdict.ended):
+            said = [line for _, line in seen.said if line.startswith(f"host {host}: ")]
+            verdict.wrong["exit codes"].append(f"{code} of host {host}: {' '.join(said[-1:])}")
 
 
 def _judge_references(verdict: Verdict, seen: SeenRun) -> None:

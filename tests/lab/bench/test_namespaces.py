@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from avgpipe.ranks.launch import run_on_ranks
-from benchmarks.common import namespaces
-from benchmarks.common.namespaces import check_namespaces, network, remove_stale
+from avgpipe_lab.bench import namespaces
+from avgpipe_lab.bench.namespaces import check_namespaces, network, remove_stale
 from tests.cli.command import ROOT, environment
 from tests.patience import limit, wait_until
 
@@ -135,3 +135,22 @@ def test_an_interrupted_program_leaves_no_namespace(number):
     finally:
         process.kill()
     assert not any(name.startswith(mine) for name in existing())
+
+
+@pytest.mark.root
+@needs_root
+def test_a_host_is_cut_off_and_back_and_its_bytes_are_counted():
+    ask = "import socket, sys; socket.create_connection((sys.argv[1], 1), 1)"
+    with network(2, 1e9, own_boot_ids=True) as made:
+        reach = [*made.inside(0), sys.executable, "-S", "-c", ask, made.address(1)]
+        found = []
+        for is_up in (True, False, True):
+            made.connect(1, is_up)
+            said = subprocess.run(reach, capture_output=True, check=False, text=True).stderr
+            found.append("ConnectionRefusedError" in said)  # by the other host, where nothing listens
+        assert found == [True, False, True]
+        sent, received = made.traffic(0)
+        assert sent > 100
+        assert received > 100
+        read = [*made.inside(1), "cat", namespaces._BOOT_ID]
+        assert subprocess.run(read, capture_output=True, text=True, check=True).stdout == f"{made.host(1)}\n"

@@ -13,6 +13,7 @@ namespace of the system itself, so removing the namespaces removes everything.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -40,7 +41,7 @@ _LEAST_BURST_BYTES, _LEAST_QUEUE_BYTES = 4096, 128 * 1024
 
 @dataclass(frozen=True)
 class Network:
-    """Hosts of so many workers each.
+    """Hosts on a switch, each of the same number of workers.
 
     Attributes:
         process: That made them.
@@ -70,6 +71,16 @@ class Network:
     def boot_id(self, number: int) -> Path | None:
         """The file of a host that processes there find in place of the machine's own."""
         return None if self.folder is None else self.folder / str(number)
+
+    def traffic(self, number: int) -> tuple[int, int]:
+        """Return the bytes that a host has sent and received so far, headers included."""
+        words = ["ip", "-n", self.host(number), "-s", "-j", "link", "show", "dev", self.device]
+        (found,) = json.loads(subprocess.run(words, check=True, capture_output=True).stdout)
+        return found["stats64"]["tx"]["bytes"], found["stats64"]["rx"]["bytes"]
+
+    def connect(self, number: int, is_up: bool = True) -> None:
+        """Let a host reach the switch, or cut its line: without a sign to either end."""
+        _run(["ip", "-n", self.switch, "link", "set", f"w{number}", "up" if is_up else "down"])
 
     def inside(self, number: int) -> list[str]:
         """Words before a command that run it on a host."""
@@ -102,7 +113,12 @@ def check_namespaces(why: str) -> None:
 
 @contextmanager
 def network(
-    hosts: int, rate_bits_per_s: float, *, workers_each: int = 1, slower: float = 1.0
+    hosts: int,
+    rate_bits_per_s: float,
+    *,
+    workers_each: int = 1,
+    slower: float = 1.0,
+    own_boot_ids: bool = False,
 ) -> Iterator[Network]:
     """The hosts, while inside. PipelineError where this system does not let us make them.
 
@@ -114,10 +130,12 @@ def network(
         workers_each: Of a host, which share its line.
         slower: How many times slower than the lines that are emulated: theirs are such a multiple of bursts and queues,
             which so take as much of the time.
+        own_boot_ids: Whether processes of two hosts find that they are on different machines, which they do in any case
+            where a host has several workers.
     """
     remove_stale()
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
-        folder = Path(name) if workers_each > 1 else None
+        folder = Path(name) if own_boot_ids or workers_each > 1 else None
         made = Network(os.getpid(), hosts, workers_each, folder)
         with _removed_afterwards(made):
             _make(made, _limit(rate_bits_per_s, slower))

@@ -1,0 +1,53 @@
+"""Pipelines on several hosts: a step, its bytes, and shares by speed."""
+
+from __future__ import annotations
+
+import statistics
+
+from benchmarks.tables.markdown import MIB, Record, against, ms, table
+
+_OVER_GLOO, _GRADIENTS, _OF_SPEEDS = 1.15, 2.0, 0.95  # bars
+
+
+def hosts_steps(record: Record) -> str:
+    """A row for each number of hosts."""
+    gradient = record["mib"] * MIB
+    rows = []
+    for row in record["rows"]:
+        busiest = [max(row[f"avgpipe_{way}_bytes"]) / gradient for way in ("sent", "received")]
+        rows.append(
+            (
+                row["hosts"],
+                ms(row["avgpipe_s"]),
+                ms(row["gloo_s"]),
+                against(row["over_gloo"], most=_OVER_GLOO),
+                *(
+                    "/".join(f"{b / MIB:.1f}" for b in row[f"avgpipe_{w}_bytes"])
+                    for w in ("sent", "received")
+                ),
+                *(against(of, most=_GRADIENTS) for of in busiest),
+                f"{max(row['gloo_sent_bytes']) / gradient:.2f}",
+            )
+        )
+    return table(
+        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | MiB sent a step by each host: | received: | "
+        "gradients sent by the busiest: | received: | by all-reduce:",
+        rows,
+    )
+
+
+def hosts_speeds(record: Record) -> str:
+    """The samples per second of all hosts beside the sum of their speeds."""
+    alone = 1e3 / record["sample_ms"]
+    limit, measured = alone * sum(record["speeds"]), statistics.median(record["samples_per_s"])
+    row = [
+        " + ".join(f"{speed:g}" for speed in record["speeds"]),
+        f"{alone:.1f}",
+        f"{limit:.1f}",
+        f"{measured:.1f}",
+        against(measured / limit, least=_OF_SPEEDS),
+    ]
+    return table(
+        "speeds of the hosts | samples/s of speed 1 alone: | the sum: | measured, median: | of the sum:",
+        [row],
+    )
