@@ -62,7 +62,7 @@ class Turns:
     def tell(self, state: BatchState) -> None:
         """Publish the result of a step; once for each step."""
         work, reference = state.work, self._reference
-        values: dict[str, Any] = {"part": work.names, "has_update": False, "without": []}
+        values: dict[str, Any] = {**work.names, "has_update": False, "without": []}
         if not work.idles:
             weight = 0.0 if work.weights is None else work.weights.total
             values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
@@ -106,12 +106,13 @@ class Turns:
         self._compare(published)
         reference = self._reference
         columns = zip(published.pipelines, published.values, published.tensors)
-        rows = [(i, values["without"], tensors) for i, values, tensors in columns if values["has_update"]]
+        rows = [(i, values, tensors) for i, values, tensors in columns if values["has_update"]]
         if reference is not None and rows:
             count = len(reference.z.flats)
             device = reference.z.flats[0].device  # what was published lies in main memory
             updates = [[flat.to(device) for flat in tensors[:count]] for _, _, tensors in rows]
-            reference.complete(updates, {i: without for i, without, _ in rows})
+            without = {i: values["without"] for i, values, _ in rows}
+            reference.complete(updates, without, rows[0][1]["divisor"])  # the same for all
 
     def may_step(self, turn: int) -> bool:
         """Whether a step may be made: others read the last one until all have published the next."""
