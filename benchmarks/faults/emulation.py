@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -24,7 +24,7 @@ from avgpipe.model.batch import loss_weights, share_out, sizes_of
 from benchmarks.faults import job
 from benchmarks.overlap.models import loss
 
-Part = tuple[job.Batch, list[slice]]  # micro-batches of a batch
+Part = tuple[job.Batch, list[slice]]  # a batch, and micro-batches of it
 
 
 def terms_of(history: dict[str, Any], pipelines: int) -> list[Term]:
@@ -155,13 +155,16 @@ class Emulation:
 
     def _step(self, turn: Turn) -> None:
         (x, y), _ = next(iter(turn.parts.values()))
-        every = [of for _, slices in turn.parts.values() for of in slices]
-        sizes = [of.stop - of.start for of in every]
-        weights = loss_weights(loss, [y[of] for of in every], sizes, None)
-        shares = share_out(weights, [len(slices) for _, slices in turn.parts.values()], False)
-        for (i, (_, slices)), share in zip(turn.parts.items(), shares):
+        every = micro_batches(
+            len(x)
+        )  # each keeps its weight in the batch, in whichever turn it is trained on
+        whole = loss_weights(loss, [y[of] for of in every], [of.stop - of.start for of in every], None)
+        factors = dict(zip([of.start for of in every], whole.factors))
+        for i, (_, slices) in turn.parts.items():
             if i not in turn.counting:
                 continue
+            own = replace(whole, factors=[factors[of.start] for of in slices])
+            share = replace(share_out(own, [len(slices)], False)[0], shares=len(turn.parts))
             stages = self._replicas[i]
             for of, factor in zip(slices, share.factors):
                 output = x[of]
@@ -181,4 +184,4 @@ class Emulation:
             published = [update for update in updates.values() if update is not None]
             if published:
                 without = {i: reference.without_gradient(i) for i in updates}
-                reference.complete(published, without)
+                reference.complete(published, without, len(turn.parts))

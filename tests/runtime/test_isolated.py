@@ -177,8 +177,9 @@ class Emulation:
 
     def _step(self, shares: dict[int, Any], counting: list[int]) -> None:
         sizes = {i: sum(s.stop - s.start for s in slices) for i, (*_, slices) in shares.items()}
-        mean = sum(sizes.values()) / len(sizes)
         losses, gradients = {}, {}
+        if self.place == 0:  # a period begins
+            self.divisor = len(shares) if self.is_shared else self.options["pipelines"]
         present, counting = counting, [i for i in counting if i in shares]
         for i in counting:
             _, x, y, slices = shares[i]
@@ -189,7 +190,7 @@ class Emulation:
             losses[i] = float(loss.detach())
             gradients[i] = [torch.zeros_like(p) for p in model.parameters()]
             if sizes[i]:
-                scale = sizes[i] / mean if self.is_shared else 1.0
+                scale = self.divisor * sizes[i] / len(x) if self.is_shared else 1.0
                 gradients[i] = torch.autograd.grad(loss * scale, list(model.parameters()))
         if self.is_shared:
             samples = sum(sizes[i] for i in counting)
@@ -217,7 +218,7 @@ class Emulation:
             own.step()
             trials[i] = trial
         for p, *gs in zip(self.reference.parameters(), *gradients.values()):
-            p.grad = sum(gs) / len(gs)
+            p.grad = sum(gs) / self.divisor
         self.outer.step()
         if self.options.get("staleness", 1) == 0:  # who has nothing of this turn has them, too
             trials = {i: copy.deepcopy(self.reference) for i in present}
@@ -241,7 +242,7 @@ class Emulation:
         for n, z in enumerate(self.reference.parameters()):
             old = z.clone()
             xs = {i: list(self.replicas[i].parameters())[n] for i in stepped}
-            z += sum(xs[i] - self.begin[i][n] for i in stepped) / len(stepped)
+            z += sum(xs[i] - self.begin[i][n] for i in stepped) / self.divisor
             if self.options.get("staleness", 1) == 0:  # who has nothing of this turn is pulled, too
                 xs = {i: list(self.replicas[i].parameters())[n] for i in present}
             for i, x in xs.items():

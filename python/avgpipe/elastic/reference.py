@@ -88,8 +88,7 @@ class Reference:
             one, when :meth:`ready` allows it.
         ema: An average of the flat z, updated with every move of z.
         open: Whether the caller decides which replicas have a part in a round, and ends each by
-            :meth:`complete`; the mean is over these. ``replicas`` is the usual number, for the default of
-            alpha.
+            :meth:`complete`. ``replicas`` is the usual number, for the default of alpha.
     """
 
     def __init__(
@@ -255,7 +254,7 @@ class Reference:
         return [] if self.outer_steps is None else self.outer_steps.without_gradient(replica)
 
     def complete(
-        self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]]
+        self, updates: Sequence[Sequence[torch.Tensor]], without: Mapping[int, Sequence[int]], divisor: int
     ) -> None:
         """End a round of an open reference.
 
@@ -263,11 +262,12 @@ class Reference:
             updates: Of the replicas with a part in it, in a global order, each as ``ElasticAveraging.update``; or their
                 sum alone.
             without: By replica with a part in it, the result of its :meth:`without_gradient`.
+            divisor: Of the sum of the updates, where the rule averages them.
         """
         with self._lock, torch.no_grad():
             if self.outer_steps is not None:
                 self.outer_steps.set_without(without)
-            scale = 1 / len(without) if self.elasticity.coefficients.averages else 1.0
+            scale = 1 / divisor if self.elasticity.coefficients.averages else 1.0
             self._move([list(update) for update in updates], scale)
             self._update_ema()
             self._contributions += 1

@@ -1,9 +1,9 @@
 """Which isolated pipeline trains on which batch, and what is trained on again when one of them was lost.
 
-Every process iterates over all batches, so all know the share of each pipeline; a batch is kept until its
-step has ended. The samples of a lost pipeline in steps in which it does not count are trained on before the
-loader's next batches, from the first step after its term: every sample is trained on once. A batch is cut
-into the same micro-batches however many pipelines share it.
+Every process iterates over all batches, so all know the share of each pipeline; a batch is kept until the
+reference has its update. The samples of a lost pipeline in steps in which it does not count are trained on
+before the loader's next batches, from the first step after its term: every sample moves the reference once. A
+batch is cut into the same micro-batches however many pipelines share it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -23,7 +23,8 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Turn, TurnExchange
-from avgpipe.model.batch import Columns, loss_weights, sample_count, share_out, sizes_of
+from avgpipe.fault.shares import FeedPart, Unfinished
+from avgpipe.model.batch import Columns, loss_weights, sample_count, sizes_of
 from avgpipe.model.context import Position
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import named
@@ -50,47 +51,6 @@ class Counts:
 
     batches: int
     results: int
-
-
-@dataclass(frozen=True)
-class FeedPart:
-    """Micro-batches of the loader's batch number ``batch``.
-
-    Attributes:
-        first: the number of the first micro-batch in that batch.
-        answers: the targets as the loader has given them, which all stages have.
-        sizes: of the micro-batches, in samples.
-        mark: a checksum of the beginning of the batch, by which a loader that draws differently is found.
-        copied: see :class:`avgpipe.runtime.compute.Work`.
-    """
-
-    batch: int
-    first: int
-    inputs: list[Any]
-    targets: list[Any]
-    answers: list[Any]
-    sizes: list[int]
-    mark: int
-    copied: ReadyOnEvent | None
-
-    @property
-    def samples(self) -> int:
-        return sum(self.sizes)
-
-    @property
-    def place(self) -> list[int]:
-        """What identifies this part to the other pipelines."""
-        return [self.batch, self.first, len(self.sizes), self.mark]
-
-    def shares(self, count: int) -> list[FeedPart]:
-        """Cut into ``count`` parts; the last ones are empty where there are fewer micro-batches."""
-        found, first = [], 0
-        for size in sizes_of(len(self.sizes), count):
-            of = slice(first, first + size)
-            lists = {n: getattr(self, n)[of] for n in ("inputs", "targets", "answers", "sizes")}
-            found.append(replace(self, first=self.first + first, **lists))
-            first += size
-        return found
 
 
 class TurnFeed(Feed):
@@ -129,10 +89,11 @@ class TurnFeed(Feed):
         self.begun = self.ended = 0
         self.results: deque[tuple[BatchResult, float]] = deque()
         self._in_flight: deque[int] = deque()  # steps
-        self._parts: dict[int, dict[int, FeedPart]] = {}  # by step and pipeline: what may be lost
+        self._unfinished = Unfinished(plan.period)
         self._queued_terms: set[int] = set()  # ended terms whose lost parts are queued
         self._lost: deque[FeedPart] = deque()  # queued
         self._before: dict[int, int] = {}  # batches before steps in flight
+        self._divisor = plan.pipelines  # of the sum of updates of a period
         self.is_member = False
         # The caller's position; before ``next_batch`` where others trained while this pipeline started.
         self._at = self.next_batch
@@ -175,7 +136,7 @@ class TurnFeed(Feed):
     @property
     def _has_losses(self) -> bool:
         """Whether lost parts of ended steps still have to be trained on."""
-        return bool(self._lost) or any(turn not in self._in_flight for turn in self._parts)
+        return bool(self._lost) or self._unfinished.are_missing
 
     def takes_more(self) -> bool:
         return not self.results and len(self._in_flight) < _IN_FLIGHT
@@ -238,7 +199,7 @@ class TurnFeed(Feed):
             self.next_batch, self.ended = counts.batches, counts.results
         self.is_member = True
 
-    def _part_of(self, given: Pairs, copied: ReadyOnEvent | None) -> FeedPart:
+    def _part_of(self, given: Pairs, copied: ReadyOnEvent | None, is_shared: bool) -> FeedPart:
         self._worker.look(self.next_batch, given)
         dims = self._options.batch_dims
         counts = [sample_count(inputs, targets, dims=dims) for inputs, targets in given]
@@ -249,11 +210,12 @@ class TurnFeed(Feed):
         if copied is not None:
             given = copied.value
         sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
+        weights = loss_weights(self._options.loss_fn, answers, sizes, self._options.loss_weight)
         inputs, targets = (
             cut([pair[n] for pair in given], parts, counts, (dims.inputs, dims.targets)[n]) for n in (0, 1)
         )
         self.next_batch += 1
-        return FeedPart(self.next_batch - 1, 0, inputs, targets, answers, sizes, mark, copied)
+        return FeedPart(self.next_batch - 1, 0, inputs, targets, sizes, weights, mark, copied, is_shared)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
         """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches.
@@ -265,22 +227,26 @@ class TurnFeed(Feed):
             self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch
+            if self._is_shared and turn % self._plan.period == 0:
+                self._divisor = len(members)
             most, found = 1 if self._is_shared or batch is not None else len(members), list[FeedPart]()
             if self._lost:
                 found = [self._lost.popleft() for _ in range(min(most, len(self._lost)))]
             elif self._membership.stops_at(turn):
                 pass
             elif batch is not None:
-                found = [self._part_of(*batch)]
+                found = [self._part_of(*batch, is_shared=True)]
             else:
                 while len(found) < most and (following := self._loader.next()) is not None:
-                    found.append(self._part_of(*following))
+                    found.append(self._part_of(*following, self._is_shared))
             if found and most == 1:
                 (whole,) = found
-                found = [part for part in whole.shares(len(members)) if part.sizes or self._is_shared]
-            parts = self._parts[turn] = dict(zip(members, found))
+                shares = whole.shares(sizes_of(len(whole.sizes), len(members)))
+                found = [part for part in shares if part.sizes or self._is_shared]
+            parts = dict(zip(members, found))
+            self._unfinished.begin(turn, parts)
             self._in_flight.append(turn)
-            self._start(turn, parts, members)
+            self._start(turn, parts)
         self.begun += 1
         self._at = self.next_batch
 
@@ -289,36 +255,25 @@ class TurnFeed(Feed):
         roster = self._membership.known.roster
         ended = [term for term in roster.terms if term.end <= turn and term.number not in self._queued_terms]
         for term in ended:
-            for lost in range(term.published, term.end):
-                part = self._parts.get(lost, {}).pop(term.pipeline, None)
-                if part is not None and part.sizes:
-                    self._lost.append(part)
+            self._lost.extend(self._unfinished.take(term))
         self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
-        self._parts = {t: parts for t, parts in self._parts.items() if parts or t in self._in_flight}
 
-    def _start(self, turn: int, parts: dict[int, FeedPart], members: Sequence[int]) -> None:
+    def _start(self, turn: int, parts: dict[int, FeedPart]) -> None:
         part = parts.get(self._pipeline)
+        published = {"part": None if part is None else part.place, "divisor": self._divisor}
         if part is None:
-            work = Work(turn, 0, [], [], idles=True, is_step=bool(parts))
+            work = Work(turn, 0, [], [], idles=True, is_step=bool(parts), names=published)
         else:
-            loss_fn = self._options.loss_fn
             if (modes := self._options.loss_modes) is not None:
                 modes.train()
+            weights = part.weigh(self._divisor, self._options.sums_loss)
             work = Work(
-                turn, len(part.sizes), part.inputs, part.targets, copied=part.copied, names=part.place
+                turn, len(part.sizes), part.inputs, part.targets, weights, part.copied, names=published
             )
             if self._options.cuda_graphs:
                 work.form = named("avgpipe.runtime.graphs:form_of")((part.inputs, part.targets))
             if self._is_shared:
-                answers, sizes = (
-                    [x for p in parts.values() for x in getattr(p, n)] for n in ("answers", "sizes")
-                )
-                weights = loss_weights(loss_fn, answers, sizes, self._options.loss_weight)
-                shares = share_out(weights, [len(p.sizes) for p in parts.values()], self._options.sums_loss)
-                work.weights = dict(zip(parts, shares))[self._pipeline]
                 work.draws = Position(0, turn, part.first)
-            else:
-                work.weights = loss_weights(loss_fn, part.answers, part.sizes, self._options.loss_weight)
         if part is not None and self._verification is not None:
             work.is_kept = self._verification.keeps(self.next_batch - 1, self._pipeline)
         for row in self._worker.rows:
@@ -357,7 +312,7 @@ class TurnFeed(Feed):
 
     def _note(self, turn: Turn) -> None:
         """Note the results of a step; lost parts are kept until they are queued."""
-        parts = self._parts[turn.number]
+        parts = self._unfinished.of(turn.number)
         ends: list[tuple[int, FeedPart, BatchEnd]] = []
         for i, values in turn.values.items():
             part, published = parts.pop(i, None), values["part"]
@@ -366,8 +321,7 @@ class TurnFeed(Feed):
             if part is not None and published is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
-        if not any(part.sizes for part in parts.values()):
-            del self._parts[turn.number]
+        self._unfinished.end(turn.number, turn.values)
         samples = sum(part.samples for _, part, _ in ends)
         if not self._is_shared:
             for i, part, end in ends:

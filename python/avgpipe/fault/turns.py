@@ -65,7 +65,7 @@ class Turns:
     def tell(self, state: BatchState) -> None:
         """Publish the result of a step; once for each step."""
         work, reference = state.work, self._reference
-        values: dict[str, Any] = {"part": work.names, "has_update": False, "without": []}
+        values: dict[str, Any] = {**work.names, "has_update": False, "without": []}
         if not work.idles:
             weight = 0.0 if work.weights is None else work.weights.total
             values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
@@ -107,12 +107,12 @@ class Turns:
     def _take_in(self, published: Published) -> None:
         self._compare(published)
         reference = self._reference
-        if reference is not None and published.updates:
+        rows = [(i, v) for i, v in zip(published.pipelines, published.values) if v["has_update"]]
+        if reference is not None and rows:
             device = reference.z.flats[0].device  # what was published lies in main memory
             updates = [[flat.to(device) for flat in update] for update in published.updates]
-            rows = zip(published.pipelines, published.values)
-            without = {i: values["without"] for i, values in rows if values["has_update"]}
-            reference.complete(updates, without)
+            without = {i: values["without"] for i, values in rows}
+            reference.complete(updates, without, rows[0][1]["divisor"])  # the same for all
 
     def may_step(self, turn: int) -> bool:
         """Whether a step may be made: others read the last one until all have published the next."""

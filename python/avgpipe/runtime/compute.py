@@ -59,7 +59,7 @@ class Work:
         draws: the position that seeds the first micro-batch's random numbers; None: its own position.
         idles: whether this pipeline has no batch in this step; isolated pipelines report it to each other.
         is_step: whether this counts as a step of the run, as it does if other pipelines have a batch in it.
-        names: what isolated pipelines are given to identify it.
+        names: of isolated pipelines, what each publishes of it, by name.
         is_kept: whether stages keep the input of one of their micro-batches, to run it again.
         form: shapes and plain values of the whole batch, equal if its micro-batches' are; None: unknown.
     """
