@@ -21,6 +21,7 @@ from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, load_by_name, restore_schedule
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
+from avgpipe.files import json_object
 from avgpipe.model.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
@@ -62,7 +63,9 @@ def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -
     """
     try:
         weights, optimizers, training = (state[part] for part in _PARTS)
-        settings = json.loads(training)
+        settings = json_object(
+            "training", training, finite=False
+        )  # a schedule may wait for less than infinity
         groups = {name: of for members, of in _decoded(settings["groups"]) for name in members}
         for name, tensor in model.unused.items():
             tensor.copy_(weights[name])

@@ -26,6 +26,7 @@ from avgpipe.fault.gate import Gate
 from avgpipe.fault.relay import Relay
 from avgpipe.fault.roster import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.fault.trunk import Trunk, parse_address
+from avgpipe.files import json_object, reading
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import folder_for_a_socket, peer_of
 
@@ -156,8 +157,10 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         Interrupted: a signal arrived; the processes have been ended.
     """
     try:
-        found = json.loads((folder / ADDRESS).read_text())
-        connection = Client(found["address"], authkey=found["token"].encode())
+        with reading(folder / ADDRESS) as text:
+            found = json_object("it", text)
+        address, token = (str(found.get(name, "")) for name in ("address", "token"))
+        connection = Client(address, authkey=token.encode())
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
     except (OSError, EOFError, ValueError, AuthenticationError) as error:
