@@ -8,6 +8,7 @@ import pytest
 
 from avgpipe.files import (
     json_object,
+    make_folder,
     parse_json,
     parse_toml,
     read_json,
@@ -102,6 +103,22 @@ def test_readers_meet_no_mixture_of_several_writers(tmp_path):
         thread.join()
     assert seen <= set(contents)
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_what_is_in_the_place_of_a_folder_is_named(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere")
+    (tmp_path / "file").touch()
+    for inside in ("", "a/b"):
+        with pytest.raises(
+            OSError, match=r"is a link to nowhere, where nothing is: make that folder.*/link'"
+        ):
+            make_folder(tmp_path / "link" / inside)
+    with pytest.raises(OSError, match=r"is a file: name a folder.*/file'"):
+        make_folder(tmp_path / "file")
+    (tmp_path / "nowhere").mkdir()
+    make_folder(tmp_path / "link" / "a" / "b")
+    make_folder(tmp_path / "link" / "a")
+    assert (tmp_path / "nowhere" / "a" / "b").is_dir()
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

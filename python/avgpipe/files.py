@@ -65,6 +65,20 @@ def write_atomically(path: str | os.PathLike[str], data: bytes | str) -> None:
             os.close(descriptor)
 
 
+def make_folder(path: str | os.PathLike[str]) -> None:
+    """Make a folder, and those above it; one that exists stays. OSError says what is in its place."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except FileExistsError as error:
+        found = Path(error.filename)
+        what = "is a file: name a folder"
+        if found.is_symlink():
+            what = (
+                f"is a link to {os.readlink(found)}, where nothing is: make that folder, or remove the link"
+            )
+        raise NotADirectoryError(errno.ENOTDIR, what, str(found)) from None
+
+
 def strict_json(value: Any, indent: int | None = None) -> str:
     """Return JSON that every parser reads: infinities and NaN become null."""
     return json.dumps(finite(value), allow_nan=False, indent=indent)

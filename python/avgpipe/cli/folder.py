@@ -9,7 +9,7 @@ from typing import Any
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.resolve import RUN_FILE
-from avgpipe.files import read_json, strict_json, write_atomically
+from avgpipe.files import make_folder, read_json, strict_json, write_atomically
 from avgpipe.plan import Plan
 from avgpipe.report.course import read_metrics, target_text
 from avgpipe.units import duration, format_bytes
@@ -29,7 +29,7 @@ class RunFolder:
 
     def open(self, config: TrainConfig, plan: Plan, batches: int) -> None:
         """Make the folder and begin its files; a resumed run keeps the rows up to batch ``batches``."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.write(RUN_FILE, config.to_json())
         plan.save(self.path / "plan.json")
         # An attempt that saved nothing may have left rows.

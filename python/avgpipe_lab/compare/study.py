@@ -15,7 +15,7 @@ from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
 from avgpipe.cli.output import show_status
 from avgpipe.cli.resolve import resolve
-from avgpipe.files import read_json
+from avgpipe.files import make_folder, read_json
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -183,7 +183,7 @@ class Study:
         config, file = self.config, None
         out = folder_of(config, system, seed)
         log = out.with_name(f"{out.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(log.parent)
         if config.tunes:
             file = Path(config.out) / f"{system}-plan.json"
             plan.save(file)
