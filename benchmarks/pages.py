@@ -16,12 +16,12 @@ the marks is written by hand and kept. Bold figures miss their bar.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from avgpipe.files import read_json
 from benchmarks.tables import (
     checkpoints,
     disturbed,
@@ -106,7 +106,7 @@ def load(name: str) -> Record | None:
         if not found:
             return None
         name = found[-1].stem
-    record: Record = json.loads((RECORDS / f"{name}.json").read_text())
+    record: Record = read_json(RECORDS / f"{name}.json")
     return {"record": name, "date": name[-len("2026-11-21") :], **record}
 
 

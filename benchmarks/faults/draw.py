@@ -6,11 +6,11 @@ python -m benchmarks.faults.draw benchmarks/results/faults-lost-worker-DATE.json
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from avgpipe.files import read_json
 from avgpipe.timeline.plot import HUES, INK, dress, picture
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def _worker(axes: Axes, one: dict[str, Any]) -> None:
 
 def main() -> None:
     record, path = sys.argv[1:]
-    draw(json.loads(Path(record).read_text()), path)
+    draw(read_json(record), path)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any
 
+from avgpipe.files import read_json
 from avgpipe_lab.bench.namespaces import check_namespaces
 from benchmarks.common.record import RESULTS, say, write_record
 from benchmarks.tables.injected import injected
@@ -46,7 +47,7 @@ def main() -> None:
     asked = parser.parse_args()
     check_namespaces("this benchmark")
     out = Path(asked.out or RESULTS / f"faults-injected-{time.strftime('%Y-%m-%d')}.json")
-    commands = json.loads(out.read_text())["commands"] if asked.resume and out.is_file() else []
+    commands = read_json(out)["commands"] if asked.resume and out.is_file() else []
     end = time.monotonic() + asked.seconds
     run = partial(_run, seconds=asked.seconds_each, mean_s=asked.mean_seconds, timeout_s=asked.timeout)
     sizes = islice(cycle(SIZES), len(commands), None)
@@ -57,7 +58,7 @@ def main() -> None:
             commands += pool.map(run, now)
         record = {"timeout_s": asked.timeout, "mean_seconds": asked.mean_seconds, "commands": commands}
         write_record("faults-injected", "a thousand injected faults", record, str(out))
-    print(injected(json.loads(out.read_text())))
+    print(injected(read_json(out)))
 
 
 def _run(size: tuple[int, int], seconds: float, mean_s: float, timeout_s: float) -> dict[str, Any]:

@@ -34,6 +34,7 @@ from typing import IO, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from avgpipe.files import read_json
 from avgpipe.ranks.environment import PIPELINE, SPARE
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import RESULTS, say, write_record
@@ -167,7 +168,7 @@ def train(asked: argparse.Namespace, seed: int, is_disturbed: bool) -> dict[str,
         if code:
             return {"seed": seed, "failed": run.lines[-1][1]}
         run.look()
-        summary = json.loads((Path(folder) / "run" / "summary.json").read_text())
+        summary = read_json(Path(folder) / "run" / "summary.json")
         found = {"seed": seed, "command": " ".join(words), "load_before": load, "resumed": ends}
         return found | _course(run, summary) | (_faults(run, kills) if is_disturbed else {})
 
@@ -318,7 +319,7 @@ def main() -> None:
     if "AVGPIPE_DATA" not in os.environ:
         parser.error("AVGPIPE_DATA must name the folder of the data sets")
     out = asked.out or str(RESULTS / f"faults-training-{time.strftime('%Y-%m-%d')}.json")
-    runs: dict[str, dict[str, Any]] = json.loads(Path(out).read_text())["runs"] if asked.resume else {}
+    runs: dict[str, dict[str, Any]] = read_json(out)["runs"] if asked.resume else {}
     for seed in map(int, asked.seeds.split(",")):
         for kind in ("undisturbed", "disturbed"):
             name = f"{kind}, seed {seed}"

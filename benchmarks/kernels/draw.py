@@ -9,12 +9,12 @@ as of `avgpipe bench transfers --json`.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from avgpipe.files import read_json
 from avgpipe.timeline.plot import dress, picture
 from avgpipe.units import format_seconds
 from avgpipe_lab.bench import title
@@ -51,7 +51,7 @@ def plot(sections: Sequence[Mapping[str, Any]], heading: str, path: str) -> None
 
 
 def main(record: Path, out: str) -> None:
-    found = json.loads(record.read_text())
+    found = read_json(record)
     first = found["sections"][0]["elements"]
     shown = [
         s for s in found["sections"] if s["elements"] == first and f"{s['question']}, {s['case']}" in SHOWN

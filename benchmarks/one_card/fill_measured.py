@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from avgpipe.files import read_json
 from benchmarks.common.gpu_trace import occupancy
 from benchmarks.one_card.issue import WAYS
 
@@ -48,5 +48,5 @@ def profiled(card: Card, case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
+        events = read_json(file)["traceEvents"]
     return occupancy(events)

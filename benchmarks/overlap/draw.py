@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from pathlib import Path
 
+from avgpipe.files import read_json
 from benchmarks.common.report import plot_schedules
 
 
 def main() -> None:
     picture, *records = sys.argv[1:]
-    found = [json.loads(Path(record).read_text()) for record in records]
+    found = [read_json(record) for record in records]
     results = [case for record in found for case in record["cases"]]
     plot_schedules(results, f"emulated cluster, {found[0]['machine']['cpu']}", picture)
 

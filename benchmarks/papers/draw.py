@@ -8,7 +8,6 @@ papers-batch-sizes.png.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from avgpipe.files import read_json
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.tables.papers import in_several, nearest, published
 
@@ -171,7 +171,7 @@ def _smooth(values: Sequence[float], over: int = 5) -> list[float]:
 
 
 def main() -> None:
-    record, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    record, folder = read_json(sys.argv[1]), Path(sys.argv[2])
     for draw in (batches, memory, utilisation, batch_sizes):
         draw(record, folder / f"papers-{draw.__name__.replace('_', '-')}.png")
 

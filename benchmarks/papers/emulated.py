@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from avgpipe.errors import PipelineError
+from avgpipe.files import read_json
 from avgpipe.units import format_bytes, format_seconds
 from avgpipe_lab.bench.namespaces import check_namespaces
 from benchmarks.common.record import RESULTS, say, write_record
@@ -219,7 +220,7 @@ def _forecast(path: str | None) -> dict[str, Any]:
         raise FileNotFoundError(
             "there is no record of the forecast: run python -m benchmarks.papers.forecast"
         )
-    record: dict[str, Any] = json.loads(found[-1].read_text())
+    record: dict[str, Any] = read_json(found[-1])
     return {"source": found[-1].name, **record}
 
 
@@ -228,7 +229,7 @@ def main() -> None:
     check_namespaces("this benchmark")
     forecast = _forecast(asked.forecast)
     path = Path(asked.out) if asked.out else None
-    cases = json.loads(path.read_text())["cases"] if path is not None and path.is_file() else []
+    cases = read_json(path)["cases"] if path is not None and path.is_file() else []
     question = "the papers' systems on their emulated cluster, by the real runtime"
     settings = {"rounds": asked.rounds, "forecast": forecast["source"], "reading": forecast["reading"]}
     for case in cases:

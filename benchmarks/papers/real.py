@@ -18,7 +18,6 @@ from that of a batch in the second half of so many, with the samples of a system
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,6 +29,7 @@ import torch
 
 import avgpipe
 from avgpipe import Plan
+from avgpipe.files import read_json
 from avgpipe.links.link import tensors_of
 from avgpipe.measure.forecast import Forecast, OnCluster
 from avgpipe.model.batch import sample_count
@@ -203,7 +203,7 @@ def main() -> None:
     asked = parser.parse_args()
     check_namespaces("a limited line")
     path = Path(asked.out) if asked.out else None
-    before = json.loads(path.read_text()) if path is not None and path.is_file() else {}
+    before = read_json(path) if path is not None and path.is_file() else {}
     lines, runs = before.get("lines", {}), before.get("runs", [])
     known = {(run["workload"], run["way"], run["seed"]) for run in runs}
     for workload in asked.only.split(","):

@@ -15,7 +15,6 @@ systems depend on neither. What was not trained, or did not reach the target in 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from math import inf
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from avgpipe.files import read_json, read_lines
 from benchmarks.common.record import write_record
 from benchmarks.papers.forecast import FLOAT_BITS
 from benchmarks.statistics.samples import BASELINE, Ways, by_way, passes_to, target_of
@@ -139,9 +139,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=_pairs, default={}, help="of one pipeline, by model; default: 1")
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     asked = parser.parse_args()
-    runs = [json.loads(line) for path in asked.statistics for line in path.read_text().splitlines() if line]
+    runs = [row for path in asked.statistics for row in read_lines(path)]
     screen, cases = Console(highlight=False, width=150), []
-    for case in json.loads(asked.emulated.read_text())["cases"]:
+    for case in read_json(asked.emulated)["cases"]:
         name = case["model"]
         workload = asked.workloads.get(name, name)
         ways = by_way(runs, workload)

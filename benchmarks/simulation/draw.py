@@ -5,7 +5,6 @@ python benchmarks/simulation/draw.py benchmarks/results/simulation-DATE.json doc
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 from pathlib import Path
@@ -13,6 +12,8 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from avgpipe.files import read_json
 
 TARGET_PER_S = 20e6
 
@@ -47,4 +48,4 @@ def draw(record: dict[str, Any], path: str | Path) -> None:
 
 
 if __name__ == "__main__":
-    draw(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])
+    draw(read_json(sys.argv[1]), sys.argv[2])

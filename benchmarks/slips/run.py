@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from avgpipe.files import read_lines
 from benchmarks.common.record import say, write_record
 from benchmarks.slips.catalogue import PLACES, SLIPS
 from benchmarks.slips.models import MODELS
@@ -64,8 +65,7 @@ class Log:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self.trials: dict[tuple[str, str], list[dict[str, Any]]] = {}
-        for line in path.read_text().splitlines() if path is not None and path.exists() else ():
-            found = json.loads(line)
+        for found in read_lines(path) if path is not None and path.exists() else ():
             self.trials[found[0]["slip"], found[0]["model"]] = found
 
     def add(self, pair: tuple[str, str], found: list[dict[str, Any]]) -> None:

@@ -9,13 +9,13 @@ python -m benchmarks.statistics.record RUNS.jsonl... [--variants VARIANTS.jsonl]
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from avgpipe.files import read_lines
 from avgpipe.timeline.plot import dress, write_figure
 from benchmarks.common.record import write_record
 from benchmarks.statistics.run import CASES
@@ -38,7 +38,7 @@ _COLORS = {
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return read_lines(path)
 
 
 def runs_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:

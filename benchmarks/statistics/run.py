@@ -29,6 +29,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 import avgpipe
+from avgpipe.files import read_lines
 from avgpipe.model.layers import layers_of
 from avgpipe.tasks import BuildOptions, Workload, build_workload
 from avgpipe_lab.workloads.recipe import Recipe
@@ -302,8 +303,7 @@ def main() -> None:
 def known(path: Path) -> set[tuple[str, str, int]]:
     if not path.is_file():
         return set()
-    rows = map(json.loads, path.read_text().splitlines())
-    return {(row["workload"], row["way"], row["seed"]) for row in rows}
+    return {(row["workload"], row["way"], row["seed"]) for row in read_lines(path)}
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ machine's pace, which changes between turns, is not in it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from avgpipe.files import read_json
 from avgpipe.plan import Plan
 
 WORKERS, FINALISTS = 2, 5
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--out", help="file of the record; default: in benchmarks/results")
     arguments = parser.parse_args()
     recorded = Path(arguments.finals) if arguments.finals else None
-    found = json.loads(recorded.read_text())["tuning"] if recorded else tuned(arguments)
+    found = read_json(recorded)["tuning"] if recorded else tuned(arguments)
     rows = finalists(found)
     samples = contest(arguments.workload, arguments.preset, [row for _, row in rows], arguments.slices)
     report(found, rows, samples)

@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from avgpipe.files import read_json
+
 RESULTS = Path(__file__).parents[1] / "results"
 LIMIT_S = 3600
 # workload -> folder of AVGPIPE_DATA. The second bert is the masked language model.
@@ -147,7 +149,7 @@ def main() -> None:
         "date": date,
         "command": _command(asked),
         **facts(),
-        "rows": json.loads(path.read_text())["rows"] if asked.resume and path.exists() else {},
+        "rows": read_json(path)["rows"] if asked.resume and path.exists() else {},
     }
     for row in chosen:
         for pipelines in map(int, asked.pipelines.split(",")):

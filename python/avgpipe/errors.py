@@ -45,10 +45,12 @@ def library(name: str, user: str, packages: str) -> Any:
         raise LibraryNotFound(f"{missing}: pip install {packages}") from None
 
 
-def check_count(name: str, value: object, least: int = 1) -> None:
-    """Raise ValueError unless ``value`` is an int of at least ``least``."""
+def check_count(name: str, value: object, least: int = 1, most: int = 2**31 - 1) -> None:
+    """Raise ValueError unless ``value`` is an int of at least ``least``, and at most ``most``."""
     if type(value) is not int or value < least:
         raise ValueError(f"{name}={value!r}: must be an int of at least {least}")
+    if value > most:
+        raise ValueError(f"{name}={value}: must be at most {most}")
 
 
 def check_name(what: str, value: object, valid: tuple[str, ...]) -> None:

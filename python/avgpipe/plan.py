@@ -9,7 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from avgpipe import systems
 from avgpipe.errors import check_count, check_name
 from avgpipe.rules import CORRECTIONS, RULES, Elasticity, suited_rule, suited_warmup
 from avgpipe.schedule import (
@@ -18,10 +17,9 @@ from avgpipe.schedule import (
     RowCursor,
     Schedule,
     build_schedule,
-    checked_replication,
     published,
 )
-from avgpipe.systems import SYSTEMS
+from avgpipe.schedule.builders import MOST
 
 BATCHES = ("global", "per-pipeline")
 
@@ -112,8 +110,7 @@ class Plan:
         for name in ("advance", "partition", "replication", "placement"):
             object.__setattr__(self, name, as_tuples(getattr(self, name)))
         for name in ("stages", "pipelines", "micro_batches"):
-            check_count(name, getattr(self, name))
-        check_name("system", self.system, tuple(SYSTEMS))
+            check_count(name, getattr(self, name), most=MOST)
         check_name("recompute", self.recompute, RECOMPUTE)
         check_name("batch", self.batch, BATCHES)
         object.__setattr__(self, "micro_batches", max(self.micro_batches, self.shares))
@@ -147,18 +144,10 @@ class Plan:
                 raise ValueError(f"{name}=True cannot have advance 'auto': give numbers")
         if self.isolate:
             self._check_isolation()
-        self._check_system()
+        if self.system != "avgpipe":  # the default, of any options
+            from avgpipe.systems import check_options
 
-    def _check_system(self) -> None:
-        """Refuse a plan with a published system's name and other options: a name alone changes nothing."""
-        if self.system == "avgpipe":  # the default, of any options
-            return
-        for name, value in systems.fixed(self.system).items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"system {self.system!r} has {name} {value!r}, and this plan {getattr(self, name)!r}: write "
-                    f"Plan.for_system({self.system!r}, ...), which sets the options of the system"
-                )
+            check_options(self.system, self)
 
     def _check_isolation(self) -> None:
         if not isinstance(self.isolate, bool):
@@ -306,16 +295,9 @@ class Plan:
 
         ``stages``: of systems that have no stages, such as data parallelism, the workers.
         """
-        check_name("system", system, tuple(SYSTEMS))
-        check_count("stages", options.get("stages", 1))
-        row = systems.row(system, options.get("stages", 1))
-        for name in ("pipelines", "micro_batches"):
-            if name in row and options.get(name, row[name]) != row[name]:
-                raise ValueError(f"system {system!r} has {name} = {row[name]}, not {options[name]}")
-        stages = row.get("stages", options.get("stages", 1))
-        chosen = {**row, "system": system, **options, "stages": stages}
-        replication = checked_replication(chosen.get("replication"), stages)
-        return cls(**{"micro_batches": systems.micro_batches(system, stages, replication), **chosen})
+        from avgpipe.systems import complete
+
+        return cls(**complete(system, options))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -336,10 +318,10 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        try:
-            return cls.from_json(Path(path).read_text())
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        from avgpipe.files import reading
+
+        with reading(path) as text:
+            return cls.from_json(text)
 
 
 def as_tuples(value: Any) -> Any:

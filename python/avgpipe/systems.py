@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import lcm
 from typing import Any
+
+from avgpipe.errors import check_count, check_name
+from avgpipe.schedule import checked_replication
+from avgpipe.schedule.builders import MOST
 
 WORKERS = "workers"  # in a row: the number of workers, with one stage each
 
@@ -66,3 +70,28 @@ def micro_batches(system: str, stages: int, replication: Sequence[int] | None, w
         wanted = max(wanted, stages, *(-(-sum(counts[k:]) // r) * r - r for k, r in enumerate(counts)))
     step = lcm(*(replication or ()))
     return -(-wanted // step) * step
+
+
+def check_options(system: str, plan: object) -> None:
+    """Refuse a plan with a published system's name and other options: a name alone changes nothing."""
+    check_name("system", system, tuple(SYSTEMS))
+    for name, value in fixed(system).items():
+        if getattr(plan, name) != value:
+            raise ValueError(
+                f"system {system!r} has {name} {value!r}, and this plan {getattr(plan, name)!r}: write "
+                f"Plan.for_system({system!r}, ...), which sets the options of the system"
+            )
+
+
+def complete(system: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all options of the plan of a system: its row, completed by ``options``."""
+    check_name("system", system, tuple(SYSTEMS))
+    check_count("stages", options.get("stages", 1), most=MOST)
+    found = row(system, options.get("stages", 1))
+    for name in ("pipelines", "micro_batches"):
+        if name in found and options.get(name, found[name]) != found[name]:
+            raise ValueError(f"system {system!r} has {name} = {found[name]}, not {options[name]}")
+    stages = found.get("stages", options.get("stages", 1))
+    chosen = {**found, "system": system, **options, "stages": stages}
+    replication = checked_replication(chosen.get("replication"), stages)
+    return {"micro_batches": micro_batches(system, stages, replication), **chosen}

@@ -164,7 +164,7 @@ def test_a_folder_that_cannot_be_written(disk: Path, tmp_path: Path) -> None:
 def test_a_file_where_the_folder_should_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with make() as p:
-        with pytest.raises(CheckpointError, match="File exists"):
+        with pytest.raises(CheckpointError, match="is a file: name a folder"):
             p.save(tmp_path / "file")
         assert len(losses(p)) == 4
 

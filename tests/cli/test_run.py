@@ -1,7 +1,12 @@
 """A user's own script on several workers."""
 
+import os
+import signal
+
 import pytest
 
+from avgpipe.cli import output
+from avgpipe.ranks import process
 from tests.cli.command import avgpipe, invoke, strict
 from tests.patience import limit
 
@@ -62,3 +67,61 @@ def test_threads_are_shared_unless_the_user_says_otherwise(tmp_path):
     path.write_text("import os; os.write(1, os.environ['OMP_NUM_THREADS'].encode() + b'\\n')")
     process = avgpipe("run", "--stages", "2", str(path), OMP_NUM_THREADS="5")
     assert process.communicate(timeout=limit(60))[0].split() == ["5", "5"]
+
+
+LOUD = """
+import torch
+from torch import nn
+from avgpipe import Pipeline, Plan
+
+data = [(torch.ones(4, 4), torch.ones(4, 4))] * 10_000
+model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+with Pipeline(model, Plan(stages=2), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD) as pipeline:
+    for result in pipeline.train(data):
+        print(result.loss, flush=True)
+"""
+
+
+@pytest.mark.ranks
+def test_a_run_whose_output_nobody_reads_any_more_ends_quietly(tmp_path):
+    path = tmp_path / "loud.py"
+    path.write_text(LOUD)
+    with avgpipe("run", "--stages", "2", str(path)) as run:
+        assert run.stdout.readline()
+        run.stdout.close()
+        stderr = run.stderr.read()
+        assert run.wait(limit(60)) == -signal.SIGPIPE
+    assert stderr.splitlines() == [line for line in stderr.splitlines() if "are seeded with 0" in line]
+
+
+def test_a_pipe_has_a_reader_until_it_is_closed():
+    reading, writing = os.pipe()
+    before = os.dup(1)
+    try:
+        os.dup2(writing, 1)
+        had = process.has_reader()
+        os.close(reading)
+        has = process.has_reader()
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(writing)
+    assert (had, has) == (True, False)
+
+
+@pytest.mark.parametrize("has_reader", [True, False])
+def test_a_command_ends_quietly_only_if_its_own_output_has_no_reader(monkeypatch, has_reader):
+    ended = []
+    monkeypatch.setattr(output, "has_reader", lambda: has_reader)
+    monkeypatch.setattr(output, "end_without_reader", lambda: ended.append(True))
+
+    def command():
+        with output.reporting(False), output.running():
+            raise BrokenPipeError(32, "Broken pipe")
+
+    if has_reader:
+        with pytest.raises(output.typer.Exit):
+            command()
+    else:
+        command()
+    assert ended == ([] if has_reader else [True])

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Muon
 from torch.optim.lr_scheduler import LambdaLR
 
 from avgpipe import Pipeline, Plan
+from avgpipe.errors import CheckpointError
 from avgpipe.runtime.optimizers import maker_of
 from avgpipe.runtime.several import Optimizers
 from tests.options import grouped
@@ -295,6 +296,19 @@ def test_the_real_ones_where_they_are_installed() -> None:
     )
 
 
+class Plain(torch.optim.Optimizer):
+    """Steps from any state, and keeps the weights for training only."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"])
+
+
 @pytest.mark.parametrize("K", [1, 2])
 def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K: int, tmp_path: Path) -> None:
     batches = token_batches(8, 8)
@@ -305,10 +319,13 @@ def test_a_checkpoint_keeps_the_weights_for_training_and_those_for_evaluation(K:
         )
 
     assert_goes_on(pipeline, K, batches, tmp_path / "c")
-    with pipeline(2) as p, pipeline(K, momentum) as other:
+    with pipeline(2) as p, pipeline(K, Plain) as other, pipeline(K, momentum) as third:
         p.load(tmp_path / "c")
         other.load(tmp_path / "c")
         assert_same_state(other.state_dict(), p.state_dict())
+        # it could not step from that state
+        with pytest.raises(CheckpointError, match=r"(a group|the state) of SGD"):
+            third.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize(

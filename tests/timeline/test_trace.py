@@ -197,8 +197,8 @@ def damaged(change):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "not a JSON trace"),
-        (b"\xff\xfe\xfa", "not a JSON trace"),
+        ("{", "must be JSON"),
+        (b"\xff\xfe\xfa", "no UTF-8 text"),
         ("[]", "expected an object with traceEvents, found list"),
         ("{}", "traceEvents must be a list, found None"),
         ('{"traceEvents": []}', "otherData must be an object, found None"),

@@ -12,6 +12,7 @@ import copy
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,18 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.content import carries, parameter_names, put_together
+from avgpipe.checkpoint.fitting import (
+    KERNELS,
+    check_counts,
+    check_scale,
+    check_schedule,
+    loading,
+    with_own_kernels,
+)
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.manifest import Gone, Manifest, read_text
 from avgpipe.elastic.flat import Layout
+from avgpipe.elastic.optimizer import EXTRA_KEY
 from avgpipe.errors import CheckpointError, reason
 from avgpipe.model.model import Model
 from avgpipe.plan import Plan
@@ -199,7 +209,15 @@ def restore_checkpoint(found: FoundCheckpoint, model: Model, worker: Worker) -> 
     """
     try:
         restore_stages(found.saved, model, worker)
-    except (LookupError, TypeError, ValueError, AttributeError, StopIteration, RuntimeError) as error:
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        StopIteration,
+        RuntimeError,
+        ArithmeticError,
+    ) as error:
         raise CheckpointError(
             f"the checkpoint in {found.directory} does not fit: {type(error).__name__}: {reason(error)}; use the "
             "optimizer and schedule that were saved, or another checkpoint"
@@ -261,7 +279,9 @@ def _restore_ema(saved: SavedStages, model: Model, worker: Worker, number: int) 
         return
     ema.restart(worker.weights(number, "reference"))
     if (found := saved.ema()) is not None:
-        values, ema.updates = found
+        values, updates = found
+        check_counts({"updates": updates}, "updates")
+        ema.updates = updates
         names = model.trainable[worker.placement.stage_of(number)]
         _copy(values, names, _layout_of(worker, number).tensors(ema.flats))
 
@@ -274,9 +294,11 @@ def _restore_reference(saved: SavedStages, model: Model, worker: Worker, number:
     if saved.exactly:
         _put_in_place(saved, layout)
         state = saved.averaging
+        check_counts(state, "round", "arrivals_in_round", "dropped_updates")
         if reference.outer is not None:
             state["outer"] = put_together(state["outer"], reference.outer)
-        reference.load_state_dict(state)
+        with nullcontext() if reference.outer is None else loading(reference.outer):
+            reference.load_state_dict(state)
     else:
         _copy(saved.reference(), model.trainable[k], layout.tensors(reference.parameters))
 
@@ -316,6 +338,7 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
     _restore_optimizer(trained, names, saved, next(iter(saved.finite), 0) if shared else source)
     restore_schedule(trained, saved.first(source, "lr_scheduler"), saved.exactly)
     if trained.loss_scale is not None and (scale := saved.first(source, "loss_scale")) is not None:
+        check_scale(scale)
         trained.loss_scale.load_state_dict(scale)
     own = goes_on and len(placement.pipelines) > 1
     weights = saved.replica(source, "weights") if own else saved.reference()
@@ -344,14 +367,22 @@ def _restore(saved: SavedStages, model: Model, worker: Worker, number: int, pipe
 
 def _copy(values: dict[str, torch.Tensor], names: list[str], targets: list[torch.Tensor]) -> None:
     for name, target in zip(names, targets):
-        target.copy_(values[name])
+        value = values[name]
+        if value.shape != target.shape or value.dtype != target.dtype:
+            raise ValueError(
+                f"{name!r} is {value.dtype} of shape {list(value.shape)} instead of {target.dtype} of shape "
+                f"{list(target.shape)}"
+            )
+        target.copy_(value)
 
 
 def restore_schedule(trained: TrainedStage, state: Any, exactly: bool) -> None:
     """Restore the learning-rate schedule, after the optimizer."""
     if trained.lr_scheduler is not None and trained.optimizer is not None and state is not None:
         inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
-        trained.lr_scheduler.load_state_dict(state if exactly else rescheduled(state, inner))
+        fitting = state if exactly else rescheduled(state, inner)
+        check_schedule(trained.lr_scheduler.state_dict(), fitting, trained.lr_scheduler)
+        trained.lr_scheduler.load_state_dict(fitting)
 
 
 def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStages, source: int) -> None:
@@ -360,7 +391,11 @@ def _restore_optimizer(trained: TrainedStage, names: list[str], saved: SavedStag
     inner = trained.elastic.inner if trained.elastic is not None else trained.optimizer
     if saved.exactly:
         whole = saved.first(source, "optimizer")["state"]
-        trained.optimizer.load_state_dict({**whole, "state": put_together(whole["state"], inner)})
+        check_counts(whole.get(EXTRA_KEY, {}), "local_steps", "position")
+        with loading(trained.optimizer):
+            own_groups = with_own_kernels(inner, whole["param_groups"])
+            state = put_together(whole["state"], inner)
+            trained.optimizer.load_state_dict({**whole, "state": state, "param_groups": own_groups})
         return
     stages = [replica["optimizer"] for replica in saved.replicas(source) if replica["optimizer"] is not None]
     groups = {
@@ -395,9 +430,10 @@ def load_by_name(
     for mine in current["param_groups"]:
         theirs: Mapping[str, Any] = next((groups[order[n]] for n in mine["params"] if order[n] in groups), {})
         for key, value in theirs.items():
-            if key not in OF_STAGE:
+            if key not in (*OF_STAGE, *KERNELS):
                 now = mine.get(key)
                 # A learning rate that is a tensor, as torchao's optimizers require, stays one.
                 mine[key] = torch.as_tensor(value).to(now) if isinstance(now, torch.Tensor) else value
     current["state"] = {n: copied(states[name]) for n, name in enumerate(order) if name in states}
-    optimizer.load_state_dict(current)
+    with loading(optimizer):
+        optimizer.load_state_dict(current)

@@ -22,7 +22,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from avgpipe.errors import CheckpointError, reason
-from avgpipe.files import write_atomically
+from avgpipe.files import json_object, open_regular, write_atomically
 from avgpipe.runtime.placement import StageReplica
 
 NAME = "manifest.json"
@@ -68,7 +68,7 @@ class Manifest:
         """Invert :meth:`to_json`; CheckpointError for any other text."""
         path = directory / NAME
         try:
-            values = json.loads(text)
+            values = json_object("it", text)
             if type(values["format"]) is int and values["format"] != _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {values['format']}; this version reads {_FORMAT}: use the version that wrote it"
@@ -158,11 +158,13 @@ def file_name(of: StageReplica, token: int) -> str:
 
 def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:
     try:
-        return path.open("rb")
+        return open_regular(path)
     except (FileNotFoundError, NotADirectoryError):
         raise missing from None
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _corrupt(what: str) -> CheckpointError:

@@ -17,6 +17,7 @@ from avgpipe.checkpoint.folder import FolderLocks, NotFinite, agreed
 from avgpipe.checkpoint.manifest import NAME, BlockFile, Manifest, file_name
 from avgpipe.errors import CheckpointError
 from avgpipe.faults.kinds import writing, written
+from avgpipe.files import make_folder
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.world import World
 from avgpipe.runtime.placement import Placement
@@ -45,7 +46,7 @@ def save_checkpoint(
     held = ExitStack()
 
     def write_own() -> list[list[int]]:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_folder(directory)
         if world.rank == 0:
             held.enter_context(locks.saving(directory))
         places = {n: {**place, "stage": manifest.replicas[n].stage} for n in contents}
@@ -80,7 +81,7 @@ def _commit(manifest: Manifest, directory: Path) -> None:
 
 def _link(directory: Path, names: Sequence[str], folder: Path) -> None:
     """Link files, which are never changed, in another folder; copy them if the file system has no links."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     for name in names:
         try:
             os.link(directory / name, folder / name)

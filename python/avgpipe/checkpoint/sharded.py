@@ -17,10 +17,12 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.content import optimizer_state, parameter_names
+from avgpipe.checkpoint.fitting import check_scale
 from avgpipe.checkpoint.folder import agreed
 from avgpipe.checkpoint.load import OF_STAGE, load_by_name, restore_schedule
 from avgpipe.elastic.flat import copied, is_made_of_others, local_part
 from avgpipe.errors import CheckpointError, reason
+from avgpipe.files import json_object
 from avgpipe.model.model import Model
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
@@ -62,7 +64,9 @@ def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -
     """
     try:
         weights, optimizers, training = (state[part] for part in _PARTS)
-        settings = json.loads(training)
+        settings = json_object(
+            "training", training, finite=False
+        )  # a schedule may wait for less than infinity
         groups = {name: of for members, of in _decoded(settings["groups"]) for name in members}
         for name, tensor in model.unused.items():
             tensor.copy_(weights[name])
@@ -75,12 +79,13 @@ def load_sharded_state(state: Mapping[str, Any], model: Model, worker: Worker) -
             schedule, scale = (_decoded(settings[what]) for what in _OF_ALL)
             restore_schedule(trained, schedule, exactly=False)
             if trained.loss_scale is not None and scale is not None:
+                check_scale(scale)
                 trained.loss_scale.load_state_dict(scale)
             trained.replaced()
         for replica, ema in worker.emas.items():
             ema.restart(worker.weights(replica, "reference"))
         return int(settings["batches"])
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(
             f"this is no state for this pipeline: {type(error).__name__}: {reason(error)}; have "
             "torch.distributed.checkpoint.load fill what sharded_state_dict() returns here, and pass that"

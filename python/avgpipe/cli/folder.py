@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.resolve import RUN_FILE
-from avgpipe.files import strict_json, write_atomically
+from avgpipe.files import make_folder, read_json, strict_json, write_atomically
 from avgpipe.plan import Plan
 from avgpipe.report.course import read_metrics, target_text
 from avgpipe.units import duration, format_bytes
@@ -30,7 +29,7 @@ class RunFolder:
 
     def open(self, config: TrainConfig, plan: Plan, batches: int) -> None:
         """Make the folder and begin its files; a resumed run keeps the rows up to batch ``batches``."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         self.write(RUN_FILE, config.to_json())
         plan.save(self.path / "plan.json")
         # An attempt that saved nothing may have left rows.
@@ -72,7 +71,7 @@ def rows_until(path: Path, batches: int) -> list[dict[str, Any]]:
 
 def describe(out: Path) -> str:
     """Return a summary of the run in ``out`` in a few lines."""
-    s = json.loads((out / "summary.json").read_text())
+    s = read_json(out / "summary.json")
     before = next((row["metric"] for row in read_metrics(out) if row["kind"] == "valid"), None)
     busy = ", ".join(f"{100 * share:.0f} %" for share in s["worker_busy_fraction"])
     memory = ", ".join(format_bytes(size) for size in s["peak_memory_bytes"])

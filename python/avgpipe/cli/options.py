@@ -20,6 +20,7 @@ import typer
 
 from avgpipe.cli.output import arguments, reporting
 from avgpipe.errors import nearest
+from avgpipe.files import json_object
 from avgpipe.plan import as_tuples
 
 _KEYWORD = inspect.Parameter.KEYWORD_ONLY
@@ -96,7 +97,11 @@ class Options:
 
     @classmethod
     def from_json(cls: type[_O], text: str) -> _O:
-        return cls(**cls.known(json.loads(text)))
+        values = cls.known(json_object("the options", text))
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise ValueError(f"the options are those of no {cls.__name__}: {error}") from error
 
     @classmethod
     def known(cls, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rich.table import Table
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.process import FAILED as FAILED
 from avgpipe.ranks.process import WRONG_ARGUMENTS as WRONG_ARGUMENTS
+from avgpipe.ranks.process import end_without_reader, has_reader
 
 _FILE_COLUMNS = 160  # width of tables that are not printed on a terminal
 
@@ -37,11 +38,16 @@ def answer(as_json: bool, found: Mapping[str, Any], *items: RenderableType) -> N
 
 def show(*items: RenderableType) -> None:
     """Print texts and tables."""
-    screen = Console(highlight=False, markup=False)
+    screen = _Screen(highlight=False, markup=False)
     if not screen.is_terminal:
         screen.width = _FILE_COLUMNS
     for item in items:
         screen.print(item, soft_wrap=isinstance(item, str))  # the terminal wraps texts
+
+
+class _Screen(Console):
+    def on_broken_pipe(self) -> None:
+        end_without_reader()
 
 
 def grid(rows: Sequence[Mapping[str, str]], texts: int = 1, styles: Sequence[str] = ()) -> Table:
@@ -108,6 +114,8 @@ def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
     try:
         yield
     except tuple(codes) as error:
+        if isinstance(error, BrokenPipeError) and not has_reader():
+            raise
         code = next(code for kind, code in codes.items() if isinstance(error, kind))
         message = str(error)
         if isinstance(error, OSError) and error.strerror and error.filename:
@@ -117,9 +125,17 @@ def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
 
 @contextmanager
 def reporting(json_output: bool) -> Iterator[None]:
-    """Run a command: print its failure and exit. With ``--json`` standard output gets an object, too."""
+    """Run a command: print its failure and exit. With ``--json`` standard output gets an object, too.
+
+    If the reader of standard output has ended, as in ``| head -1``, the command ends quietly.
+    """
     try:
         yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # of a socket: an error like others
+        if has_reader():
+            raise
+        end_without_reader()
     except CommandFailed as failure:
         say(str(failure))
         if json_output:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from dataclasses import fields
@@ -21,6 +22,7 @@ from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
+from avgpipe.ranks.process import end_without_reader, has_reader
 
 
 def run(config: RunConfig) -> None:
@@ -60,6 +62,8 @@ def run(config: RunConfig) -> None:
         failure, codes = f"rank {failed.rank} {failed.reason}", failed.exit_codes
     except TooFewLeft as few:
         failure, codes = str(few), few.exit_codes
+    if -signal.SIGPIPE in codes and not has_reader():
+        end_without_reader()
     if config.json:
         print(json.dumps({"script": config.script, "stages": config.stages, "exit_codes": codes}))
     if failure:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from avgpipe.cli.config import SimulateConfig
 from avgpipe.cli.options import flag
 from avgpipe.cli.output import answer, arguments, running
+from avgpipe.files import reading
 from avgpipe.planning import AdvanceChoice, Costs, choose_advance, simulate, steady_batch_s
 from avgpipe.schedule import Schedule, build_schedule
 from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20
+_MOST_BYTES = 16 * _MIB  # of a schedule: two million actions
 _OF_A_NAME = ("stages", "micro_batches", "advance", "stages_per_worker")  # contained in a file
 _UPDATE = re.compile(r"\b\d*U\b")
 
@@ -81,11 +82,8 @@ def _read(config: SimulateConfig) -> Schedule:
     for name in config.given:
         if name in _OF_A_NAME:
             raise ValueError(f"{flag(name)}: {path} has its own, leave the option out")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
+    with reading(path, _MOST_BYTES) as text:
         return (Schedule.from_csv if _UPDATE.search(text) else Schedule.from_torch_csv)(text, path)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
 
 
 def _to_json(

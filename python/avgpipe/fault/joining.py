@@ -24,6 +24,7 @@ from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import connect
 from avgpipe.fault.membership import environment
 from avgpipe.fault.messages import ENDED, JOIN, OVER, VERSION, encoded, received
+from avgpipe.files import json_object, reading
 from avgpipe.ranks.environment import RESTART
 from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
 from avgpipe.ranks.process import host_here
@@ -109,9 +110,10 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         Interrupted: a signal arrived; the processes have been ended.
     """
     try:
-        found = json.loads((folder / ADDRESS).read_text())
-        run = _Run(str(folder), found["address"], found["token"], False)
-        return _join(run, say)
+        with reading(folder / ADDRESS) as text:
+            found = json_object("it", text)
+        address, token = (str(found.get(name, "")) for name in ("address", "token"))
+        return _join(_Run(str(folder), address, token, False), say)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
 

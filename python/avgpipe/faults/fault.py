@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from avgpipe.errors import check_count, nearest
-from avgpipe.files import dataclass_of
+from avgpipe.files import dataclass_of, parse_json
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane
@@ -237,7 +237,9 @@ def to_json(wanted: Iterable[Fault]) -> str:
 
 def armed_by(text: str) -> list[Armed]:
     """Return the armed faults of a text of ``to_json``; ValueError for any other text."""
-    return [Armed(dataclass_of("AVGPIPE_FAULTS", Fault, values)) for values in json.loads(text)]
+    return [
+        Armed(dataclass_of("AVGPIPE_FAULTS", Fault, values)) for values in parse_json("AVGPIPE_FAULTS", text)
+    ]
 
 
 def _is(found: Any, wanted: Any) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.errors import check_count
-from avgpipe.files import check_keys
+from avgpipe.files import check_keys, parse_toml, reading
 from avgpipe.planning.chain import limit_of
 from avgpipe.planning.profile import LinkProfile, Profile
 from avgpipe.units import parse_bytes, parse_rate, parse_seconds
@@ -35,6 +34,7 @@ class Level(NamedTuple):
 
 
 _FREE = LinkProfile(0.0, math.inf)
+_MOST_WORKERS = 2**16
 
 
 def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
@@ -43,12 +43,6 @@ def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
 
 
 # ---- clusters: values, read from TOML files ------------------------------------------------------------------------
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib  # the same, for Python 3.10
 
 
 class Device(NamedTuple):
@@ -97,7 +91,7 @@ class Cluster:
         link: LinkProfile | None = None,
     ) -> Cluster:
         """Return workers as profiled, all joined by ``link``, None: the profile's; without one transfers are free."""
-        check_count("workers", workers)
+        check_count("workers", workers, most=_MOST_WORKERS)
         limit_of(memory_limit_bytes)
         found = link or profile.link or _FREE
         level = Level(workers, found.bytes_per_s, found.latency_s)
@@ -142,17 +136,12 @@ class Cluster:
         ``memory`` ("80GiB") and ``speed`` (1.0). ``[[levels]]``, lowest first: ``units``, ``bandwidth``
         ("100Gbit") and ``latency`` ("20us", by default 0s). ``name``.
         """
-        try:
-            return cls.from_toml(Path(path).read_text())
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        with reading(path) as text:
+            return cls.from_toml(text)
 
     @classmethod
     def from_toml(cls, text: str) -> Cluster:
-        try:
-            found = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"a cluster file must be TOML: {error}") from error
+        found = parse_toml("a cluster file", text)
         check_keys("the file", found, ("name", "devices", "levels"), ("devices", "levels"))
         for name in ("devices", "levels"):
             rows = found[name]
@@ -168,7 +157,7 @@ class Cluster:
 
 def _devices(where: str, row: dict[str, Any]) -> list[Device]:
     check_keys(where, row, ("count", "memory", "speed"), ("count",))
-    check_count(f"{where}: count", row["count"])
+    check_count(f"{where}: count", row["count"], most=_MOST_WORKERS)
     speed = row.get("speed", 1.0)
     if isinstance(speed, bool) or not isinstance(speed, (int, float)) or not 0 < speed < math.inf:
         raise ValueError(f"{where}: speed {speed!r}: must be a number above 0, 1.0 for the profiled device's")

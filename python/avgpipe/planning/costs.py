@@ -235,7 +235,10 @@ def number(name: str, value: Any, more: str = "") -> float:
     """Return a finite number of at least 0; the TypeError says that it must be a number, then ``more``."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name}={value!r}: must be a number{more}")
-    found = float(value)
+    try:
+        found = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        found = math.inf
     if not (math.isfinite(found) and found >= 0):
         raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
     return found

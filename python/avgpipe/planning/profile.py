@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.files import dataclass_of, json_object, write_atomically
+from avgpipe.files import dataclass_of, json_object, reading, write_atomically
 from avgpipe.planning.costs import MOST_JITTER, number
 
 _FORMAT = 1
@@ -263,7 +263,5 @@ class Profile:
 
     @classmethod
     def load(cls, path: str | Path) -> Profile:
-        try:
-            return cls.from_json(Path(path).read_text())
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{path}: {error}") from error
+        with reading(path) as text:
+            return cls.from_json(text)

@@ -14,6 +14,7 @@ import functools
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import struct
@@ -56,11 +57,25 @@ def progress(line: str) -> None:
         new.replace(path)
 
 
+def has_reader() -> bool:
+    """Whether standard output has a reader: not if it is a pipe to a program that has ended, as ``head`` does."""
+    output = select.poll()
+    output.register(1, 0)
+    return not any(event & select.POLLERR for _, event in output.poll(0))
+
+
+def end_without_reader() -> None:
+    """End this process quietly, as programs end that write to a pipe without a reader; Python ignores that signal."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGPIPE)
+
+
 @functools.cache
 def report_lost_peers() -> None:
     """Report to the launcher, if it has started this process, when it ends by an uncaught PeerLost.
 
-    A script's exit code is 1 then, and so may be that of the rank that it has missed.
+    A script's exit code is 1 then, and so may be that of the rank that it has missed. It ends quietly where standard
+    output, which all ranks share, has no reader.
     """
     if not os.environ.get(STORE_FILE):
         return
@@ -70,6 +85,8 @@ def report_lost_peers() -> None:
         if issubclass(kind, PeerLost):
             with suppress(OSError):
                 (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
+        if issubclass(kind, (BrokenPipeError, PeerLost)) and not has_reader():
+            end_without_reader()
         before(kind, error, trace)
 
     sys.excepthook = report

@@ -13,6 +13,8 @@ import sys
 from types import TracebackType
 from typing import Any
 
+from avgpipe.ranks.process import report_lost_peers
+
 
 def seed_generators(seed: int) -> None:
     """Seed the generators that a script may use. ``seed``: from 0 to below 2**32."""
@@ -28,6 +30,7 @@ def main() -> None:
     seed, script, *args = sys.argv[1:]
     seed_generators(int(seed))
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(os.path.abspath(script))
+    report_lost_peers()  # before the hook that shortens what the script shows
     _show_from(script)
     runpy.run_path(script, run_name="__main__")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import check_count, reason
+from avgpipe.files import parse_json, read_text
 from avgpipe.timeline.timeline import Timeline
 
 VALIDATIONS = 20  # default for a run, besides the one before training
@@ -218,8 +218,8 @@ def numbers(value: Any) -> list[float]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl, without damaged ones such as a last line that was cut off."""
     try:
-        lines = (path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+        lines = read_text(path / "metrics.jsonl", math.inf, errors="replace").splitlines()
+    except (OSError, ValueError):
         return []
     return [row for line in lines if (row := parse_row(line)) is not None]
 
@@ -227,8 +227,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def parse_row(line: str) -> dict[str, Any] | None:
     """Return the row in a line of metrics.jsonl; None if it holds none."""
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json("a row", line, finite=False)
+    except ValueError:
         return None
     return row if isinstance(row, dict) and "kind" in row and "batch" in row else None
 
@@ -236,10 +236,10 @@ def parse_row(line: str) -> dict[str, Any] | None:
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:
     """Return the object in a JSON file; if it is missing or damaged, {}, and ``problems`` names the damage."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json("it", read_text(path), finite=False)
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError, RecursionError) as error:
+    except (ValueError, OSError) as error:
         problems.append(f"{path.name}: {reason(error)}")
         return {}
     if not isinstance(value, dict):

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from avgpipe.errors import library, reason
+from avgpipe.files import make_folder
 
 _PROJECT = "avgpipe"  # name under which services group the runs
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -51,7 +52,7 @@ def csv_file(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step
     Lines of an earlier file stay if ``first_step`` is not 0.
     """
     path = Path(folder) / "metrics.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     file = path.open("a" if first_step else "w", newline="", encoding="utf-8", buffering=1)
     writer = csv.writer(file)
     if not file.tell():
@@ -89,7 +90,7 @@ def wandb(folder: str | Path, about: Mapping[str, Any] = _NOTHING, first_step: i
     library's other variables work, too: ``WANDB_MODE=offline`` keeps everything in the folder.
     """
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    make_folder(path)
     name, project = path.resolve().name, os.environ.get("WANDB_PROJECT", _PROJECT)
     run = _imported("wandb").init(project=project, group=name, name=name, dir=str(path), config=dict(about))
     return Logger(lambda step, values: run.log(dict(values), step=step), run.finish)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from torch import nn
 
 from avgpipe.elastic.flat import Layout
 from avgpipe.errors import reason
+from avgpipe.files import json_object, reading
 from avgpipe.model.model import Entry, Model, named_tensors, trainable_parameters
 
 Fill: TypeAlias = Callable[[nn.Module], Any]
@@ -200,6 +200,17 @@ def _made(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(value, requires_grad=False) if isinstance(tensor, nn.Parameter) else value
 
 
+def _index_of(path: Path) -> dict[str, str]:
+    """Return the names of the files by name of a tensor, as an index of sharded weights has them."""
+    with reading(path) as text:
+        found = json_object("an index of weights", text).get("weight_map")
+        if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+            raise ValueError(
+                "an index of weights must have weight_map, an object with a file by name of each tensor"
+            )
+    return found
+
+
 def _files_of(path: Path) -> dict[str, Path]:
     """Return the file of each tensor, by its name, from headers alone."""
     try:
@@ -210,8 +221,7 @@ def _files_of(path: Path) -> dict[str, Path]:
         ) from None
     try:
         if (path / _INDEX).is_file():
-            found: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return {name: path / file for name, file in found.items()}
+            return {name: path / file for name, file in _index_of(path / _INDEX).items()}
         files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
         if not files:
             raise ValueError(f"WeightsFrom: source={str(path)!r}: no file in it ends in .safetensors")
@@ -220,5 +230,5 @@ def _files_of(path: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as opened:
                 names |= dict.fromkeys(opened.keys(), file)
         return names
-    except (OSError, SafetensorError, LookupError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, SafetensorError, LookupError, TypeError) as error:
         raise ValueError(f"WeightsFrom: source={str(path)!r} cannot be read: {reason(error)}") from None

@@ -11,6 +11,9 @@ from avgpipe.errors import check_count, nearest
 from avgpipe.schedule.one_stage import Asked
 from avgpipe.schedule.schedule import Schedule
 
+MOST_WORKERS, MOST = 2**12, 2**20
+"""The most workers of a pipeline; and the most micro-batches, pipelines, and forwards in advance."""
+
 Advance = int | Sequence[int] | str | None
 
 WEIGHTS = ("flush", "stash", "vertical-sync", "double-buffer", "predicted")
@@ -136,8 +139,8 @@ def build_schedule(
     deadlock, where a stage wants to start more forwards than the stage before sends.
     """
     row = published(name)
-    check_count("stages", stages)
-    check_count("micro_batches", micro_batches)
+    check_count("stages", stages, most=MOST)
+    check_count("micro_batches", micro_batches, most=MOST)
     _check_taken(
         row, {"advance": advance, "stages_per_worker": stages_per_worker, "replication": replication}
     )
@@ -164,6 +167,11 @@ def _check_taken(row: PublishedSchedule, given: Mapping[str, Any]) -> None:
 
 @lru_cache(maxsize=128)  # checking the rows takes long, and many plans have the same schedule
 def _built(build: Callable[[Asked], Schedule], asked: Asked) -> Schedule:
+    check_count("workers", workers := sum(asked.replication), most=MOST_WORKERS)
+    if workers * asked.micro_batches > 8 * MOST:
+        raise ValueError(
+            f"{workers} workers with micro_batches={asked.micro_batches}: the product must be at most {8 * MOST}"
+        )
     return build(asked)
 
 
@@ -173,10 +181,10 @@ def _advance_per_stage(advance: Advance, stages: int, published: int | None) -> 
     if advance is None or advance == "auto":
         return tuple(range(stages - 1, -1, -1))
     each: tuple[Any, ...] = tuple(advance) if isinstance(advance, (list, tuple)) else (advance,) * stages
-    if len(each) == stages and all(type(a) is int and a >= 0 for a in each):
+    if len(each) == stages and all(type(a) is int and 0 <= a <= MOST for a in each):
         return each
     wrong = "" if len(each) == stages else f" has {len(each)} entries for {stages} stages"
     raise ValueError(
         f"advance={advance!r}{wrong}: pass None (K-1-k on stage k), 'auto' (the same until there are measurements), "
-        "an int of at least 0 for all stages, or a list of one per stage"
+        f"an int of 0 to {MOST} for all stages, or a list of one per stage"
     )

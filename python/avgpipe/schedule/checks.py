@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from avgpipe.errors import ScheduleError
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
 
 Replicas = Sequence[Sequence[int]]  # the workers of each stage
 Step = tuple[Action, int]  # an action and its batch
+_MOST_STEPS = 2**22  # of a dry run: some seconds
 
 
 class Flaw(NamedTuple):
@@ -57,7 +59,8 @@ def dry_run(rows: Sequence[Sequence[Step]], stages: int) -> list[list[int]]:
     while moved:
         moved = False
         for own, row in zip(slots, rows):
-            for action, batch in row[len(own) :]:
+            while len(own) < len(row):
+                action, batch = row[len(own)]
                 source = _input_of(action, stages)
                 ready = 0 if source is None else ends.get((*source, batch, action.micro_batch))
                 if ready is None:
@@ -86,6 +89,12 @@ def _input_of(action: Action, stages: int) -> tuple[int, str] | None:
 
 def find_flaw(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_plain: bool) -> Flaw | None:
     """Return the first wrong cell of the first wrong row, else a cell of a deadlock."""
+    steps = sum(map(len, rows)) * (1 + 2 * max(row.ahead for row in rows))
+    if steps > _MOST_STEPS:
+        raise ScheduleError(
+            f"checking it would run {steps} actions, and at most {_MOST_STEPS} are run: use fewer actions, or run less "
+            "far ahead"
+        )
     for r, row in enumerate(rows):
         wrong = _wrong_in_row(r, list(row), replicas, micro_batches)
         if wrong is not None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from avgpipe.errors import ScheduleError
+from avgpipe.schedule.builders import MOST_WORKERS
 from avgpipe.schedule.row import COUNT, Action, Kind, Row
 
 # Tokens of torch's "compute and communication" form besides the actions. Here, the runtime sends and receives
@@ -88,6 +89,10 @@ def _cells(text: str, writer: str, wanted: str) -> list[list[str]]:
     lines = text.removeprefix("\ufeff").rstrip(", \t\r\n").splitlines()
     if not lines:
         raise ScheduleError(f"the CSV text is empty: write one row of actions per {wanted}")
+    if len(lines) > MOST_WORKERS:
+        raise ScheduleError(
+            f"the CSV text has {len(lines)} rows, and a pipeline at most {MOST_WORKERS} workers"
+        )
     return [[cell.strip().strip('"').strip() for cell in line.split(",")] for line in lines]
 
 

@@ -14,10 +14,9 @@ import os
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from avgpipe.files import write_atomically
+from avgpipe.files import MOST_BYTES_OF_A_TRACE, parse_json, reading, write_atomically
 from avgpipe.schedule.row import COMPUTE_KINDS, Event, EventKind
 from avgpipe.timeline.explain import messages_of
 from avgpipe.timeline.timeline import Timeline
@@ -120,19 +119,20 @@ def _arrows(timeline: Timeline, tids: Mapping[int, int]) -> Iterator[_Row]:
 
 def read_trace(path: str | os.PathLike[str]) -> Timeline:
     """Read the timeline in the file; ValueError names the file and an entry that is not of a timeline."""
-    expected = "a JSON trace"
-    try:
-        trace = json.loads(Path(path).read_bytes())
-        expected = "a timeline of avgpipe"
-        return _timeline(trace)
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: not {expected}, {error}") from None
+    with reading(path, MOST_BYTES_OF_A_TRACE) as text:
+        trace = parse_json("a timeline", text, finite=False)
+        try:
+            return _timeline(trace)
+        except ValueError as error:
+            raise ValueError(f"not a timeline of avgpipe, {error}") from None
 
 
 _ABOUT = {"stages": "int", "peak_memory_bytes": "a list or null", "labels": "a list or null"}
 _SLICE = dict.fromkeys(("stage", "pipeline", "batch"), "int")
 _SLICE |= {"micro_batch": "int or null", "cat": "str", "ts": "int or float", "dur": "int or float"}
 _SLICE |= {"detail": "str", "worker": "int or null"}
+_MOST = 2**16  # stages, workers, pipelines
+_LARGEST = 1e18  # microseconds, batches
 _WORDS = {dict: "an object", list: "a list", type(None): "null"}
 
 
@@ -141,6 +141,8 @@ def _timeline(trace: Any) -> Timeline:
         raise ValueError(f"expected an object with traceEvents, found {type(trace).__name__}")
     rows, about = _checked(trace, "", {"traceEvents": "a list", "otherData": "an object"})
     stages, *lists = _checked(about, "otherData.", _ABOUT)
+    if not 0 <= stages <= _MOST:
+        raise ValueError(f"otherData.stages must be 0 to {_MOST}, found {stages}")
     for name, kind, items in zip(("peak_memory_bytes", "labels"), (int, str), lists):
         if any(type(item) is not kind for item in items or ()):
             raise ValueError(f"otherData.{name} must be a list of {kind.__name__}, found {items!r:.80}")
@@ -156,6 +158,8 @@ def _event(name: str, row: Any) -> Event:
         raise ValueError(f"{name} must be an object with args, found {row!r:.120}")
     fields = _checked({"detail": "", **args, **row}, f"{name}.", _SLICE)
     stage, pipeline, batch, micro_batch, kind, start_us, length_us, detail, worker = fields
+    if not all(0 <= n <= _MOST for n in (stage, pipeline, worker or 0)):
+        raise ValueError(f"{name}: stage, pipeline and worker must be 0 to {_MOST}")
     start_ns = round(start_us * 1000)
     end_ns = start_ns + round(length_us * 1000)
     return Event(stage, pipeline, batch, micro_batch, kind, start_ns / 1e9, end_ns / 1e9, detail, worker)
@@ -168,4 +172,6 @@ def _checked(found: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> 
         kind = _WORDS.get(type(value), type(value).__name__)
         if kind not in words.split(" or ") or (kind == "float" and not math.isfinite(value)):
             raise ValueError(f"{where}{name} must be {words}, found {value!r:.40}")
+        if kind in ("int", "float") and abs(value) > _LARGEST:
+            raise ValueError(f"{where}{name} must be at most {_LARGEST:g}, found {value!s:.40}")
     return [found.get(name) for name in kinds]

@@ -18,7 +18,7 @@ from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.output import FAILED, arguments, running, say, show
 from avgpipe.cli.resolve import check_device, check_folder, joined_ranks, resolve
 from avgpipe.errors import check_count
-from avgpipe.files import strict_json, write_atomically
+from avgpipe.files import make_folder, strict_json, write_atomically
 from avgpipe.report.course import Course
 from avgpipe.systems import SYSTEMS
 from avgpipe.tasks import find_workload
@@ -84,7 +84,7 @@ def compare(
     with _folder(out) as folder:
         config = _config(_reference(make), systems, sizes, {**vars(course), **others, "out": folder})
         check(config)
-        Path(config.out).mkdir(parents=True, exist_ok=True)
+        make_folder(config.out)
         found, study = _compared(config)
     if study.caught:
         raise KeyboardInterrupt
@@ -136,7 +136,7 @@ def run(asked: CompareConfig) -> None:
         name = find_workload(asked.workload).name
         config = replace(asked, out=asked.out or f"runs/compare-{name}-{time.strftime('%Y%m%d-%H%M%S')}")
         check(config)
-        Path(config.out).mkdir(parents=True, exist_ok=True)
+        make_folder(config.out)
     with running():
         answer(config)
 

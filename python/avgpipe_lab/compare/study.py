@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from avgpipe.cli.measuring import profile_of
 from avgpipe.cli.options import words
 from avgpipe.cli.output import show_status
 from avgpipe.cli.resolve import resolve
+from avgpipe.files import make_folder, read_json
 from avgpipe.measure.search import profiled_sizes
 from avgpipe.plan import Plan
 from avgpipe.planning.cluster import Cluster
@@ -183,7 +183,7 @@ class Study:
         config, file = self.config, None
         out = folder_of(config, system, seed)
         log = out.with_name(f"{out.name}.log")
-        log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(log.parent)
         if config.tunes:
             file = Path(config.out) / f"{system}-plan.json"
             plan.save(file)
@@ -194,7 +194,7 @@ class Study:
         if not ended.is_file():  # with it the run finished, whatever the exit code
             status, reason = (INTERRUPTED, "") if self.caught else verdict(code, _said(log))
             return SystemResult(system, status, reason=reason, rows=rows)
-        summary = json.loads(ended.read_text())
+        summary = read_json(ended)
         self._known = self._known or summary
         figures = Figures.of(summary, plan.pipelines if plan.spread else max(plan.replication or [1]))
         warnings = (*summary["warnings"], *warm_up_warnings(plan, figures.batches))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint.folder import is_saved_into
+from avgpipe.files import open_regular
 from avgpipe.report.course import numbers, parse_row, read_object
 
 _RECENT = 200  # batches that the speed is measured over
@@ -108,13 +109,13 @@ class LiveRun:
     def look(self) -> None:
         """Read new rows; of a resumed run, which may have dropped rows, read all rows again."""
         try:
-            with (self.path / "metrics.jsonl").open("rb") as file:
+            with open_regular(self.path / "metrics.jsonl") as file:
                 inode = os.fstat(file.fileno()).st_ino
                 if inode != self._inode or file.seek(0, 2) < self._read:
                     self._read, self._inode, self._torn, self.progress = 0, inode, b"", Progress()
                 file.seek(self._read)
                 found = file.read()
-        except OSError:
+        except (OSError, ValueError):
             found = b""
         self._read += len(found)
         *lines, self._torn = (self._torn + found).split(b"\n")

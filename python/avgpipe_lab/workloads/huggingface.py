@@ -5,7 +5,6 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from avgpipe.errors import reason
+from avgpipe.files import read_json
 from avgpipe_lab.workloads import library
 from avgpipe_lab.workloads.data import find_files
 
@@ -116,7 +116,7 @@ def check_pretrained(folder: str | Path, model_type: str) -> dict[str, Any]:
     works = f"one that save_pretrained of a {model_type} model and of its tokenizer wrote"
     file = find_files(folder, _FOLDER, works, kind="pretrained folder")["configuration"]
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
+        config = read_json(file, finite=False)
         found = config["model_type"]
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{file} cannot be read: {reason(error)}") from None
