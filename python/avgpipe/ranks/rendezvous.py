@@ -7,6 +7,7 @@ port may write.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -22,7 +23,7 @@ from uuid import uuid4
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.ranks.environment import STORE_FILE, generation
+from avgpipe.ranks.environment import STORE_FILE, generation, is_replaceable, named
 
 _ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text
@@ -39,6 +40,11 @@ T = TypeVar("T")
 
 def _nothing() -> None:
     pass
+
+
+def replacements() -> Callable[[], object]:
+    """Return a function that says whether ranks will meet again without waiting here, as one is to be replaced."""
+    return named("avgpipe.fault.generation:Spares")().are_coming if is_replaceable() else _nothing
 
 
 class Silence(RuntimeError):
@@ -120,16 +126,24 @@ class Board:
                 "which died before, or does not arrive"
             )
 
-    def connect(self, make: Callable[[], T], place: str, limit_s: float) -> T:
+    def connect(
+        self,
+        make: Callable[[], T],
+        place: str,
+        limit_s: float,
+        meanwhile: Callable[[], object] = _nothing,
+    ) -> T:
         """Return the result of ``make``, which all ranks call after they have met, to connect to each other.
 
         PeerLost names the ranks that died or are stopped meanwhile: those that neither connected nor noticed
-        the failure.
+        the failure. ``meanwhile``: see :meth:`missing`.
         """
         task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
         while why is None and not wait([task], _LOOK_S).done:
             if time.monotonic() > deadline:
                 why = f"not done after {limit_s:g} s"
+            elif meanwhile() is True:
+                why = "a rank is to be replaced"
             else:
                 with suppress(RuntimeError):
                     why = self.get(f"{place}/failed")
@@ -146,7 +160,9 @@ class Board:
         with suppress(RuntimeError):  # without the store all count as missing
             self.put_first(f"{place}/failed", why)
             missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
-        wait([task], _END_S)  # by its own timeout: a thread that ends while Python ends aborts the process
+        # By its own timeout: a thread that ends while Python ends aborts the process.
+        if not wait([task], _END_S).done and meanwhile() is True:
+            atexit.register(wait, [task], limit_s)
         fate = f"{_names(missing)}, which died or is stopped" if missing else "others, though all are there"
         raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
@@ -245,16 +261,19 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
         return
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
-    store, meanwhile = open_store(timeout_s), _nothing
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may restart workers
+    store, coming = open_store(timeout_s), replacements()
+    meanwhile = coming
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun, which may restart workers
         asking = Board.beside(store, rank, size, timeout_s)
         number, meanwhile = _number_of_start(asking, rank, size, deadline)
         store = dist.PrefixStore(f"start-{number}", store)  # type: ignore[attr-defined]
     board = Board.beside(store, rank, size, timeout_s)
     board.meet("start", deadline, meanwhile)
+    # Torch names a group by its number, also after a group that could not be made. A new rank counts from 0.
+    dist.distributed_c10d._world.group_count = 0
     board.connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
-        *("start", timeout_s),
+        *("start", timeout_s, coming),
     )
 
 
