@@ -94,6 +94,28 @@ def test_a_store_that_does_not_answer_keeps_nobody() -> None:
     assert board.get("doing") == "something"
 
 
+def test_a_process_that_can_start_no_thread_can_still_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise MemoryError
+
+    board = Board(Store())
+    monkeypatch.setattr(threading.Thread, "start", start)
+    board.put("failure", "no memory")
+    assert board.get("failure") == "no memory"
+
+
+def test_a_board_that_nobody_has_leaves_no_thread() -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "avgpipe-board"}
+
+    before = threads()
+    board = Board(Store())
+    board.put("a", "b")
+    assert threads() > before
+    del board
+    wait_until(lambda: threads() <= before)
+
+
 def test_two_threads_may_ask_at_once() -> None:
     class Slow(Store):
         def check(self, names: list[str]) -> bool:

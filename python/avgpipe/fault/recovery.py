@@ -216,7 +216,7 @@ class Recovery(Policy):
             dist.destroy_process_group()
 
     def _go_back(self, session: Session, before: BatchFeed, latest: float) -> None:
-        """Restore a copy from after at most ``latest`` batches, or begin again with what was just made, and continue there."""
+        """Restore a copy from after at most ``latest`` batches, or begin again, and continue from there."""
         assert before.kept is not None
         world, worker, model = session.world, session.worker, session.spec.model
         # A new rank has made none of these calls, which all came before the copy.

@@ -17,8 +17,10 @@ from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import finalize
 
 import torch.distributed as dist
 
@@ -55,12 +57,19 @@ class Board:
     """Texts by name in a store of torch.distributed, which all ``size`` ranks read; this one is ``rank``.
 
     The store is called in a thread of its own: its host may be stopped or cut off, and its calls then never
-    return. Every method raises RuntimeError where the store has ended, and Silence where it does not answer.
+    return. The thread is there from the beginning, as a process without memory can start none, and must still
+    report its failure. Every method raises RuntimeError where the store has ended, and Silence where it does
+    not answer.
     """
 
     def __init__(self, store: Any, rank: int = 0, size: int = 1) -> None:
         self.store, self._rank, self._size = store, rank, size
         self._unanswered: Future[Any] | None = None
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        threading.Thread(
+            target=_answer_all, args=[self._questions], name="avgpipe-board", daemon=True
+        ).start()
+        finalize(self, self._questions.put, None).atexit = False
 
     @classmethod
     def beside(cls, store: Any, rank: int, size: int, timeout_s: float) -> Board:
@@ -169,7 +178,8 @@ class Board:
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
         if self._unanswered is not None and not self._unanswered.done():
             raise Silence("the store does not answer")
-        asked = in_thread(question)
+        asked: Future[T] = Future()
+        self._questions.put((question, asked))
         try:
             return asked.result(limit_s)
         except Unanswered:
@@ -177,17 +187,26 @@ class Board:
             raise Silence("the store does not answer") from None
 
 
+_Question = tuple[Callable[[], Any], "Future[Any]"]
+
+
+def _answer(question: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(question())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _answer_all(questions: SimpleQueue[_Question | None]) -> None:
+    while (asked := questions.get()) is not None:
+        _answer(*asked)
+        del asked  # which may be all that keeps the board
+
+
 def in_thread(action: Callable[[], T]) -> Future[T]:
     """Run ``action`` in a thread, which is abandoned if it never ends."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="avgpipe-task", daemon=True).start()
+    threading.Thread(target=_answer, args=(action, future), name="avgpipe-task", daemon=True).start()
     return future
 
 
@@ -305,7 +324,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
     """
     if rank == 0:
         number = str(board.count("starts", max(_ANSWER_S, deadline - time.monotonic())))
-        return number, partial(_answer, board, range(1, size), set(), number)
+        return number, partial(_answer_others, board, range(1, size), set(), number)
     name, begin = uuid4().hex, time.monotonic()
     is_asked, found = False, None
     while found is None:
@@ -323,7 +342,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
     return found, _nothing
 
 
-def _answer(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
+def _answer_others(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
     """Answer each rank that asks with the number of this start."""
     for rank in others:
         name = board.get(f"asks/{rank}")
