@@ -1,9 +1,11 @@
 """When copies are taken, in batches: all ranks count these alike; and where there is no room for one."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from avgpipe import PipelineError
 from avgpipe.fault.copies import Intervals, StateCopies
 from tests.checkpoint.test_snapshot import PLANS, make
 
@@ -66,3 +68,25 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
             take(15)
         assert (copies._batches, copies.oldest) == ([], 15)
         copies._sending = []
+
+
+@pytest.mark.parametrize(
+    ("others", "goes_back"),
+    [
+        ([[], [], 0, float("inf"), True], True),  # a new process
+        ([[], [], 0, 0, False], False),  # lacks the first batches
+        ([[], [], 1, 1, True], False),  # has made a call before the first batch that cannot be repeated
+        ([[0], [], 0, 3, True], True),  # has a copy of its own, and none of the first rank's
+    ],
+)
+def test_where_no_copy_is_whole_all_begin_anew_if_all_can(others: list[Any], goes_back: bool) -> None:
+    world: Any = SimpleNamespace(size=2, rank=0, gather=lambda own: [own, others])
+    copies, nothing = StateCopies(1), SimpleNamespace()
+    if goes_back:
+        assert copies.go_back(world, nothing, nothing, 0, 3, has_all=True) == 0  # type: ignore[arg-type]
+        assert copies.is_due(0)
+    else:
+        with pytest.raises(PipelineError, match="go on from a checkpoint"):
+            copies.go_back(world, nothing, nothing, 0, 3, has_all=True)  # type: ignore[arg-type]
+    with pytest.raises(PipelineError, match="go on from a checkpoint"):
+        copies.go_back(world, nothing, nothing, 0, 3, has_all=False)  # type: ignore[arg-type]

@@ -21,6 +21,9 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import PeerLost, Pipeline, Plan
+from avgpipe.fault.generation import prospect
+from avgpipe.ranks import rendezvous
+from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.launch import private_meeting
 from avgpipe.ranks.rendezvous import Board, _number_of_start, join, open_store, private_store
 from tests.options import grouped
@@ -91,6 +94,28 @@ def test_a_store_that_does_not_answer_keeps_nobody() -> None:
     assert board.get("doing") == "something"
 
 
+def test_a_process_that_can_start_no_thread_can_still_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(_: threading.Thread) -> None:
+        raise MemoryError
+
+    board = Board(Store())
+    monkeypatch.setattr(threading.Thread, "start", start)
+    board.put("failure", "no memory")
+    assert board.get("failure") == "no memory"
+
+
+def test_a_board_that_nobody_has_leaves_no_thread() -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "avgpipe-board"}
+
+    before = threads()
+    board = Board(Store())
+    board.put("a", "b")
+    assert threads() > before
+    del board
+    wait_until(lambda: threads() <= before)
+
+
 def test_two_threads_may_ask_at_once() -> None:
     class Slow(Store):
         def check(self, names: list[str]) -> bool:
@@ -143,6 +168,45 @@ def test_who_does_not_come_is_named() -> None:
     board.put("start/2", "here")
     with pytest.raises(PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"):
         board.meet("start", time.monotonic() + 0.1)
+
+
+def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"AVGPIPE_STORE": str(tmp_path / "store"), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**environment, GENERATION: "0", "TORCHELASTIC_RUN_ID": ""}.items():
+        monkeypatch.setenv(name, value)
+    private_store().set(prospect(1), "[1]")
+    begin = time.monotonic()
+    with pytest.raises(PeerLost, match="at its start for rank 1"):
+        join(60)
+    private_store().set("avgpipe/start/1", "here")  # and is killed then
+    never = threading.Event()
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: never.wait(60))
+    with pytest.raises(PeerLost, match="rank 1, which died or is stopped: a rank is to be replaced"):
+        join(60)
+    never.set()
+    assert time.monotonic() - begin < limit(20)
+
+
+def test_a_group_that_could_not_be_made_leaves_no_number_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new rank begins to count groups from 0, and torch has their ranks meet by number."""
+    numbers = []
+
+    def fail(*_: Any, **__: Any) -> None:
+        numbers.append(dist.distributed_c10d._process_group_name([], use_hashed_name=False))
+        raise RuntimeError("connection refused")
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    monkeypatch.setattr(rendezvous, "open_store", lambda _: dist.PrefixStore("a", dist.HashStore()))  # type: ignore[attr-defined]
+    monkeypatch.setattr(rendezvous, "ROLL_CALL_S", 0.1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    for _ in range(2):
+        with pytest.raises(PeerLost, match="connection refused"):
+            join(5)
+    assert numbers == ["0", "0"]
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from avgpipe.ranks import world
 from avgpipe.ranks.environment import GENERATION, STORE_FILE
 from avgpipe.ranks.launch import is_stopped
 from avgpipe.runtime.session import Session, recovering
+from avgpipe.runtime.worker import Worker
 from avgpipe.testing import fail_at
 from tests.options import grouped
 from tests.patience import Deadline, limit
@@ -233,6 +234,98 @@ def test_what_a_call_draws_is_drawn_once_however_often_a_rank_is_lost(
     first, _, second, _, third, following = draws
     assert first == second == third
     assert following != first
+
+
+def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(STORE_FILE, "")
+    monkeypatch.setenv("TEST_FOLDER", "")
+    with made() as p:
+        found = p.evaluate(given(2))
+        p.wait_for_save()
+        seven = p.once("seven", lambda: 7)
+        policy = p._session.policy
+        assert isinstance(policy, Recovery)
+        assert policy._called == 0
+        calls = json.loads(json.dumps(policy._found))
+    with made() as p:
+        policy = p._session.policy
+        assert isinstance(policy, Recovery)
+        policy._ahead = [*calls]
+        assert p.evaluate(given(2)) == found
+        p.wait_for_save()
+        assert p.once("seven", lambda: 8) == seven
+        assert p.once("eight", lambda: 8) == 8
+        assert policy._found == [*calls, 8]
+        assert policy._called == 0
+        p.state_dict()  # which is not passed on, so that nobody goes back to before it
+        assert policy._called == 1
+
+
+def die_early(phase: str, rank: int, end: str) -> None:
+    """Have this process end in a phase of its start, where it is the first one that is this rank."""
+    places: dict[str, tuple[Any, str]] = {
+        "connect": (dist, "init_process_group"),
+        "agree": (Session, "_agree"),
+        "build": (Worker, "_build_all"),
+        "first copy": (StateCopies, "begin"),
+    }
+
+    def die() -> None:
+        if (os.environ[GENERATION], int(os.environ["RANK"])) == ("0", rank):
+            os.kill(os.getpid(), getattr(signal, end))
+
+    if phase == "start":
+        die()
+    if phase in places:
+        owner, name = places[phase]
+        before = getattr(owner, name)
+
+        def die_in_it(*args: Any, **options: Any) -> Any:
+            die()
+            return before(*args, **options)
+
+        setattr(owner, name, die_in_it)
+
+
+def train_from_the_start(phase: str = "", rank: int = 1, end: str = "SIGKILL", timeout_s: float = 20) -> Any:
+    """Losses by batch and weights, where a rank ends before there is a whole copy."""
+    die_early(phase, rank, end)
+    losses = dict[int, float]()
+    with made(timeout_s=timeout_s) as p:
+        first = p.evaluate(given(2)).loss if not p.batches else None
+        if phase == "called":
+            dies(rank)
+        for result in p.train(given(6)[p.batches :]):
+            losses[result.batch] = result.loss
+        return losses, first, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("phase", ["start", "connect", "agree", "build", "called", "first copy"])
+def test_who_is_killed_before_the_first_copy_is_replaced_and_all_begin_anew(phase: str, rank: int) -> None:
+    (expected, _), none = replaced(2, function=train_from_the_start)
+    run, count = replaced(2, function=train_from_the_start, phase=phase, rank=rank)
+    assert (none, count) == (0, 1)
+    for losses, first, weights in run:
+        assert (losses, first) == expected[:2]
+        assert all(torch.equal(value, weights[name]) for name, value in expected[2].items())
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["start", "connect", "build", "first copy"])
+def test_who_stands_still_before_the_first_copy_is_replaced(phase: str) -> None:
+    (expected, _), _ = replaced(2, function=train_from_the_start)
+    options = {"phase": phase, "end": "SIGSTOP", "timeout_s": 3}
+    run, count = replaced(2, function=train_from_the_start, **options)
+    assert count == 1
+    for losses, first, weights in run:
+        assert (losses, first) == expected[:2]
+        assert all(torch.equal(value, weights[name]) for name, value in expected[2].items())
 
 
 def send_copies(p: Pipeline) -> None:

@@ -268,27 +268,41 @@ class StateCopies:
 
     # ---- restoring ---------------------------------------------------------------------------------------------------
 
-    def go_back(self, world: World, model: Model, worker: Worker, earliest: int, latest: float) -> int:
+    def go_back(
+        self,
+        world: World,
+        model: Model,
+        worker: Worker,
+        earliest: int,
+        latest: float,
+        has_all: bool = False,
+    ) -> int:
         """Restore the newest state that all ranks can have; return the batches before it. Collective.
 
-        PipelineError where there is none.
+        Before the first copy is whole that is the initial state, in which ``worker`` is. PipelineError where
+        there is none.
 
         Args:
             earliest: batches before the last call that cannot be repeated.
             latest: batches after which a new rank would miss what this one does; infinity on a new one.
+            has_all: whether this rank has all batches since the first one.
         """
         theirs = [of.batches for of in self._theirs.values() if of.is_whole and of.batches is not None]
-        said = world.gather([self._batches, theirs, earliest, latest])
+        said = world.gather([self._batches, theirs, earliest, latest, has_all])
         lacking = [rank for rank, (own, *_) in enumerate(said) if not own]
         common = [own for own, *_ in said if own]
         common += [said[(rank + 1) % world.size][1] for rank in lacking]
         usable = set.intersection(*map(set, common)) if common else set()
-        _, _, begins, ends = zip(*said)
+        _, _, begins, ends, have_all = zip(*said)
         usable = {batches for batches in usable if max(begins) <= batches <= min(ends)}
+        if not usable and all(have_all) and not any(begins):
+            self._begin_again(Snapshot(), None)
+            return 0
         if not usable:
-            raise PipelineError(
-                f"no memory has a copy of what rank {', '.join(map(str, lacking))} held: go on from a checkpoint"
-            )
+            what = f"no memory has a copy of what rank {', '.join(map(str, lacking))} held"
+            if len(lacking) == world.size:
+                what = "no copy is whole yet, and a call before the first batch cannot be repeated"
+            raise PipelineError(f"{what}: go on from a checkpoint")
         batches: int = max(usable)
         contents = next((own.contents for own in self._own if own.contents and own.batches == batches), None)
         for rank in lacking:
@@ -297,14 +311,17 @@ class StateCopies:
         assert contents is not None
         restore(contents, model, worker)
         # Keep this copy until there are newer ones: a rank may be lost before.
-        self._own = [Snapshot(), Snapshot.of(batches, contents)]
-        received = self._theirs_of(batches)
-        self._theirs = {} if received is None else {0: received}
-        self._sending, self._count, self._interval = [], 0, 1
-        self._is_steady = False
-        self._intervals = Intervals(_SHARE * self._every_s)  # as the new rank has them
-        self.ask_for_one()
+        self._begin_again(Snapshot.of(batches, contents), self._theirs_of(batches))
         return batches
+
+    def _begin_again(self, own: Snapshot, received: Received | None) -> None:
+        """Continue from a copy, with what a new rank has: no other copies, and no intervals."""
+        self._own = [Snapshot(), own]
+        self._theirs = {} if received is None else {0: received}
+        self._sending, self._count, self._interval, self._late = [], 0, 1, 0
+        self._is_steady = False
+        self._intervals = Intervals(_SHARE * self._every_s)
+        self.ask_for_one()
 
     def _theirs_of(self, batches: int) -> Received | None:
         whole = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)

@@ -7,7 +7,7 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
@@ -23,6 +23,7 @@ from avgpipe.runtime.feed import BatchFeed
 from avgpipe.runtime.loading import find_parameters, set_requires_grad
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
+from avgpipe.runtime.spec import Spec
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
@@ -42,7 +43,14 @@ class Recovery(Policy):
         self._every_s = every_s
         self._copies = StateCopies(every_s)
         self._called = 0  # batches before the last call that cannot be repeated
+        # What calls before the first batch have found: a process that replaces one makes them, too.
+        self._found: list[Any] = []
+        self._ahead: list[Any] = []  # the same, of calls that others have made, and this process has not yet
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
+
+    def check(self, spec: Spec) -> None:
+        self._makes_group = not dist.is_initialized()
+        self._generators = [(g, g.get_state()) for g in generators_of(spec.device)]
 
     def opened(self, session: Session) -> None:
         if not session.world.rank and not is_replaceable():
@@ -50,9 +58,12 @@ class Recovery(Policy):
         self._copies.attach(session.worker)
 
     def begin(self, session: Session) -> None:
-        if generation():  # this rank replaces another one
-            with session.worker.running():
-                self._go_back(session, _feed(session), math.inf)
+        if generation():  # this rank, or another one, replaces one
+            try:
+                with session.worker.running():
+                    self._go_back(session, _feed(session), math.inf)
+            except LOST as loss:
+                self._recover(session, loss, math.inf)
 
     def settle(self) -> None:
         self._copies.settle()
@@ -65,12 +76,13 @@ class Recovery(Policy):
         if feed.kept is not None:
             self._copies.forget()
             feed.kept.clear()
-            self._called = feed.next_batch
+            self._called = max(1, feed.next_batch)
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, session: Session) -> None:
         """Take a copy of the state before the next batch, if all are to take one."""
+        self._ahead = []
         if session.world.size == 1 or not session.loader.has_more:
             return
         feed, copies, plan = _feed(session), self._copies, session.spec.running
@@ -90,9 +102,12 @@ class Recovery(Policy):
 
     def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
         """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
+        if self._ahead and self._ahead[0] is None:
+            return cast(T, self._take())
         # A repeated call must draw the same random numbers, such as a loader's seed.
         begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
         while True:
+            count = len(self._found)
             try:
                 found = act()
             except LOST as loss:
@@ -106,12 +121,28 @@ class Recovery(Policy):
                 raise
             else:
                 self._note_call(session)
+                if not session.feed.next_batch and len(self._found) == count:
+                    self._found.append(None)
+                    self._called = 0 if found is None else 1  # only JSON is passed on
                 return found
 
     def _note_call(self, session: Session) -> None:
         """Note that all ranks have made a call, which a restart from an earlier batch would repeat."""
-        self._called = session.feed.next_batch
+        self._called = max(self._called, session.feed.next_batch)
         self._copies.ask_for_one()
+
+    def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
+        if self._ahead:
+            return self._take()
+        found = find()
+        if not session.feed.next_batch:
+            self._found.append(found)
+        return found
+
+    def _take(self) -> Any:
+        """Return what a call found that the others have made before."""
+        self._found.append(self._ahead.pop(0))
+        return self._found[-1]
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
         """Restore a copy of the state that all ranks have, and repeat the batches up to the last result.
@@ -119,55 +150,83 @@ class Recovery(Policy):
         The rank that replaces a lost one does the same by itself, with as many batches begun. A stopped rank
         counts as lost. Raises ``loss`` where no rank is replaced, or no memory has what was lost.
         """
-        if not is_replaceable() or not session.world.made_group:
-            raise loss
-        returned, has_waited = _feed(session).next_result, isinstance(loss, PipelineTimeout)
+        feed: BatchFeed | None = getattr(session, "feed", None)
+        if feed is None:  # it is not open yet; begin() follows
+            self._await_generation(session, loss, has_waited=True)
+            self._draw_as_at_first()
+        else:
+            returned = feed.next_result
+            self._recover(session, loss, max(0, returned - in_call), returned)
+
+    def _recover(
+        self, session: Session, loss: PeerLost | PipelineTimeout, latest: float, returned: int = 0
+    ) -> None:
+        """Go back to a state after at most ``latest`` batches; repeat those whose results were ``returned``."""
+        before, has_waited = _feed(session), isinstance(loss, PipelineTimeout)
         while True:
-            notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
-            if has_waited:
-                private_store().set(waited_for(generation()), "")
-            before, worker = _feed(session), session.worker
-            self._close(session)
-            try:
-                next_generation(private_store(), notice_s)
-            except PeerLost as refusal:
-                raise loss from refusal
+            self._await_generation(session, loss, has_waited)
+            worker = session.worker
             worker.forget()  # its memory must be free before the next worker is made
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
             try:
                 # Functions that make initial weights may draw from the caller's generators.
                 with CallerGenerators(session.spec.device), CallerModes():
+                    self._draw_as_at_first()
                     session.open()
                     if worker.preemption.is_known:
                         session.worker.preemption.notice()
                     with session.worker.running():
-                        self._go_back(session, before, returned - in_call)
+                        self._go_back(session, before, latest)
+                before = _feed(session)
                 self._train_again(session, returned)
                 return
             except LOST as another:  # one more rank is lost, or stopped while all meet
                 loss, has_waited = another, True
 
+    def _draw_as_at_first(self) -> None:
+        """Have initial weights drawn once more as when the first session was opened."""
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+    def _await_generation(self, session: Session, loss: PeerLost | PipelineTimeout, has_waited: bool) -> None:
+        """Close what there is, and wait for the next generation; raise ``loss`` where none follows."""
+        if not is_replaceable() or not self._makes_group:
+            raise loss
+        notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
+        if has_waited:
+            private_store().set(waited_for(generation()), "")
+        self._close(session)
+        try:
+            next_generation(private_store(), notice_s)
+        except PeerLost as refusal:
+            raise loss from refusal
+
     def _close(self, session: Session) -> None:
+        """Close a session, of which there may only be a part."""
         self._copies.collect()
-        if session.saving is not None:
+        if (saving := getattr(session, "saving", None)) is not None:
             try:
-                session.saving.close(_FAILED_TIMEOUT_S)
+                saving.close(_FAILED_TIMEOUT_S)
             except PipelineError as unsaved:
                 _log.warning("a checkpoint was not written: %s", unsaved)
-        session.worker.close(_LOST_TIMEOUT_S)
+        if (worker := getattr(session, "worker", None)) is not None:
+            worker.close(_LOST_TIMEOUT_S)
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def _go_back(self, session: Session, before: BatchFeed, latest: float) -> None:
-        """Restore a copy from after at most ``latest`` batches, and begin there."""
+        """Restore a copy from after at most ``latest`` batches, or begin again, and continue from there."""
         assert before.kept is not None
         world, worker, model = session.world, session.worker, session.spec.model
         # A new rank has made none of these calls, which all came before the copy.
         self._set_flags = max(world.gather(self._set_flags), key=len)
         for names, flag in self._set_flags:
             set_requires_grad(worker, find_parameters(model, names), flag)
-        batches = self._copies.go_back(world, model, worker, self._called, latest)
+        has_all = len(before.kept) == before.next_batch
+        batches = self._copies.go_back(world, model, worker, self._called, latest, has_all)
+        found = max(world.gather(self._found), key=len)
+        self._ahead = [] if batches else found[len(self._found) :]
         private_store().set(restored(generation()), "")
         count = max(0, before.next_batch - batches)  # none where this rank is new
         session.loader.give_back(before.kept[len(before.kept) - count :])

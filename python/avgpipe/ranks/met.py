@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, named_apart, private_store
+from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, named_apart, private_store, replacements
 from avgpipe.ranks.world import World
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Met(World):
     def __init__(self, timeout_s: float, members: dist.ProcessGroup | None = None) -> None:
         super().__init__(timeout_s)
         self._limit = timedelta(seconds=timeout_s)
-        self._connections = 0
+        self._connections, self._meanwhile = 0, replacements()
         self._members = members
         self.rank, self.size = dist.get_rank(members), dist.get_world_size(members)
         deadline = time.monotonic() + timeout_s
@@ -63,7 +63,9 @@ class Met(World):
         number = board.count(f"pipelines/{self.rank}", timeout_s)  # all ranks make the same ones
         own = dist.PrefixStore(f"pipeline-{number}", board.store)  # type: ignore[attr-defined]
         self._board = Board(own, self.rank, self.size)
-        self._board.meet("Pipeline" if number == 1 else f"Pipeline number {number}", deadline)
+        self._board.meet(
+            "Pipeline" if number == 1 else f"Pipeline number {number}", deadline, self._meanwhile
+        )
         self.group = self.connect(lambda: self.new_group(range(self.size), "gloo"))
 
     def new_group(self, ranks: Iterable[int], backend: str, options: Any = None) -> dist.ProcessGroup:
@@ -84,7 +86,8 @@ class Met(World):
     def connect(self, make: Callable[[], T]) -> T:
         """Return the result of ``make``, which connects all ranks; PeerLost names those that fail to."""
         self._connections += 1
-        return self._board.connect(make, f"connection {self._connections}", self.timeout_s)
+        place = f"connection {self._connections}"
+        return self._board.connect(make, place, self.timeout_s, self._meanwhile)
 
     def beside(self) -> World:
         """Return a world of the same ranks with another group, for another thread. Every rank calls this."""

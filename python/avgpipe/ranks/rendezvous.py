@@ -7,6 +7,7 @@ port may write.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -16,13 +17,15 @@ from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from uuid import uuid4
+from weakref import finalize
 
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
-from avgpipe.ranks.environment import STORE_FILE, generation
+from avgpipe.ranks.environment import STORE_FILE, generation, is_replaceable, named
 
 _ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text
@@ -41,6 +44,11 @@ def _nothing() -> None:
     pass
 
 
+def replacements() -> Callable[[], object]:
+    """Return a function that says whether ranks will meet again without waiting here, as one is to be replaced."""
+    return named("avgpipe.fault.generation:Spares")().are_coming if is_replaceable() else _nothing
+
+
 class Silence(RuntimeError):
     """A store has not answered in time; it may answer later."""
 
@@ -49,12 +57,19 @@ class Board:
     """Texts by name in a store of torch.distributed, which all ``size`` ranks read; this one is ``rank``.
 
     The store is called in a thread of its own: its host may be stopped or cut off, and its calls then never
-    return. Every method raises RuntimeError where the store has ended, and Silence where it does not answer.
+    return. The thread is there from the beginning, as a process without memory can start none, and must still
+    report its failure. Every method raises RuntimeError where the store has ended, and Silence where it does
+    not answer.
     """
 
     def __init__(self, store: Any, rank: int = 0, size: int = 1) -> None:
         self.store, self._rank, self._size = store, rank, size
         self._unanswered: Future[Any] | None = None
+        self._questions: SimpleQueue[_Question | None] = SimpleQueue()
+        threading.Thread(
+            target=_answer_all, args=[self._questions], name="avgpipe-board", daemon=True
+        ).start()
+        finalize(self, self._questions.put, None).atexit = False
 
     @classmethod
     def beside(cls, store: Any, rank: int, size: int, timeout_s: float) -> Board:
@@ -120,16 +135,24 @@ class Board:
                 "which died before, or does not arrive"
             )
 
-    def connect(self, make: Callable[[], T], place: str, limit_s: float) -> T:
+    def connect(
+        self,
+        make: Callable[[], T],
+        place: str,
+        limit_s: float,
+        meanwhile: Callable[[], object] = _nothing,
+    ) -> T:
         """Return the result of ``make``, which all ranks call after they have met, to connect to each other.
 
         PeerLost names the ranks that died or are stopped meanwhile: those that neither connected nor noticed
-        the failure.
+        the failure. ``meanwhile``: see :meth:`missing`.
         """
         task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
         while why is None and not wait([task], _LOOK_S).done:
             if time.monotonic() > deadline:
                 why = f"not done after {limit_s:g} s"
+            elif meanwhile() is True:
+                why = "a rank is to be replaced"
             else:
                 with suppress(RuntimeError):
                     why = self.get(f"{place}/failed")
@@ -146,14 +169,17 @@ class Board:
         with suppress(RuntimeError):  # without the store all count as missing
             self.put_first(f"{place}/failed", why)
             missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
-        wait([task], _END_S)  # by its own timeout: a thread that ends while Python ends aborts the process
+        # By its own timeout: a thread that ends while Python ends aborts the process.
+        if not wait([task], _END_S).done and meanwhile() is True:
+            atexit.register(wait, [task], limit_s)
         fate = f"{_names(missing)}, which died or is stopped" if missing else "others, though all are there"
         raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
     def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
         if self._unanswered is not None and not self._unanswered.done():
             raise Silence("the store does not answer")
-        asked = in_thread(question)
+        asked: Future[T] = Future()
+        self._questions.put((question, asked))
         try:
             return asked.result(limit_s)
         except Unanswered:
@@ -161,17 +187,26 @@ class Board:
             raise Silence("the store does not answer") from None
 
 
+_Question = tuple[Callable[[], Any], "Future[Any]"]
+
+
+def _answer(question: Callable[[], T], future: Future[T]) -> None:
+    try:
+        future.set_result(question())
+    except BaseException as error:
+        future.set_exception(error)
+
+
+def _answer_all(questions: SimpleQueue[_Question | None]) -> None:
+    while (asked := questions.get()) is not None:
+        _answer(*asked)
+        del asked  # which may be all that keeps the board
+
+
 def in_thread(action: Callable[[], T]) -> Future[T]:
     """Run ``action`` in a thread, which is abandoned if it never ends."""
     future: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(action())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="avgpipe-task", daemon=True).start()
+    threading.Thread(target=_answer, args=(action, future), name="avgpipe-task", daemon=True).start()
     return future
 
 
@@ -245,16 +280,19 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
         return
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
-    store, meanwhile = open_store(timeout_s), _nothing
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may restart workers
+    store, coming = open_store(timeout_s), replacements()
+    meanwhile = coming
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun, which may restart workers
         asking = Board.beside(store, rank, size, timeout_s)
         number, meanwhile = _number_of_start(asking, rank, size, deadline)
         store = dist.PrefixStore(f"start-{number}", store)  # type: ignore[attr-defined]
     board = Board.beside(store, rank, size, timeout_s)
     board.meet("start", deadline, meanwhile)
+    # Torch names a group by its number, also after a group that could not be made. A new rank counts from 0.
+    dist.distributed_c10d._world.group_count = 0
     board.connect(
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
-        *("start", timeout_s),
+        *("start", timeout_s, coming),
     )
 
 
@@ -286,7 +324,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
     """
     if rank == 0:
         number = str(board.count("starts", max(_ANSWER_S, deadline - time.monotonic())))
-        return number, partial(_answer, board, range(1, size), set(), number)
+        return number, partial(_answer_others, board, range(1, size), set(), number)
     name, begin = uuid4().hex, time.monotonic()
     is_asked, found = False, None
     while found is None:
@@ -304,7 +342,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
     return found, _nothing
 
 
-def _answer(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
+def _answer_others(board: Board, others: Iterable[int], answered: set[str], number: str) -> None:
     """Answer each rank that asks with the number of this start."""
     for rank in others:
         name = board.get(f"asks/{rank}")

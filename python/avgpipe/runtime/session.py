@@ -52,7 +52,7 @@ class Session:
         self.spec, self.policy = spec, policy
         self.loader = Prefetch(lambda batches: self.worker.copy_ahead(batches), spec.options.accumulate)
         self.auto: Any = None
-        self.open()
+        self.until_done(self.open)
 
     def open(self) -> None:
         """Connect to the other ranks, and make this rank's part."""
