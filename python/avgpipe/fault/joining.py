@@ -179,7 +179,7 @@ def join_far(address: str, token: str, say: Callable[[str], None]) -> int:
         try:
             relay = Relay(Trunk.connect(parse_address(address), token.encode()), Path(folder))
         except ConnectionRefusedError:
-            raise ValueError(f"{address}: no run with --listen is active there") from None
+            raise NoPlace(f"{address}: no run is active there") from None
         except AuthenticationError as error:
             raise ValueError(f"{address}: its launcher cannot be asked: {reason(error)}") from None
         except (OSError, EOFError) as error:
