@@ -25,7 +25,7 @@ from tests.cli.test_isolated import refused
 from tests.ranks.test_hosts import PYTORCHJOB, SLURM
 
 SECRET = "a secret that all hosts know"
-ELSEWHERE = "192.0.2.1"  # of the addresses for documentation, which no host has
+ELSEWHERE = "240.0.0.1"  # of the addresses that no host may have
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
