@@ -5,6 +5,7 @@ avgpipe run --isolate --at HEAD:7000 examples/every_host.py FOLDER
 
 import os
 import pathlib
+import signal
 import sys
 
 import torch
@@ -37,6 +38,8 @@ plan = avgpipe.Plan(stages=2, pipelines=2, micro_batches=4, isolate=True)
 with avgpipe.Pipeline(
     model, plan, loss_fn=nn.MSELoss(), optimizer=lambda p: torch.optim.Adam(p, lr=3e-3), timeout_s=60
 ) as pipeline:
+    # From avgpipe run --requeue, when Slurm will end the job.
+    signal.signal(signal.SIGUSR2, lambda *_: pipeline.preempt())
     if folder.exists():
         pipeline.load(folder)
     for result in pipeline.train(Batches(pipeline.batches)):
@@ -44,3 +47,6 @@ with avgpipe.Pipeline(
             pipeline.save(folder)
             if os.environ["AVGPIPE_PIPELINE"] == os.environ["RANK"] == "0":
                 print(f"batch {result.batch}: loss {result.loss:.4f}", flush=True)
+        if pipeline.preempted:
+            break
+    pipeline.save(folder)

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(240)
 SECRET = "a secret that all hosts know"
 # Saves each tenth batch, and waits in its midst for a file.
 RESUMES = """
-import os, pathlib, time, torch, avgpipe
+import os, pathlib, signal, time, torch, avgpipe
 from torch import nn
 
 BATCHES, folder, go = 60, pathlib.Path("checkpoint"), pathlib.Path("go")
@@ -49,11 +49,19 @@ model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
 plan = avgpipe.Plan(stages=2, pipelines=2, micro_batches=2, isolate=True)
 sgd = lambda params: torch.optim.SGD(params, lr=0.01)
 with avgpipe.Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=sgd, timeout_s=60) as pipeline:
+    def preempt(*_):
+        pipeline.preempt()
+        pathlib.Path("noticed").touch()
+
+    signal.signal(signal.SIGUSR2, preempt)
     if folder.exists():
         pipeline.load(folder)
     for result in pipeline.train(Batches(pipeline.batches)):
         if result.batch % 10 == 9:
             pipeline.save(folder)
+        if pipeline.preempted:
+            break
+    pipeline.save(folder)
     print(f"pipeline {os.environ['AVGPIPE_PIPELINE']} ends after batch {pipeline.batches}", flush=True)
 """
 LINE = ("run", "--isolate", "--stages", "1")
@@ -157,14 +165,36 @@ def test_workers_of_torchrun_are_isolated_pipelines(tmp_path: Path, monkeypatch:
     assert "pipeline 0 ends after batch 60" in done.stdout
 
 
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a command of that name into PATH, which writes down its arguments."""
+    program, log = tmp_path / "scontrol", tmp_path / "scontrol.log"
+    program.write_text(f'#!/bin/sh\necho "$@" > {log}\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return log
+
+
+@pytest.mark.ranks
+def test_a_script_saves_before_its_job_goes_back_into_the_queue(start: Any, scontrol: Path) -> None:
+    line = (*LINE, "--pipelines", "1", "--requeue", "script.py")
+    first = start("first", *line, SLURM_JOB_ID="12")
+    wait_until(Path("checkpoint").exists, 60)
+    first.process.send_signal(signal.SIGTERM)
+    wait_until(Path("noticed").exists, 60)
+    Path("go").touch()
+    assert first.end() == 0, first.stderr
+    assert scontrol.read_text() == "requeue 12\n"
+    again = start("again", *line, SLURM_JOB_ID="12")
+    assert again.end() == 0, again.stderr
+    assert "pipeline 0 ends after batch 60" in again.stdout
+
+
 @pytest.mark.ranks
 def test_a_job_of_slurm_goes_back_into_its_queue_and_continues(
-    start: Any, tmp_path: Path, write_script: WriteScript, monkeypatch: pytest.MonkeyPatch
+    start: Any, scontrol: Path, tmp_path: Path, write_script: WriteScript, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("AVGPIPE_JOIN_TOKEN")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/scontrol.log\n')
-    (tmp_path / "scontrol").chmod(0o755)
     script = write_script(SCRIPT.replace("GO", str(tmp_path / "go")))
     line = ("train", f"{script}:make", *SIZES, "--isolate", "--requeue", "--out", "run")
 
@@ -181,7 +211,7 @@ def test_a_job_of_slurm_goes_back_into_its_queue_and_continues(
     assert first.end() == 0, first.stderr
     second.end()
     assert "preempted by SIGTERM: the run is saved" in first.stderr
-    assert (tmp_path / "scontrol.log").read_text() == "requeue 12\n"
+    assert scontrol.read_text() == "requeue 12\n"
     assert not list(tmp_path.glob(".avgpipe-*"))
 
     second, first = tasks("1")

@@ -18,6 +18,7 @@ from avgpipe.cli.hosts import (
     begin_or_join,
     check_requeue,
     place_here,
+    requeue,
     requeuing,
     secret,
 )
@@ -29,6 +30,8 @@ from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.hosts import HostPlace
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
+
+_PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the queue
 
 
 def run(config: RunConfig) -> None:
@@ -113,8 +116,10 @@ def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None
             note(f"one more pipeline is started by: avgpipe join {folder}")
         supervisor = Supervisor(job, isolation, Path(folder), note)
         _tell_of_seed(config)
-        supervisor.run()
-        return True
+        is_preempted = supervisor.run(_PREEMPTION_S if config.requeue else None)
+    if is_preempted:
+        requeue()
+    return True
 
 
 def _tell_of_seed(config: RunConfig) -> None:
