@@ -131,6 +131,18 @@ def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) 
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_a_host_of_a_run_that_fails_fails_too(start: Any) -> None:
+    training, joined = begun(start, "--restarts", "0", "--min-pipelines", "2")
+    for pipeline in (0, 1):
+        training.kill(pipeline, 0)
+    training.go()
+    assert training.end() == 1
+    assert joined.end() == 1
+    assert joined.stderr.endswith("pipeline 2 was ended: too few pipelines are left\n")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/guides/when-something-fails.md").read_text()
     at = f"127.0.0.1:{free_port()}"

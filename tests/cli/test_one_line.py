@@ -274,6 +274,13 @@ def test_a_file_that_others_can_read_or_write_is_refused(
         hosts.secret()
 
 
+def test_a_pipe_is_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "secret", 0o600)
+    monkeypatch.setenv(hosts.TOKEN_FILE, str(tmp_path / "secret"))
+    with pytest.raises(ValueError, match="must be a file of your own"):
+        hosts.secret()
+
+
 def test_a_file_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path / "secret", 0o600)
     monkeypatch.setenv(hosts.TOKEN_FILE, str(path))

@@ -243,7 +243,7 @@ def secret(place: HostPlace | None = None, wait_s: float = 0.0, stack: ExitStack
 
 def _read(path: Path) -> str:
     """Return the secret in a file; ValueError where others may read it, OSError where it cannot be read."""
-    with path.open() as file:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
         found = os.fstat(file.fileno())
         if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077 or found.st_uid not in (os.getuid(), 0):
             raise ValueError(

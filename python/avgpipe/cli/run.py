@@ -87,7 +87,7 @@ def _check_rank(config: RunConfig, place: HostPlace) -> None:
         raise ValueError(f"{place.source}: workers of several hosts need numbers, start them by torchrun")
     what = f"this command is one worker of {place.count} ({place.source})"
     if "stages" in config.given and config.stages != place.count:
-        raise ValueError(f"--stages {config.stages}: {what}; leave it out")
+        raise ValueError(f"--stages {config.stages}: {what}; leave it out, or run without these variables")
     refused = [flag(name) for name in ("spares", "requeue", "json") if name in config.given]
     if refused:
         raise ValueError(f"{', '.join(refused)}: {what}, which has no launcher for that")
