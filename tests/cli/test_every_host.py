@@ -146,14 +146,16 @@ def test_tasks_of_srun_are_the_stages_of_one_pipeline(start: Any, tmp_path: Path
 
 
 @pytest.mark.ranks
-def test_workers_of_torchrun_are_isolated_pipelines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
-    (tmp_path / "script.py").write_text(RESUMES)
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_workers_of_torchrun_are_isolated_pipelines(
+    command: str, start: Any, tmp_path: Path, write_script: WriteScript
+) -> None:
     (tmp_path / "go").touch()
+    script = write_script(SCRIPT.replace("GO", str(tmp_path / "go")))
+    line = LINE if command == "run" else ("train", f"{script}:make", *SIZES, "--isolate", "--out", "run")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "avgpipe")
     done = subprocess.run(
-        [sys.executable, *torchrun, *LINE, "script.py"],
-        cwd=tmp_path,
+        [sys.executable, *torchrun, *line, *(["script.py"] if command == "run" else [])],
         env={**os.environ, "PYTHONPATH": f"{PACKAGES}:{ROOT}", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -162,7 +164,10 @@ def test_workers_of_torchrun_are_isolated_pipelines(tmp_path: Path, monkeypatch:
     assert done.returncode == 0, done.stderr
     assert "the run begins here" in done.stderr
     assert "(torchrun (MASTER_ADDR, RANK, WORLD_SIZE))" in done.stderr
-    assert "pipeline 0 ends after batch 60" in done.stdout
+    if command == "run":
+        assert "pipeline 0 ends after batch 60" in done.stdout
+    else:
+        assert_whole(tmp_path / "run")
 
 
 @pytest.fixture

@@ -19,21 +19,20 @@ from avgpipe.errors import PipelineError
 from avgpipe.fault.joining import NoPlace
 from avgpipe.fault.roster import OVER
 from avgpipe.fault.supervise import TOO_FEW
-from avgpipe.ranks.hosts import HostPlace
+from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke
 from tests.cli.test_isolated import refused
 from tests.ranks.test_hosts import PYTORCHJOB, SLURM
 
 SECRET = "a secret that all hosts know"
 ELSEWHERE = "240.0.0.1"  # of the addresses that no host may have
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Lines for the user; the commands run in a folder of their own, without schedulers, and never sleep."""
     monkeypatch.chdir(tmp_path)
-    for name in (*VARIABLES, hosts.JOIN_TOKEN, hosts.TOKEN_FILE, *SLURM):
+    for name in (*RANK_VARIABLES, hosts.JOIN_TOKEN, hosts.TOKEN_FILE, *SLURM):
         monkeypatch.delenv(name, raising=False)
     lines: list[str] = []
     monkeypatch.setattr(hosts, "note", lines.append)
@@ -366,7 +365,7 @@ def test_a_task_becomes_one_rank_of_all(
     def execve(path: str, words: list[str], environ: dict[str, str]) -> None:
         raise Became(words, dict(environ))
 
-    for name in VARIABLES:
+    for name in RANK_VARIABLES:
         monkeypatch.setenv(name, "x")  # so that what the command sets is removed after the test
         monkeypatch.delenv(name)
     for name, value in given.items():

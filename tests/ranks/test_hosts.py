@@ -187,4 +187,5 @@ def test_a_rank_has_torch_s_variables() -> None:
         "MASTER_ADDR": "gpu07",
         "MASTER_PORT": "25056",
     }
+    assert HostPlace("lm-worker-0", 23456, "PET_RDZV_ENDPOINT", None, 4).rank_environment() == {}
     assert HostPlace("::1", 7000, "--at").address == "[::1]:7000"

@@ -29,7 +29,7 @@ from avgpipe.fault.roster import OVER
 from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.environment import cores, launch_environment
-from avgpipe.ranks.hosts import HostPlace, place_of
+from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.launch import Interrupted
 from avgpipe.ranks.queues import queue_environment
 
@@ -146,6 +146,12 @@ def join_ranks(place: HostPlace) -> None:
     """Set torchrun's variables in this process, where the scheduler has not set them."""
     for name, value in place.rank_environment().items():
         os.environ.setdefault(name, value)
+
+
+def leave_ranks() -> None:
+    """Remove torchrun's variables from this process, which is no rank but starts some."""
+    for name in RANK_VARIABLES:
+        os.environ.pop(name, None)
 
 
 # ---- joining ---------------------------------------------------------------------------------------------------------

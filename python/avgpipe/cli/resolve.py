@@ -127,7 +127,7 @@ def _launch() -> str | None:
 
 def _is_restart(out: Path, launch: str | None) -> bool:
     """Return whether the workers were restarted, and an earlier attempt of the launch began the run in ``out``."""
-    of_torchrun = joined_ranks() is not None and "TORCHELASTIC_RUN_ID" in os.environ
+    of_torchrun = bool(os.environ.get("TORCHELASTIC_RUN_ID"))
     count = "TORCHELASTIC_RESTART_COUNT" if of_torchrun else "SLURM_RESTART_COUNT"
     if int(os.environ.get(count, "0")) == 0:
         return False

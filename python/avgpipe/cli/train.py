@@ -21,6 +21,7 @@ from avgpipe.cli.hosts import (
     begin_or_join,
     check_requeue,
     join_ranks,
+    leave_ranks,
     place_here,
     requeue,
     requeuing,
@@ -60,7 +61,9 @@ def run(asked: TrainConfig) -> None:
     with ExitStack() as stack:
         with arguments(), ending_on_signals(_say_interrupted_early):
             place = place_here(asked.at)
-            if place is not None and not asked.isolate:
+            if place is not None and asked.isolate:
+                leave_ranks()
+            elif place is not None:
                 join_ranks(place)
             config = resolve(asked)
             check_requeue(config.requeue)

@@ -18,6 +18,14 @@ _FIRST_PORT, _PORTS = (
 )  # below those that Linux gives to connections, net.ipv4.ip_local_port_range
 _TORCH_PORT = 29500  # torchrun's default
 _RANGE = r"\d+(?:-\d+)?"  # in a list of Slurm's
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # torchrun's
 Environment = Mapping[str, str]
 
 
@@ -50,16 +58,11 @@ class HostPlace:
         return f"[{self.head}]:{self.port}" if ":" in self.head else f"{self.head}:{self.port}"
 
     def rank_environment(self) -> dict[str, str]:
-        """Return the variables by which torchrun would place this command as one rank of all."""
-        place = {
-            "RANK": self.number,
-            "WORLD_SIZE": self.count,
-            "LOCAL_RANK": self.local,
-            "LOCAL_WORLD_SIZE": self.local_count,
-            "MASTER_ADDR": self.head,
-            "MASTER_PORT": self.port,
-        }
-        return {name: str(value) for name, value in place.items()}
+        """Return the variables by which torchrun would place this command as one rank of all; none without a number."""
+        if self.number is None or self.count is None:
+            return {}
+        numbers = (self.number, self.count, self.local, self.local_count, self.head, self.port)
+        return dict(zip(RANK_VARIABLES, map(str, numbers)))
 
 
 def place_of(environ: Environment) -> HostPlace | None:
