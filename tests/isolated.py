@@ -57,7 +57,7 @@ class Isolated:
         self._started = 0
         with ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            listening = (listen(("127.0.0.1", 0)), _TOKEN.encode()) if far else None
+            listening = (listen(("127.0.0.1", 0)), _TOKEN) if far else None
             self.coordinator = Coordinator(
                 f"{folder}/coordinator",
                 _TOKEN.encode(),

@@ -18,6 +18,7 @@ import pytest
 from avgpipe_lab.bench.namespaces import check_namespaces, network
 from tests.cli.command import ROOT, alive, children, strict
 from tests.cli.test_isolated import SCRIPT, Command, Training, assert_whole, refused, trained
+from tests.examples.test_several_hosts import free_port
 from tests.patience import limit, wait_until
 from tests.scripts import WriteScript
 
@@ -76,7 +77,7 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
         options = ("--isolate", "--listen", name)
         for command in (("train", *options, script), ("run", *options, script.removesuffix(":make"))):
             assert f"cannot listen at {name}: Address already in use" in refused(*command)
-    assert "127.0.0.1:1: no run with --listen is active there" in refused("join", "127.0.0.1:1")
+    assert "127.0.0.1:1: no run is active there" in refused("join", "--wait", "0", "127.0.0.1:1")
     assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
 
 
@@ -130,21 +131,31 @@ def test_it_trains_on_alone_when_all_on_the_launchers_host_are_lost(start: Any) 
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_a_host_of_a_run_that_fails_fails_too(start: Any) -> None:
+    training, joined = begun(start, "--restarts", "0", "--min-pipelines", "2")
+    for pipeline in (0, 1):
+        training.kill(pipeline, 0)
+    training.go()
+    assert training.end() == 1
+    assert joined.end() == 1
+    assert joined.stderr.endswith("pipeline 2 was ended: too few pipelines are left\n")
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_the_guide_s_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs/guides/when-something-fails.md").read_text()
-    block = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace("10.0.0.1:7000", "127.0.0.1:0")
-    _, runs, joins = (shlex.split(line, comments=True) for line in block.splitlines())
+    at = f"127.0.0.1:{free_port()}"
+    block = re.findall(r"```bash\n(.*?)```", page, re.DOTALL)[0].replace("10.0.0.1:7000", f"{at} --wait 20")
+    _, line = (shlex.split(line, comments=True) for line in block.splitlines())
     monkeypatch.setenv("AVGPIPE_JOIN_TOKEN", SECRET)
     monkeypatch.chdir(ROOT)
-    run = Command(tmp_path, "run", *runs[1:])
-    joins[-1] = address(run)
-    others = [Command(tmp_path, f"host {number}", *joins[1:]) for number in (1, 2)]
-    assert run.end() == 0, run.stderr
-    assert "epoch 2: loss" in run.stdout
-    for other in others:
-        assert other.process.wait(limit(100)) in (0, 1, 2), (
-            other.stderr
-        )  # the run may end before this host joins it
+    hosts = [Command(tmp_path, f"host {number}", *line[1:]) for number in range(3)]
+    codes = [host.process.wait(limit(100)) for host in hosts]
+    (first,) = (n for n, host in enumerate(hosts) if "the run begins here" in host.stderr)
+    assert codes[first] == 0, hosts[first].stderr
+    assert "epoch 2: loss" in "".join(host.stdout for host in hosts)
+    assert set(codes) <= {0, 1}, codes  # the run may end before a host joins it
 
 
 @pytest.mark.ranks

@@ -130,6 +130,19 @@ def begun(out):
     (out / "run.json").write_text(resolve(out=str(out)).to_json())
 
 
+def test_a_job_that_slurm_starts_again_goes_on_from_its_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    out = tmp_path / "run"
+    begun(out)
+    (out / "checkpoints" / "last").mkdir(parents=True)
+    (out / "checkpoints" / "last" / "manifest.json").touch()
+    for job, count, goes_on in (("12", "0", False), ("12", "1", True), ("13", "1", False)):
+        monkeypatch.setenv("SLURM_JOB_ID", job)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", count)
+        config = resolve(out=str(out))
+        assert (config.is_restart, config.resume) == (goes_on, goes_on)
+
+
 def test_an_attempt_of_torchrun_goes_on_from_the_checkpoint_of_the_one_before(tmp_path, monkeypatch):
     under_torchrun(monkeypatch, 0)
     out = tmp_path / "run"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.cli import run as command
+from avgpipe.cli import hosts as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
 from avgpipe.fault.door import Door
@@ -36,9 +36,8 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
         with pytest.raises(NoPlace, match=f"{address}: its launcher (has not answered|cannot be reached)"):
             join_far(address, "a secret that is known", print)
         closing.join()
-    with pytest.raises(ValueError, match=f"{address}: no run with --listen is active there") as refused:
+    with pytest.raises(NoPlace, match=f"{address}: no run is active there"):  # it may not listen yet
         join_far(address, "a secret that is known", print)
-    assert not isinstance(refused.value, NoPlace)
 
 
 def test_a_pipeline_joins_again_from_where_the_command_was_called(

@@ -85,6 +85,7 @@ CountOrNone = Annotated[int, Value("NUMBER", parse_count_or_none)]
 Positive = Annotated[float, Value("NUMBER", parse_positive)]
 Amounts = Annotated[tuple[float, ...], Value("NUMBER,...", numbers(float, "10 or 10,12,9", 0))]
 Size = Annotated[int, Value("SIZE", partial(parse_bytes, positive=True))]
+Wait = Annotated[float, Value("SECONDS", lambda name, text: numbers(float, "60", 0)(name, text)[0])]
 Milliseconds = Annotated[float, Value("NUMBER", lambda name, text: numbers(float, "10", 0)(name, text)[0])]
 Schedule = Annotated[str, Value("NAME", choices=tuple(schedule_names()))]
 ScheduleOrFile = Annotated[
@@ -265,7 +266,11 @@ class IsolationOptions(Options):
         spare_pipelines: With --isolate, pipelines whose processes wait, with imports done and data read, to
             replace a lost pipeline.
         listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; all hosts need the
-            same secret in AVGPIPE_JOIN_TOKEN.
+            same secret in AVGPIPE_JOIN_TOKEN, or in a file that AVGPIPE_JOIN_TOKEN_FILE names.
+        at: With --isolate, HOST:PORT for the same command on several hosts: the one on HOST begins the run, with
+            one pipeline, and each other one adds a pipeline. Default: what Slurm, torchrun or Kubernetes say.
+        wait_s: With --at, or on several hosts of a scheduler, seconds to wait for the command that begins the
+            run, also where it has to begin again.
     """
 
     min_pipelines: Count = 1
@@ -273,10 +278,23 @@ class IsolationOptions(Options):
     restarts: int = 3
     spare_pipelines: CountOrNone = 0
     listen: str | None = None
+    at: str | None = None
+    wait_s: Wait = 300.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
+class QueueOptions(Options):
+    """The queue.
+
+    Attributes:
+        requeue: In a job of Slurm, put the job back into the queue once SIGTERM has ended the run.
+    """
+
+    requeue: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(LearningOptions, PlanOptions, IsolationOptions, QueueOptions):
     """Train WORKLOAD: start the plan's workers on this machine, or join those that torchrun started.
 
     Writes plan.json, metrics.jsonl, curves.png, timeline.json, timeline.png, checkpoints/ and summary.json to the run's
@@ -295,8 +313,8 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions):
         wait_for_checkpoints: Pause training while a checkpoint is written. It then needs no copy in main
             memory.
         preemption_seconds: Seconds that the run has after SIGTERM to save and end, before it is killed.
-        launch: Name that torchrun gave the launch of the workers.
-        is_restart: Whether torchrun has restarted the workers of this run.
+        launch: Name that torchrun or Slurm gave the launch of the workers.
+        is_restart: Whether one of them has restarted the workers of this run.
     """
 
     out: Folder = ""
@@ -484,11 +502,11 @@ class DoctorConfig(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunConfig(IsolationOptions):
+class RunConfig(IsolationOptions, QueueOptions):
     """Start SCRIPT on local workers through torch's launcher, with torchrun's environment variables.
 
     Options first, then the script and its arguments. When a worker fails, the others are ended and the exit
-    code is 1.
+    code is 1. As one of several tasks of srun, or in one of several pods, it runs SCRIPT as one worker of all.
 
     With --isolate each pipeline has its own workers, and the script's plan needs isolate=True. When a worker
     fails, its pipeline is restarted and joins the other pipelines, which have kept training.
@@ -526,8 +544,10 @@ class JoinConfig(Options):
     Attributes:
         run: On the same host, the folder of the run of avgpipe train, or the folder that avgpipe run prints;
             on another host, HOST:PORT of the run's --listen, in a folder with the same script and files.
-        restarts: Number of times that the pipeline is restarted if it is lost.
+        restarts: Number of times in a row that the pipeline is restarted if it is lost within a minute.
+        wait_s: Seconds to wait for a run on another host that does not listen yet, or has no place free.
     """
 
     run: Annotated[str, Value("RUN", positional=True)]
     restarts: CountOrNone = 0
+    wait_s: Wait = 300.0

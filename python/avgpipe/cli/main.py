@@ -25,7 +25,7 @@ COMMANDS = {
     "simulate": Command(config.SimulateConfig, "avgpipe.cli.simulate"),
     "doctor": Command(config.DoctorConfig, "avgpipe.cli.doctor"),
     "run": Command(config.RunConfig, "avgpipe.cli.run"),
-    "join": Command(config.JoinConfig, "avgpipe.cli.run:join_run"),
+    "join": Command(config.JoinConfig, "avgpipe.cli.hosts:join_run"),
 }
 LABORATORY = ("bench", "compare", "report", "watch")  # which avgpipe_lab adds by entry points
 # Everything after SCRIPT belongs to the script, also what looks like an option.

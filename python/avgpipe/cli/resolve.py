@@ -101,7 +101,7 @@ def _absolute(path: str | None) -> str | None:
     return None if path is None else str(Path(path).absolute())
 
 
-# ---- torchrun --------------------------------------------------------------------------------------------------------
+# ---- torchrun and Slurm ----------------------------------------------------------------------------------------------
 
 
 def joined_ranks() -> int | None:
@@ -112,19 +112,24 @@ def joined_ranks() -> int | None:
 
 
 def _launch() -> str | None:
-    """Return torchrun's name for what started the workers.
+    """Return the name of torchrun, or of Slurm, for what started the workers.
 
-    All launches without a name are called "none"; on one host the ids of their processes distinguish them.
+    All launches of torchrun without a name are called "none"; on one host the ids of their processes distinguish
+    them. A job of Slurm keeps its number in the queue.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None and "SLURM_JOB_ID" in os.environ:
+        return f"slurm-{os.environ['SLURM_JOB_ID']}"
     if name == "none" and os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         return f"none-{os.getppid()}"
     return name
 
 
 def _is_restart(out: Path, launch: str | None) -> bool:
-    """Return whether torchrun restarted the workers, and an earlier attempt began the run in ``out``."""
-    if joined_ranks() is None or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0:
+    """Return whether the workers were restarted, and an earlier attempt of the launch began the run in ``out``."""
+    of_torchrun = bool(os.environ.get("TORCHELASTIC_RUN_ID"))
+    count = "TORCHELASTIC_RESTART_COUNT" if of_torchrun else "SLURM_RESTART_COUNT"
+    if int(os.environ.get(count, "0")) == 0:
         return False
     values = read_object(out / RUN_FILE, [])
     return bool(values) and values.get("launch") == launch

@@ -1,67 +1,63 @@
-"""``avgpipe run`` and ``avgpipe join``: start a script on several local workers, and one more pipeline of a run."""
+"""``avgpipe run``: starts a script on several local workers, or runs it as one worker of several hosts."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
-import time
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import typer
 
-from avgpipe.cli.config import IsolationOptions, JoinConfig, RunConfig
+from avgpipe.cli.config import IsolationOptions, RunConfig
+from avgpipe.cli.hosts import (
+    Beginning,
+    become_rank,
+    begin_or_join,
+    check_requeue,
+    place_here,
+    requeue,
+    requeuing,
+    secret,
+)
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
-from avgpipe.errors import PipelineError
-from avgpipe.fault.door import parse_address
-from avgpipe.fault.joining import NoPlace, join, join_far
+from avgpipe.fault.door import listen, parse_address
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
+from avgpipe.ranks.hosts import HostPlace
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 from avgpipe.ranks.process import end_without_reader, has_reader
+
+_PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the queue
 
 
 def run(config: RunConfig) -> None:
     with arguments():
-        if not Path(config.script).is_file():
-            raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
-        if not config.isolate:
-            refuse_isolation(config, "pipelines")
-        elif config.spares is not None:
-            raise ValueError(
-                "--spares with --isolate: isolated pipelines replace each other, use one of the two"
-            )
-        isolation = isolation_of(config, config.pipelines)
-    command, codes = [sys.executable, "-u", config.script, *config.args], (0,) * config.stages
-    failure, out = "", "stderr" if config.json else "stdout"
+        place = place_here(config.at)
+        _check(config, place)
+    command = [sys.executable, "-u", config.script, *config.args]
     if config.seed >= 0:
         command[2:2] = ["-m", "avgpipe.ranks.seeded", str(config.seed)]
-    try:
-        if not config.isolate:
-            _tell_of_seed(config)
-        if config.spares is not None:
-            Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
-        elif config.isolate:
-            with TemporaryDirectory(prefix="avgpipe-") as folder:
-                job = Job(out, command, config.stages, {})
-                if isolation.most > isolation.pipelines:
-                    note(f"one more pipeline is started by: avgpipe join {folder}")
-                with arguments():
-                    supervisor = Supervisor(job, isolation, Path(folder), note)
-                _tell_of_seed(config)
-                supervisor.run()
-        else:
-            run_command(command, config.stages, out=out)
-    except Interrupted as interrupted:
-        raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
-    except RanksFailed as failed:
-        failure, codes = f"rank {failed.rank} {failed.reason}", failed.exit_codes
-    except TooFewLeft as few:
-        failure, codes = str(few), few.exit_codes
+    if place is not None and not config.isolate:
+        become_rank(command, place)
+    failure, codes = "", (0,) * config.stages
+    with requeuing(config.requeue):
+        try:
+            if config.isolate:
+                if not _run_isolated(config, command, place):
+                    return
+            else:
+                _run(config, command)
+        except Interrupted as interrupted:
+            raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
+        except RanksFailed as failed:
+            failure, codes = f"rank {failed.rank} {failed.reason}", failed.exit_codes
+        except TooFewLeft as few:
+            failure, codes = str(few), few.exit_codes
     if -signal.SIGPIPE in codes and not has_reader():
         end_without_reader()
     if config.json:
@@ -69,6 +65,64 @@ def run(config: RunConfig) -> None:
     if failure:
         say(failure)
         raise typer.Exit(FAILED)
+
+
+def _check(config: RunConfig, place: HostPlace | None) -> None:
+    """Refuse options that contradict each other, or this command's place among several. ValueError."""
+    if not Path(config.script).is_file():
+        raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
+    check_requeue(config.requeue)
+    if not config.isolate:
+        refuse_isolation(config, "pipelines")
+        if place is not None:
+            _check_rank(config, place)
+    elif config.spares is not None:
+        raise ValueError("--spares with --isolate: isolated pipelines replace each other, use one of the two")
+    elif place is not None and "pipelines" in config.given:
+        raise ValueError(
+            f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a host "
+            "for a second one there, and limit all by --max-pipelines"
+        )
+
+
+def _check_rank(config: RunConfig, place: HostPlace) -> None:
+    if place.number is None or place.count is None:
+        raise ValueError(f"{place.source}: workers of several hosts need numbers, start them by torchrun")
+    what = f"this command is one worker of {place.count} ({place.source})"
+    if "stages" in config.given and config.stages != place.count:
+        raise ValueError(f"--stages {config.stages}: {what}; leave it out, or run without these variables")
+    refused = [flag(name) for name in ("spares", "requeue", "json") if name in config.given]
+    if refused:
+        raise ValueError(f"{', '.join(refused)}: {what}, which has no launcher for that")
+
+
+def _run(config: RunConfig, command: list[str]) -> None:
+    out = "stderr" if config.json else "stdout"
+    _tell_of_seed(config)
+    if config.spares is None:
+        run_command(command, config.stages, out=out)
+    else:
+        Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
+
+
+def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None) -> bool:
+    """Run isolated pipelines to the end; return whether this command began the run, and has not joined it."""
+    with ExitStack() as stack:
+        beginning = None
+        if place is not None and (beginning := begin_or_join(place, config, stack)) is None:
+            return False
+        with arguments():
+            isolation = isolation_of(config, config.pipelines, beginning)
+        folder = stack.enter_context(TemporaryDirectory(prefix="avgpipe-"))
+        job = Job("stderr" if config.json else "stdout", command, config.stages, {})
+        if isolation.most > isolation.pipelines and beginning is None:
+            note(f"one more pipeline is started by: avgpipe join {folder}")
+        supervisor = Supervisor(job, isolation, Path(folder), note)
+        _tell_of_seed(config)
+        is_preempted = supervisor.run(_PREEMPTION_S if config.requeue else None)
+    if is_preempted:
+        requeue()
+    return True
 
 
 def _tell_of_seed(config: RunConfig) -> None:
@@ -81,32 +135,30 @@ def _tell_of_seed(config: RunConfig) -> None:
 # ---- isolated pipelines ----------------------------------------------------------------------------------------------
 
 
-JOIN_TOKEN = "AVGPIPE_JOIN_TOKEN"
-_LEAST = 16  # characters
+def isolation_of(
+    config: IsolationOptions, pipelines: int, beginning: Beginning | None = None
+) -> IsolatedCounts:
+    """Return the numbers of pipelines; ValueError for numbers that contradict each other.
 
-
-def isolation_of(config: IsolationOptions, pipelines: int) -> IsolatedCounts:
-    """Return the numbers of pipelines; ValueError for numbers that contradict each other."""
-    most = config.max_pipelines or pipelines
+    ``beginning``: with what this command begins a run to which others add their pipelines.
+    """
+    most, listening = config.max_pipelines or pipelines, None
+    if beginning is not None:
+        pipelines, most = 1, config.max_pipelines or beginning.most
+        listening = beginning.listening, beginning.token
     if not config.min_pipelines <= pipelines <= most:
         raise ValueError(
             f"--min-pipelines {config.min_pipelines}, --max-pipelines {most}: the {pipelines} pipelines that the run "
             "begins with must lie between the two"
         )
-    listen = None if config.listen is None else (parse_address(config.listen), secret())
+    if config.listen is not None:
+        if beginning is not None:
+            raise ValueError("--listen where others join anyway: leave it out")
+        token = secret()
+        listening = listen(parse_address(config.listen)), token
     return IsolatedCounts(
-        pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listen
+        pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listening
     )
-
-
-def secret() -> str:
-    """Return the secret that commands on several hosts share; ValueError if it is not set, or too short."""
-    token = os.environ.get(JOIN_TOKEN, "")
-    if len(token) < _LEAST:
-        raise ValueError(
-            f"{JOIN_TOKEN} must be set to a secret of {_LEAST} characters or more, the same on all hosts"
-        )
-    return token
 
 
 def refuse_isolation(config: IsolationOptions, *more: str) -> None:
@@ -115,46 +167,3 @@ def refuse_isolation(config: IsolationOptions, *more: str) -> None:
     given = [flag(name) for name in config.given if name in own or name in more]
     if given:
         raise ValueError(f"{', '.join(given)} without --isolate: only isolated pipelines have this option")
-
-
-# ---- avgpipe join ----------------------------------------------------------------------------------------------------
-
-
-_ASK_S = 1.0
-_LIMIT_S = 60.0  # the launcher admits a pipeline again once it has noticed the loss of the one before
-
-
-def join_run(config: JoinConfig) -> None:
-    try:
-        with arguments():
-            pipeline = _join_again(config)
-    except Interrupted as interrupted:
-        raise CommandFailed(
-            f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
-        ) from None
-    if config.json:
-        print(json.dumps({"run": config.run, "pipeline": pipeline}))
-
-
-def _join_again(config: JoinConfig) -> int:
-    """Join, and again after a loss; return the number of the pipeline that reached the end of the run."""
-    left, until, here = config.restarts, 0.0, Path.cwd()
-    while True:
-        try:
-            os.chdir(here)  # the attempt before has changed to its launcher's folder
-            return _join(config.run)
-        except NoPlace:
-            if time.monotonic() > until:
-                raise
-            time.sleep(_ASK_S)
-        except PipelineError as error:
-            if not left:
-                raise
-            left, until = left - 1, time.monotonic() + _LIMIT_S
-            note(f"{error}; it is started again")
-
-
-def _join(run: str) -> int:
-    if ":" in run and not Path(run).is_dir():
-        return join_far(run, secret(), note)
-    return join(Path(run), note)

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +16,16 @@ import typer
 
 from avgpipe.cli.config import CheckConfig, TrainConfig
 from avgpipe.cli.folder import describe
+from avgpipe.cli.hosts import (
+    Beginning,
+    begin_or_join,
+    check_requeue,
+    join_ranks,
+    leave_ranks,
+    place_here,
+    requeue,
+    requeuing,
+)
 from avgpipe.cli.output import (
     FAILED,
     WRONG_ARGUMENTS,
@@ -48,14 +58,31 @@ _WORKER = "avgpipe.cli.training:run_worker"
 
 
 def run(asked: TrainConfig) -> None:
-    with arguments(), ending_on_signals(_say_interrupted_early):
-        config = resolve(asked)
-        if not config.isolate:
-            refuse_isolation(asked)
-        if _is_first():  # the others would find the files that the first one has begun to write
-            check_run(config)
+    with ExitStack() as stack:
+        with arguments(), ending_on_signals(_say_interrupted_early):
+            place = place_here(asked.at)
+            if place is not None and asked.isolate:
+                leave_ranks()
+            elif place is not None:
+                join_ranks(place)
+            config = resolve(asked)
+            check_requeue(config.requeue)
+            if not config.isolate:
+                refuse_isolation(asked)
+        beginning = None
+        joins = place if config.isolate else None
+        if joins is not None and (beginning := begin_or_join(joins, config, stack)) is None:
+            return
+        with arguments(), ending_on_signals(_say_interrupted_early):
+            if _is_first():  # the others would find the files that the first one has begun to write
+                check_run(config)
+        with requeuing(config.requeue and _is_first()):
+            _train(config, asked.json, beginning)
+
+
+def _train(config: TrainConfig, as_json: bool, beginning: Beginning | None) -> None:
     if config.isolate:
-        is_preempted = train_isolated(config)
+        is_preempted = train_isolated(config, beginning)
     elif joined_ranks() is None and config.to_plan().workers > 1:
         is_preempted = train_on_workers(config)
     else:
@@ -64,11 +91,13 @@ def run(asked: TrainConfig) -> None:
         return
     if is_preempted:
         note(f"preempted by SIGTERM: the run is saved; {resume_hint(config)}")
-        text = '{"preempted": true}\n' if asked.json else ""
+        text = '{"preempted": true}\n' if as_json else ""
     else:
         out = Path(config.out)
-        text = (out / "summary.json").read_text() if asked.json else describe(out) + "\n"
+        text = (out / "summary.json").read_text() if as_json else describe(out) + "\n"
     print(text, end="", flush=True)
+    if is_preempted and config.requeue:
+        requeue()
 
 
 def _say_interrupted_early(number: signal.Signals) -> None:
@@ -102,19 +131,18 @@ def train_on_workers(config: TrainConfig) -> bool:
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
 
-def train_isolated(config: TrainConfig) -> bool:
+def train_isolated(config: TrainConfig, beginning: Beginning | None = None) -> bool:
     """Start the processes of each pipeline, keep the run's record, and wait for them.
 
-    Return whether they were preempted. Raises CommandFailed.
+    ``beginning``: see :func:`avgpipe.cli.run.isolation_of`. Return whether they were preempted. Raises CommandFailed.
     """
     plan = config.to_plan()
     with arguments():
-        isolation = isolation_of(config, plan.pipelines)
+        isolation = isolation_of(config, plan.pipelines, beginning)
     job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
     with TemporaryDirectory(prefix="avgpipe-") as name:
         recorded = SharedRecord(config, Path(name))
-        with arguments():
-            supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
+        supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
         try:
             return supervisor.run(config.preemption_seconds)
         except Interrupted as interrupted:

@@ -54,11 +54,12 @@ class Coordinator:
         say: Callable[[str], None],
         recorder: Any = None,
         let_join: Callable[[Connection, dict[str, Any]], dict[str, Any]] | None = None,
-        listening: tuple[socket.socket, bytes] | None = None,
+        listening: tuple[socket.socket, str] | None = None,
     ) -> None:
         self.address = address
         self._far = None if listening is None else called(listening[0])
-        self._door = Door([(listen_here(address), token), *([] if listening is None else [listening])])
+        far = [] if listening is None else [(listening[0], listening[1].encode())]
+        self._door = Door([(listen_here(address), token), *far])
         self._lost, self._say, self._recorder, self._let_join = lost, say, recorder, let_join
         self.members = Members(wanted, host_here())
         self._common = CommonResults()

@@ -123,17 +123,16 @@ def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
     """
-    try:
-        return _join(_Run(address, address, secret, True), say)
-    except ConnectionRefusedError:
-        raise ValueError(f"{address}: no run with --listen is active there") from None
+    return _join(_Run(address, address, secret, True), say)
 
 
 def _join(run: _Run, say: Callable[[str], None]) -> int:
     try:
         connection = connect(run.address, run.secret.encode())
     except (ConnectionRefusedError, FileNotFoundError):
-        raise
+        if not run.is_far:
+            raise
+        raise NoPlace(f"{run.name}: no run is active there") from None
     except AuthenticationError as error:
         raise ValueError(f"{run.name}: its launcher cannot be asked: {reason(error)}") from None
     except (OSError, EOFError) as error:

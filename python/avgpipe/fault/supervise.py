@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +20,6 @@ from typing import Any
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.door import listen
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.joining import Joined, leave_address
 from avgpipe.fault.members import Group
@@ -43,6 +43,7 @@ _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
+TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class IsolatedCounts:
         restarts: how many times in a row a lost pipeline is restarted that has made no step.
         spares: pipelines whose processes have started up to their Pipeline, and wait there to replace a lost
             one.
-        listen: host and port where commands on other hosts find the run, with the secret that they must know.
+        listening: a socket where commands on other hosts find the run, with the secret that they must know.
     """
 
     pipelines: int
@@ -64,7 +65,7 @@ class IsolatedCounts:
     most: int = 0
     restarts: int = 3
     spares: int = 0
-    listen: tuple[tuple[str, int], str] | None = None
+    listening: tuple[socket.socket, str] | None = None
 
 
 class TooFewLeft(PipelineError):
@@ -119,9 +120,6 @@ class Supervisor:
         folder: readable for this user alone; :func:`avgpipe.fault.joining.join` finds the run there.
         say: prints a line for the user.
         recorder: see :class:`avgpipe.fault.coordinator.Coordinator`.
-
-    Raises:
-        ValueError: it cannot listen at the given address.
     """
 
     def __init__(
@@ -144,10 +142,6 @@ class Supervisor:
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
-        listening = None
-        if isolation.listen is not None:
-            where, secret = isolation.listen
-            listening = listen(where), secret.encode()
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         address = folder / _ADDRESS
@@ -161,11 +155,11 @@ class Supervisor:
             self._say_of_members,
             recorder,
             self._let_join,
-            listening,
+            isolation.listening,
         )
         self._members = self._coordinator.members
         leave_address(folder, self._coordinator.address, self._token)
-        if listening is not None:
+        if isolation.listening is not None:
             say(f"other hosts start pipelines by: avgpipe join {self._coordinator.far_address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
@@ -304,7 +298,7 @@ class Supervisor:
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
         if self._finished:
-            return {"why": "the run is about to end"}
+            return {"why": OVER}
         if not about["is_far"] and about["host"] != host_here():
             return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
@@ -346,16 +340,16 @@ class Supervisor:
                 self._left[group.pipeline] = self._isolation.restarts
             if end is True and group.why is None and self._may_be_done(known):
                 self._settling[number] = group
-            elif group.why != OVER:
+            elif group.why not in (OVER, TOO_FEW):
                 self._losses[number] = loss = _loss_of(group, known, end)
                 self._replace(group, loss)
             self._coordinator.gone(number)
         self._settle()
         if self._is_over():
-            self._end()
+            self._end(OVER)
         elif self._too_few() and not self._missing:
             self._missing = self._lost_for_good()
-            self._end()
+            self._end(TOO_FEW)
         self._look_for_stopped()
 
     def _may_be_done(self, known: Group | None) -> bool:
@@ -390,11 +384,11 @@ class Supervisor:
             if group.stopped_timer.expired(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 
-    def _end(self) -> None:
+    def _end(self, why: str) -> None:
         for group in self._groups.values():
             if group.why is None:
-                group.why = OVER
-                group.processes.kill(OVER, None)
+                group.why = why
+                group.processes.kill(why, None)
         self._left = dict.fromkeys(self._left, 0)
 
     def _is_over(self) -> bool:
@@ -436,7 +430,7 @@ class Supervisor:
             (not is_restarted or pipeline in self._later) and not has_begun and pipeline in self._left
         ):  # the others wait for it
             self._missing = [loss]
-            self._end()
+            self._end(TOO_FEW)
 
 
 def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
