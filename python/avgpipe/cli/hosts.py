@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from avgpipe.cli.config import IsolationOptions, JoinConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.joining import NoPlace, join, join_far
-from avgpipe.fault.roster import OVER
-from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.fault.door import parse_address
+from avgpipe.fault.joining import NoPlace, join, join_far
+from avgpipe.fault.messages import OVER
+from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.launch import Interrupted
