@@ -347,10 +347,14 @@ class Supervisor:
         self._settle()
         if self._is_over():
             self._end(OVER)
-        elif self._too_few() and not self._missing:
+        elif self._too_few() and not (self._missing or self._are_ending()):
             self._missing = self._lost_for_good()
             self._end(TOO_FEW)
         self._look_for_stopped()
+
+    def _are_ending(self) -> bool:
+        """Whether lost pipelines have not ended yet, so that their exit codes are not known."""
+        return any(group.why is not None for group in self._groups.values())
 
     def _may_be_done(self, known: Group | None) -> bool:
         """Whether processes that succeeded may have done all their work, as far as it is known yet."""
