@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from avgpipe.fault.trunk import parse_address
+from avgpipe.fault.door import parse_address
 
 from avgpipe.cli import run as run_command
 from avgpipe.cli import train as train_command
