@@ -18,6 +18,7 @@ from avgpipe.fault.membership import environment
 from avgpipe.fault.relay import Relay
 from avgpipe.fault.roster import ENDED, Term, encoded
 from avgpipe.fault.trunk import Trunk
+from avgpipe.ranks.environment import SHARES
 from tests.patience import Deadline
 from tests.runner import Ranks
 
@@ -30,6 +31,7 @@ class Isolated:
 
     A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are
     more, which come once all have told ``joins_after`` turns. Those in ``far`` are as on other hosts, each on its own.
+    ``shares`` of a batch are equal, so that timing changes no bit, unless a test is about them.
 
     Attributes:
         said: what the coordinator has said.
@@ -47,8 +49,10 @@ class Isolated:
         joins: Sequence[int] = (),
         joins_after: int = 0,
         far: Collection[int] = (),
+        shares: str = "equal",
         **arguments: Any,
     ) -> None:
+        self._shares = shares
         self._far, self._hosts = far, dict[int, FarHost]()
         self._joins, self._joins_after = list(joins), joins_after
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
@@ -80,7 +84,7 @@ class Isolated:
 
     def _start(self, pipeline: int) -> None:
         number, self._started = self._started, self._started + 1
-        place = environment(self.coordinator.address, _TOKEN, number, pipeline)
+        place = {SHARES: self._shares, **environment(self.coordinator.address, _TOKEN, number, pipeline)}
         if pipeline in self._far:
             host = self._hosts[number] = self._stack.enter_context(FarHost(self.coordinator.address, number))
             place = host.relay.listen(place)

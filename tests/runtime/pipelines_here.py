@@ -21,6 +21,7 @@ from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.fault.exchange import Published, Turn
+from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
@@ -48,6 +49,7 @@ class Here:
     Args:
         batches: numbers of samples, and targets.
         given: whether they are given to ``step``, one by one; else to ``train``.
+        paces: of a pipeline, by its number.
         loss_fn: of the odometer's outputs and the targets.
         makes: the optimizer of parameters.
 
@@ -65,8 +67,10 @@ class Here:
         makes: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=1.0),
         loss_weight: Any = None,
         given: bool = False,
+        paces: Callable[[int], SharesByPace | None] = lambda pipeline: None,
     ) -> None:
         self.plan, self.batches, self.makes, self.given = plan, batches, makes, given
+        self.paces = paces
         self.model = Odometer(1 + max(int(numbers.max()) for numbers, _ in batches))
         self.options = SimpleNamespace(
             accumulate=1,
@@ -235,7 +239,16 @@ class One:
         if not here.given:
             self._loader.open(here.batches)
         options: Any = here.options
-        self.feed = TurnFeed(worker, here.plan, self._loader, options, self._enter, None, self.exchange)
+        self.feed = TurnFeed(
+            worker,
+            here.plan,
+            self._loader,
+            options,
+            self._enter,
+            None,
+            self.exchange,
+            here.paces(self.pipeline),
+        )
 
     def _enter(self) -> Counts | None:
         """Begin with the state of another that has ended all steps before the first one here."""

@@ -266,6 +266,8 @@ class IsolationOptions(Options):
             replace a lost pipeline.
         listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; all hosts need the
             same secret in AVGPIPE_JOIN_TOKEN.
+        shares: With --isolate, how a batch that pipelines share is divided: a faster pipeline gets more
+            micro-batches, or all get equally many, which gives the same bits each time.
     """
 
     min_pipelines: Count = 1
@@ -273,6 +275,7 @@ class IsolationOptions(Options):
     restarts: int = 3
     spare_pipelines: CountOrNone = 0
     listen: str | None = None
+    shares: Literal["pace", "equal"] = "pace"
 
 
 @dataclass(frozen=True, kw_only=True)

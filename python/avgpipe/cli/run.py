@@ -20,6 +20,7 @@ from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.fault.trunk import parse_address
+from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 
 
@@ -45,7 +46,7 @@ def run(config: RunConfig) -> None:
             Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
         elif config.isolate:
             with TemporaryDirectory(prefix="avgpipe-") as folder:
-                job = Job(out, command, config.stages, {})
+                job = Job(out, command, config.stages, {SHARES: config.shares})
                 if isolation.most > isolation.pipelines:
                     note(f"one more pipeline is started by: avgpipe join {folder}")
                 with arguments():

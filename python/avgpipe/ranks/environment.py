@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 # The number of this generation, where ranks are replaced; the folder in which a spare gets its place; and for
 # isolated pipelines the address of the run, and this process's pipeline.
 GENERATION, SPARE, RUN, PIPELINE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE", "AVGPIPE_RUN", "AVGPIPE_PIPELINE"
-STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
+# The path of the file in which ranks of one host meet; how isolated pipelines share a batch: by "pace", or "equal".
+STORE_FILE, SHARES = "AVGPIPE_STORE", "AVGPIPE_SHARES"
 
 
 def named(target: str) -> Any:
