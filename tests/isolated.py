@@ -13,7 +13,7 @@ from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.door import listen
 from avgpipe.fault.membership import environment
 from avgpipe.fault.roster import Term
-from avgpipe.ranks.environment import HOST
+from avgpipe.ranks.environment import HOST, SHARES
 from tests.patience import Deadline
 from tests.runner import Ranks
 
@@ -26,6 +26,7 @@ class Isolated:
 
     A pipeline of which a process fails is ended, and started again as long as ``restarts`` are left. ``joins`` are
     more, which come once all have told ``joins_after`` turns. Those in ``far`` are as on other hosts, each on its own.
+    ``shares`` of a batch are equal, so that timing changes no bit, unless a test is about them.
 
     Attributes:
         said: what the coordinator has said.
@@ -43,8 +44,10 @@ class Isolated:
         joins: Sequence[int] = (),
         joins_after: int = 0,
         far: Collection[int] = (),
+        shares: str = "equal",
         **arguments: Any,
     ) -> None:
+        self._shares = shares
         self._far = far
         self._joins, self._joins_after = list(joins), joins_after
         self._size, self._function, self._arguments, self._restarts = size, function, arguments, restarts
@@ -88,6 +91,7 @@ class Isolated:
             address = self.coordinator.far_address
             assert address is not None
             place = {**environment(address, _TOKEN, number, pipeline), HOST: f"host of {pipeline}"}
+        place |= {SHARES: self._shares}
         ranks = Ranks(self._size, self._function, environment=place, **self._arguments)
         self._groups[number] = pipeline, ranks
 

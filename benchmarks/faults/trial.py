@@ -19,6 +19,7 @@ from typing import Any
 from avgpipe.errors import PipelineError
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
+from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.launch import Job, tied
 from avgpipe_lab.bench.chaos.episode import read
 from benchmarks.faults.job import VARIABLE
@@ -162,7 +163,7 @@ def lose_pipeline(
     with _run(asked) as (folder, added), tempfile.TemporaryDirectory(prefix="avgpipe-") as meeting:
         watch = Watch(loss, stages * pipelines, folder, is_enough, limit_s)
         watch.start()
-        job = Job("stderr", _COMMAND, stages, added)
+        job = Job("stderr", _COMMAND, stages, {**added, SHARES: "equal"})  # bits are compared
         supervisor = Supervisor(job, IsolatedCounts(pipelines), Path(meeting), _noting(seen))
         try:
             supervisor.run()

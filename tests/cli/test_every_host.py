@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.common.namespaces import check_namespaces, network
 
+from avgpipe_lab.bench.namespaces import check_namespaces, network
 from tests.cli.command import PACKAGES, ROOT
 from tests.cli.test_isolated import SCRIPT, SIZES, Command, assert_whole
 from tests.examples.scripts import EXAMPLES

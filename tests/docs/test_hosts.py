@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from avgpipe.fault.door import parse_address
 
 from avgpipe.cli import run as run_command
 from avgpipe.cli import train as train_command
 from avgpipe.cli.config import RunConfig
+from avgpipe.fault.door import parse_address
 from tests.cli.command import ROOT, invoke
 from tests.docs.test_guides import blocks
 

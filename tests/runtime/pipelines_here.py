@@ -21,6 +21,7 @@ from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
 from avgpipe.fault.exchange import Published, Turn
+from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
@@ -48,6 +49,7 @@ class Here:
     Args:
         batches: numbers of samples, and targets.
         given: whether they are given to ``step``, one by one; else to ``train``.
+        paces: of a pipeline, by its number.
         loss_fn: of the odometer's outputs and the targets.
         makes: the optimizer of parameters.
 
@@ -65,8 +67,10 @@ class Here:
         makes: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=1.0),
         loss_weight: Any = None,
         given: bool = False,
+        paces: Callable[[int], SharesByPace | None] = lambda pipeline: None,
     ) -> None:
         self.plan, self.batches, self.makes, self.given = plan, batches, makes, given
+        self.paces = paces
         self.model = Odometer(1 + max(int(numbers.max()) for numbers, _ in batches))
         self.options = SimpleNamespace(
             accumulate=1,
@@ -141,7 +145,8 @@ class Here:
         values, tensors = zip(*(self.told[self.turn, i] for i in counting))
         self.sizes.append({i: v["part"][2] for i, v in zip(counting, values) if v["part"] is not None})
         for i in there:
-            self.living[i].finish(Published(counting, list(values), list(tensors)))
+            updates = [list(of) for value, of in zip(values, tensors) if value["has_update"]]
+            self.living[i].finish(Published(counting, list(values), updates, [[]] * len(counting)))
         self.turn += 1
         return True
 
@@ -183,7 +188,6 @@ class One:
             turns={},
             key=lambda pipeline, place, turn: _Key(turn),
             publish=self._publish,
-            hand_over=lambda place, turn: None,
             forget_published=lambda: None,
         )
         self._make_stage()
@@ -213,7 +217,9 @@ class One:
         self.elastic = ElasticAveraging(inner, self.reference, self.pipeline, parameters=weights)
         trained: Any = _Trained(self.elastic)
         route: Any = SimpleNamespace(pipeline=self.pipeline, replica=0)
-        self.turns = Turns(trained, self.reference, route, self.mailbox, self.exchange)  # type: ignore[arg-type]
+        states: Any = SimpleNamespace(hand_over=lambda place, turn: None)
+        mailbox: Any = self.mailbox
+        self.turns = Turns(trained, self.reference, route, mailbox, self.exchange, states)
         self.turns.resume(self.first)
 
     def _make_feed(self) -> None:
@@ -235,7 +241,16 @@ class One:
         if not here.given:
             self._loader.open(here.batches)
         options: Any = here.options
-        self.feed = TurnFeed(worker, here.plan, self._loader, options, self._enter, None, self.exchange)
+        self.feed = TurnFeed(
+            worker,
+            here.plan,
+            self._loader,
+            options,
+            self._enter,
+            None,
+            self.exchange,
+            here.paces(self.pipeline),
+        )
 
     def _enter(self) -> Counts | None:
         """Begin with the state of another that has ended all steps before the first one here."""
@@ -297,8 +312,15 @@ class One:
         self.arena.drop_grads()
         return whole
 
-    def _publish(self, place: int, turn: int, values: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self.here.told[turn, self.pipeline] = values, [tensor.clone() for tensor in tensors]
+    def _publish(
+        self,
+        place: int,
+        turn: int,
+        values: Any,
+        updates: Sequence[torch.Tensor],
+        buffers: Sequence[torch.Tensor],
+    ) -> None:
+        self.here.told[turn, self.pipeline] = values, [tensor.clone() for tensor in updates]
         self.published = turn + 1
 
     def finish(self, published: Published) -> None:

@@ -9,6 +9,7 @@ import random
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from avgpipe import Audit, MovingAverage, Pipeline, Plan
+from avgpipe.model.batch import sizes_of
 from tests.isolated import Isolated, die
 from tests.options import grouped
 from tests.patience import limit
@@ -117,9 +119,22 @@ class Emulation:
     """N replicas and their reference, turn by turn: who counts is told by the run's history."""
 
     def __init__(
-        self, run: Isolated, options: dict[str, Any], optimizer: str, each: int = BATCHES, decay: float = 1
+        self,
+        run: Isolated,
+        options: dict[str, Any],
+        optimizer: str,
+        each: int = BATCHES,
+        decay: float = 1,
+        counts: Callable[[int, int, int], list[int]] = lambda _, members, parts: sizes_of(parts, members),
     ) -> None:
-        """``each``: batches of a loader. ``decay``: of the learning rate, with each turn."""
+        """Train.
+
+        Args:
+            each: batches of a loader.
+            decay: of the learning rate, with each turn.
+            counts: of a turn, and numbers of members and micro-batches, how many of these each member has.
+        """
+        self.counts = counts
         self.decay, self.place = decay, 0  # in a period
         self.run, self.options, self.make = run, options, OPTIMIZERS[optimizer]
         self.is_shared = options.get("batch") != "per-pipeline"
@@ -143,17 +158,16 @@ class Emulation:
                 break
             source = lost or loaders[0]
             assert run.members(turn), (run.said, run.why, run.failures)
-            given[turn] = self._share_out(source, run.members(turn))
+            given[turn] = self._share_out(source, run.members(turn), turn)
             self._step(given[turn], run.counting(turn))
             turn += 1
 
-    def _share_out(self, source: list[Any], members: list[int]) -> dict[int, Any]:
+    def _share_out(self, source: list[Any], members: list[int], turn: int) -> dict[int, Any]:
         if not self.is_shared:
             return {i: source.pop(0) for i in members if source}
         batch, x, y, slices = source.pop(0)
-        counts = [len(slices) // len(members) + (n < len(slices) % len(members)) for n in range(len(members))]
         shares, first = {}, 0
-        for i, count in zip(members, counts):
+        for i, count in zip(members, self.counts(turn, len(members), len(slices))):
             shares[i] = batch, x, y, slices[first : first + count]
             first += count
         return shares

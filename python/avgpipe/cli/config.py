@@ -271,6 +271,8 @@ class IsolationOptions(Options):
             one pipeline, and each other one adds a pipeline. Default: what Slurm, torchrun or Kubernetes say.
         wait_s: With --at, or on several hosts of a scheduler, seconds to wait for the command that begins the
             run, also where it has to begin again.
+        shares: With --isolate, how a batch that pipelines share is divided: a faster pipeline gets more
+            micro-batches, or all get equally many, which gives the same bits each time.
     """
 
     min_pipelines: Count = 1
@@ -280,6 +282,7 @@ class IsolationOptions(Options):
     listen: str | None = None
     at: str | None = None
     wait_s: Wait = 300.0
+    shares: Literal["pace", "equal"] = "pace"
 
 
 @dataclass(frozen=True, kw_only=True)

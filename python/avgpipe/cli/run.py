@@ -28,6 +28,7 @@ from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
 from avgpipe.fault.door import listen, parse_address
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
+from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.hosts import HostPlace
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
 from avgpipe.ranks.process import end_without_reader, has_reader
@@ -114,7 +115,7 @@ def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None
         with arguments():
             isolation = isolation_of(config, config.pipelines, beginning)
         folder = stack.enter_context(TemporaryDirectory(prefix="avgpipe-"))
-        job = Job("stderr" if config.json else "stdout", command, config.stages, {})
+        job = Job("stderr" if config.json else "stdout", command, config.stages, {SHARES: config.shares})
         if isolation.most > isolation.pipelines and beginning is None:
             note(f"one more pipeline is started by: avgpipe join {folder}")
         supervisor = Supervisor(job, isolation, Path(folder), note)

@@ -50,6 +50,7 @@ from avgpipe.cli.resolve import (
 from avgpipe.cli.run import isolation_of, refuse_isolation
 from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
+from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
@@ -139,7 +140,8 @@ def train_isolated(config: TrainConfig, beginning: Beginning | None = None) -> b
     plan = config.to_plan()
     with arguments():
         isolation = isolation_of(config, plan.pipelines, beginning)
-    job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
+    variables = {**same_modules(), SHARES: config.shares}
+    job = Job("stderr", [_WORKER], plan.workers, variables, {"config": config.to_json()})
     with TemporaryDirectory(prefix="avgpipe-") as name:
         recorded = SharedRecord(config, Path(name))
         supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)

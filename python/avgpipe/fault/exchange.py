@@ -326,6 +326,16 @@ class TurnExchange:
         """Return the memory on this host that has the sums of a step whole, for this process's rank."""
         return self._who_has(turn, self.membership.rank)
 
+    # ---- notes for the other processes of this pipeline ----------------------------------------------------------------
+
+    def note(self, number: float) -> None:
+        """Let the other processes of this pipeline read a number."""
+        self.own.note = number
+
+    def noted(self) -> list[float]:
+        """Return the numbers that all processes of this pipeline have noted; 0.0 for none."""
+        return [memory.note for memory in self._there[self.membership.group].ranks.values()]
+
     # ---- the last step -----------------------------------------------------------------------------------------------
 
     def last_buffers(self, place: int) -> list[list[torch.Tensor]]:

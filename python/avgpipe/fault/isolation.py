@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import astuple
@@ -17,12 +18,13 @@ from avgpipe.checkpoint.load import SavedStages, restore_stages
 from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.membership import Membership
+from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.states import States
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
 from avgpipe.plan import Plan
 from avgpipe.ranks import environment as probe
-from avgpipe.ranks.environment import pipeline_here
+from avgpipe.ranks.environment import SHARES, pipeline_here
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.scheduler import Scheduler
@@ -175,8 +177,16 @@ class Isolation(Policy):
             lambda: self._take_part(session),
             session.verification,
             self.exchange,
+            self._paces(session) if spec.running.shares > 1 else None,
         )
         return self._feed
+
+    def _paces(self, session: Session) -> SharesByPace | None:
+        """Return what decides on shares by pace; None where the launcher asked for equal ones."""
+        if os.environ.get(SHARES) == "equal":
+            return None
+        scheduler, micro_batches = session.worker.scheduler, session.spec.running.micro_batches
+        return SharesByPace(scheduler, self.exchange, micro_batches)
 
     @property
     def is_new(self) -> bool:

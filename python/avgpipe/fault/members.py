@@ -604,7 +604,8 @@ class Members:
         was_lost = group.is_lost
         term = self.roster.leave(group.pipeline, published, begun, was_lost)
         self.history[group.number] = term
-        lost = term.end - term.published
+        # The reference does not have the published steps of an unfinished period either.
+        lost = term.end - term.published // group.period * group.period
         self._clean = max(self._clean, begun) + lost
         if lost and self.members:
             steps = "step" if lost == 1 else f"{lost} steps"

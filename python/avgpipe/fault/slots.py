@@ -128,6 +128,8 @@ class ProcessMemory:
         for _ in range(SLOTS):
             self._heads.append(memoryview(memory)[offset : offset + _HEAD_BYTES])
             offset += _HEAD_BYTES
+        self._note = memoryview(memory)[offset : offset + _NUMBER].cast("d")
+        offset += _HEAD_BYTES
         self._slots: dict[int, list[Slot]] = {}
         self._sums: dict[int, list[Slot]] = {}
         for place, shapes in like.items():
@@ -142,7 +144,7 @@ class ProcessMemory:
         """Make the memory of this process. MemoryError if there is not enough."""
         sizes = [Slot.bytes_of(shapes) for shapes in like.values()]
         sizes += [Slot.bytes_of(shapes, _SUM_TEXT_BYTES) for shapes in like.values()] if has_sums else []
-        size = (len(like) + 2) * Bell.BYTES + SLOTS * (_HEAD_BYTES + sum(sizes))
+        size = (len(like) + 2) * Bell.BYTES + (SLOTS + 1) * _HEAD_BYTES + SLOTS * sum(sizes)
         return cls(Memory.create(size), [*like], like, has_sums)
 
     @classmethod
@@ -160,6 +162,15 @@ class ProcessMemory:
     def published(self) -> int:
         """Return how many steps all its stage replicas have published."""
         return min(count.count() for count in self.counts.values())
+
+    @property
+    def note(self) -> float:
+        """A number that the other processes of the pipeline read; 0.0 at first."""
+        return self._note[0]
+
+    @note.setter
+    def note(self, number: float) -> None:
+        self._note[0] = number
 
     def slot(self, place: int, turn: int) -> Slot:
         return self._slots[place][turn % SLOTS]

@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Turn, TurnExchange
+from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.shares import FeedPart, Unfinished
 from avgpipe.model.batch import Columns, loss_weights, sample_count, sizes_of
 from avgpipe.model.context import Position
@@ -59,6 +60,7 @@ class TurnFeed(Feed):
     Args:
         enter: becomes a member of the run, and returns the run's position; None at its beginning.
         verification: decides for which batches stages keep data to verify; None: for none.
+        paces: decides on the shares of a batch; None: they are equal.
 
     Attributes:
         next_batch: the number of the next batch of the loader, over the life of the run.
@@ -75,9 +77,10 @@ class TurnFeed(Feed):
         enter: Callable[[], Counts | None],
         verification: Verification | None,
         exchange: TurnExchange,
+        paces: SharesByPace | None = None,
     ) -> None:
         self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
-        self._exchange, self._membership = exchange, exchange.membership
+        self._exchange, self._membership, self._paces = exchange, exchange.membership, paces
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
@@ -241,14 +244,22 @@ class TurnFeed(Feed):
                     found.append(self._part_of(*following, self._is_shared))
             if found and most == 1:
                 (whole,) = found
-                shares = whole.shares(sizes_of(len(whole.sizes), len(members)))
-                found = [part for part in shares if part.sizes or self._is_shared]
+                found = whole.shares(self._counts(turn, members, len(whole.sizes)))
+                found = [part for part in found if part.sizes or self._is_shared]
             parts = dict(zip(members, found))
             self._unfinished.begin(turn, parts)
             self._in_flight.append(turn)
             self._start(turn, parts)
         self.begun += 1
         self._at = self.next_batch
+
+    def _counts(self, turn: int, members: list[int], micro_batches: int) -> list[int]:
+        """Return how many of a batch's micro-batches each member of a step gets."""
+        if self._paces is None:
+            return sizes_of(micro_batches, len(members))
+        terms = self._membership.known.roster.terms
+        numbers = {term.pipeline: term.number for term in terms if term.first <= turn < term.end}
+        return self._paces.counts(turn, [numbers[i] for i in members], micro_batches)
 
     def _queue_lost(self, turn: int) -> None:
         """Queue the lost parts of pipelines whose terms have ended before this step."""
@@ -260,7 +271,9 @@ class TurnFeed(Feed):
 
     def _start(self, turn: int, parts: dict[int, FeedPart]) -> None:
         part = parts.get(self._pipeline)
-        published = {"part": None if part is None else part.place, "divisor": self._divisor}
+        published: dict[str, Any] = {"part": None if part is None else part.place, "divisor": self._divisor}
+        if self._paces is not None:
+            published |= self._paces.published(turn)
         if part is None:
             work = Work(turn, 0, [], [], idles=True, is_step=bool(parts), names=published)
         else:
@@ -313,6 +326,10 @@ class TurnFeed(Feed):
     def _note(self, turn: Turn) -> None:
         """Note the results of a step; lost parts are kept until they are queued."""
         parts = self._unfinished.of(turn.number)
+        if self._paces is not None:
+            counting, own = self._membership.known.roster.counting(turn.number), parts.get(self._pipeline)
+            paces = {counting[i].number: values.get("pace") for i, values in turn.values.items()}
+            self._paces.end(turn.number, 0 if own is None else len(own.sizes), paces)
         ends: list[tuple[int, FeedPart, BatchEnd]] = []
         for i, values in turn.values.items():
             part, published = parts.pop(i, None), values["part"]

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # isolated pipelines the address of the run, and this process's pipeline.
 GENERATION, SPARE, RUN, PIPELINE = "AVGPIPE_GENERATION", "AVGPIPE_SPARE", "AVGPIPE_RUN", "AVGPIPE_PIPELINE"
 HOST = "AVGPIPE_HOST"  # names this host, where emulated hosts are to count as several
-STORE_FILE = "AVGPIPE_STORE"  # names the variable with the path of the file in which ranks of one host meet
+# The path of the file in which ranks of one host meet; how isolated pipelines share a batch: by "pace", or "equal".
+STORE_FILE, SHARES = "AVGPIPE_STORE", "AVGPIPE_SHARES"
 
 
 def named(target: str) -> Any:

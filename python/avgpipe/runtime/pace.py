@@ -27,7 +27,7 @@ SLOW, WELL = 1.5, 1.2
 IN_A_ROW = 5  # readings that must agree, and the first ones that later ones are compared with
 _WINDOW_S = 5.0  # of one reading, or longer, until there are enough actions of each kind
 _ENOUGH = 5
-_KINDS = frozenset(kind.value for kind in (*ACTIONS, EventKind.GRAPH)) - {EventKind.UPDATE.value}
+KINDS = frozenset(kind.value for kind in (*ACTIONS, EventKind.GRAPH)) - {EventKind.UPDATE.value}
 
 
 class Pace:
@@ -59,7 +59,7 @@ class Pace:
         """Return the seconds of a forward and backward in all stages here; None after too few of them."""
         taken: dict[tuple[int, str], list[float]] = defaultdict(list)
         for replica, _, _, _, kind, start, end, _ in self._scheduler.rows_since(self._begin):
-            if kind in _KINDS:
+            if kind in KINDS:
                 taken[replica, kind].append(end - start)
         if not taken or min(map(len, taken.values())) < _ENOUGH:
             return None
