@@ -274,6 +274,29 @@ def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None
         Replacing(command, 2, 0, {}, print).run()
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (1, "worker 1 of 2 ended with exit code 0 before the others were done"),
+        (-9, "worker 0 of 2 was killed by SIGKILL"),
+    ],
+)
+def test_nobody_is_replaced_once_a_rank_has_ended(
+    code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replacing, missing, left = Replacing([], 2, 0, {}, print), _Rank(False), _Rank(False)
+    replacing._ranks = {0: missing, 1: left}  # type: ignore[dict-item]
+    replacing._folder = tmp_path
+    (tmp_path / "missed-0").touch()
+    monkeypatch.setattr(replacing, "_is_there", lambda *_, **__: False)
+    monkeypatch.setattr(replacing, "_put", lambda *_: None)
+    left.end = {}
+    replacing._look()
+    missing.end = RanksFailed([code], 0)  # type: ignore[assignment]
+    with pytest.raises(RanksFailed, match=says):
+        replacing._look()
+
+
 # Rank 0 is stopped while it keeps the file in which ranks meet, so that rank 1 cannot even say that it waits.
 _LOCKS = """
 import fcntl, os, pathlib, signal, sys, time

@@ -86,6 +86,7 @@ class Replacing:
         # Ranks that ended because they missed another one, which is to blame if it ends by the deadline.
         self._missed: list[tuple[int, RanksFailed]] = []
         self._blame_by = float("inf")  # on the monotonic clock
+        self._left: list[int] = []  # ranks that ended without an error
         self._answer_at: float | None = None  # on the monotonic clock, to ranks that ask for losses
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
@@ -161,6 +162,7 @@ class Replacing:
                 continue
             del self._ranks[rank]
             if not isinstance(end, RanksFailed):
+                self._left.append(rank)
                 continue
             if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._is_blame_known():
                 self._missed.append((rank, end))
@@ -168,6 +170,8 @@ class Replacing:
             else:
                 self._lose(rank, end)
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
+            if self._left:
+                raise self._failure(self._left[0], 0)
             self._lose(*self._missed[0])
         self._answer()
 
@@ -218,8 +222,8 @@ class Replacing:
         if code >= 0 and self._failed is not None and not self._is_restored():
             lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
             raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
-        if code >= 0 or self._generation >= _MOST or not self._ranks:
-            raise failure
+        if code >= 0 or self._generation >= _MOST or not self._ranks or self._left:
+            raise failure  # a rank that has ended meets nobody
         self._failed = failure
         self._put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
