@@ -8,7 +8,6 @@ import sys
 import time
 from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import typer
 
@@ -21,6 +20,7 @@ from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.fault.trunk import parse_address
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
+from avgpipe.ranks.process import run_folder
 
 
 def run(config: RunConfig) -> None:
@@ -44,12 +44,12 @@ def run(config: RunConfig) -> None:
         if config.spares is not None:
             Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
         elif config.isolate:
-            with TemporaryDirectory(prefix="avgpipe-") as folder:
+            with run_folder() as folder:
                 job = Job(out, command, config.stages, {})
                 if isolation.most > isolation.pipelines:
                     note(f"one more pipeline is started by: avgpipe join {folder}")
                 with arguments():
-                    supervisor = Supervisor(job, isolation, Path(folder), note)
+                    supervisor = Supervisor(job, isolation, folder, note)
                 _tell_of_seed(config)
                 supervisor.run()
         else:

@@ -8,7 +8,6 @@ import signal
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -41,6 +40,7 @@ from avgpipe.cli.run import isolation_of, refuse_isolation
 from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
+from avgpipe.ranks.process import run_folder
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
 
@@ -111,10 +111,10 @@ def train_isolated(config: TrainConfig) -> bool:
     with arguments():
         isolation = isolation_of(config, plan.pipelines)
     job = Job("stderr", [_WORKER], plan.workers, same_modules(), {"config": config.to_json()})
-    with TemporaryDirectory(prefix="avgpipe-") as name:
-        recorded = SharedRecord(config, Path(name))
+    with run_folder() as folder:
+        recorded = SharedRecord(config, folder)
         with arguments():
-            supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
+            supervisor = Supervisor(job, isolation, folder, recorded.say, recorded)
         try:
             return supervisor.run(config.preemption_seconds)
         except Interrupted as interrupted:

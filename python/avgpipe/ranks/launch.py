@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
-from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed
+from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed, run_folder
 from avgpipe.ranks.queues import queue_environment
 from avgpipe.ranks.signals import PREEMPTED
 
@@ -187,7 +186,7 @@ class Job:
 
         ``prefixes`` and ``captures``: see :func:`run_on_ranks`.
         """
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
+        folder = stack.enter_context(run_folder())
         if self.arguments is None:
             address = stack.enter_context(loopback_store())
         else:
