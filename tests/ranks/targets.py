@@ -45,6 +45,18 @@ def misses_its_peer():
     raise ValueError("later")
 
 
+def leaves():
+    from avgpipe.errors import PeerLost
+
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+    raise PeerLost("rank 1 has closed its connection")
+
+
+def leaves_without_a_result():
+    os._exit(0)
+
+
 def fails_at_its_end():
     meets()
     if os.environ["RANK"] == "1":

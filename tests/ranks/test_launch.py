@@ -101,6 +101,18 @@ def test_a_failure_is_reported_with_its_reason_and_ends_the_others(tmp_path):
 
 
 @pytest.mark.ranks
+def test_who_leaves_without_an_error_is_to_blame_if_another_one_misses_it():
+    with pytest.raises(RanksFailed, match="worker 1 of 2 ended with exit code 0 before the others were done"):
+        run_on_ranks(f"{HERE}:leaves", 2, {}, timeout_s=60)
+
+
+@pytest.mark.ranks
+def test_an_end_without_a_result_is_no_success():
+    with pytest.raises(RanksFailed, match="worker 0 of 1 ended with exit code 0 and without a result"):
+        run_on_ranks(f"{HERE}:leaves_without_a_result", 1, {}, timeout_s=60)
+
+
+@pytest.mark.ranks
 @pytest.mark.slow
 def test_who_only_missed_a_peer_is_not_to_blame():
     with pytest.raises(

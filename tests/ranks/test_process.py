@@ -3,9 +3,11 @@
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from avgpipe.ranks.process import run_folder
 from tests.cli.command import alive, environment
 from tests.patience import limit, wait_until
 
@@ -46,3 +48,18 @@ def test_a_process_whose_parent_has_ended_before_does_not_begin():
     run = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit(20))
     assert run.returncode == 128 + signal.SIGTERM
     assert run.stdout == ""
+
+
+def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    left, others = tmp_path / "avgpipe-left", tmp_path / "avgpipe-of-others"
+    for folder in (left, others):
+        folder.mkdir()
+        (folder / "store").touch()
+    (left / "owner").touch()
+    with run_folder() as first, run_folder() as second:
+        assert set(tmp_path.iterdir()) == {first, second, others}
+        assert first.stat().st_mode & 0o777 == 0o700
+    assert [*tmp_path.iterdir()] == [others]

@@ -13,10 +13,10 @@ from torch.distributed import HashStore
 
 from avgpipe import PeerLost
 from avgpipe.fault.generation import announcement, next_generation, prospect
-from avgpipe.fault.replace import Replacing
+from avgpipe.fault.replace import Replacing, _WaitingRank
 from avgpipe.ranks import launch
 from avgpipe.ranks.environment import GENERATION
-from avgpipe.ranks.launch import RanksFailed, tied
+from avgpipe.ranks.launch import RanksFailed, StoppedTimer, tied
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
@@ -272,6 +272,45 @@ def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None
     command = tied("stderr", sys.executable, "-c", _MISSES, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 1 of 2 failed with exit code 1"):
         Replacing(command, 2, 0, {}, print).run()
+
+
+def test_a_new_process_that_is_stopped_while_it_starts_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.02))
+    replacing, new = Replacing([], 2, 0, {}, print), _Rank(True)
+    replacing._starting = {0: _WaitingRank(new, tmp_path / "pipe", float("inf"), StoppedTimer())}  # type: ignore[arg-type]
+    for _ in range(int(launch._STOPPED_S / 0.02) - 2):
+        replacing._look_for_new()
+    assert not new.is_killed
+    for _ in range(4):
+        replacing._look_for_new()
+    assert new.is_killed
+    assert replacing._killed_stopped == {0}  # which the launcher says then
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        (1, "worker 1 of 2 ended with exit code 0 before the others were done"),
+        (-9, "worker 0 of 2 was killed by SIGKILL"),
+    ],
+)
+def test_nobody_is_replaced_once_a_rank_has_ended(
+    code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replacing, missing, left = Replacing([], 2, 0, {}, print), _Rank(False), _Rank(False)
+    replacing._ranks = {0: missing, 1: left}  # type: ignore[dict-item]
+    replacing._folder = tmp_path
+    (tmp_path / "missed-0").touch()
+    monkeypatch.setattr(replacing, "_is_there", lambda *_, **__: False)
+    monkeypatch.setattr(replacing, "_put", lambda *_: None)
+    left.end = {}
+    replacing._look()
+    missing.end = RanksFailed([code], 0)  # type: ignore[assignment]
+    with pytest.raises(RanksFailed, match=says):
+        replacing._look()
 
 
 # Rank 0 is stopped while it keeps the file in which ranks meet, so that rank 1 cannot even say that it waits.

@@ -8,7 +8,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import typer
 
@@ -31,7 +30,7 @@ from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.hosts import HostPlace
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
-from avgpipe.ranks.process import end_without_reader, has_reader
+from avgpipe.ranks.process import end_without_reader, has_reader, run_folder
 
 _PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the queue
 
@@ -114,11 +113,11 @@ def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None
             return False
         with arguments():
             isolation = isolation_of(config, config.pipelines, beginning)
-        folder = stack.enter_context(TemporaryDirectory(prefix="avgpipe-"))
+        folder = stack.enter_context(run_folder())
         job = Job("stderr" if config.json else "stdout", command, config.stages, {SHARES: config.shares})
         if isolation.most > isolation.pipelines and beginning is None:
             note(f"one more pipeline is started by: avgpipe join {folder}")
-        supervisor = Supervisor(job, isolation, Path(folder), note)
+        supervisor = Supervisor(job, isolation, folder, note)
         _tell_of_seed(config)
         is_preempted = supervisor.run(_PREEMPTION_S if config.requeue else None)
     if is_preempted:

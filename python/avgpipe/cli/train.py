@@ -8,7 +8,6 @@ import signal
 import sys
 from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -52,6 +51,7 @@ from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
 from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
+from avgpipe.ranks.process import run_folder
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
 from avgpipe.runtime.placement import Placement
 
@@ -142,9 +142,9 @@ def train_isolated(config: TrainConfig, beginning: Beginning | None = None) -> b
         isolation = isolation_of(config, plan.pipelines, beginning)
     variables = {**same_modules(), SHARES: config.shares}
     job = Job("stderr", [_WORKER], plan.workers, variables, {"config": config.to_json()})
-    with TemporaryDirectory(prefix="avgpipe-") as name:
-        recorded = SharedRecord(config, Path(name))
-        supervisor = Supervisor(job, isolation, Path(name), recorded.say, recorded)
+    with run_folder() as folder:
+        recorded = SharedRecord(config, folder)
+        supervisor = Supervisor(job, isolation, folder, recorded.say, recorded)
         try:
             return supervisor.run(config.preemption_seconds)
         except Interrupted as interrupted:

@@ -326,7 +326,7 @@ class TurnExchange:
         """Return the memory on this host that has the sums of a step whole, for this process's rank."""
         return self._who_has(turn, self.membership.rank)
 
-    # ---- notes for the other processes of this pipeline ----------------------------------------------------------------
+    # ---- numbers for the other processes of this pipeline -----------------------------------------------------------
 
     def note(self, number: float) -> None:
         """Let the other processes of this pipeline read a number."""

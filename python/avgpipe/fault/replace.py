@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import signal
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
-from avgpipe.ranks.process import has_missed, is_asked
+from avgpipe.ranks.process import has_missed, is_asked, run_folder
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
@@ -86,6 +85,7 @@ class Replacing:
         # Ranks that ended because they missed another one, which is to blame if it ends by the deadline.
         self._missed: list[tuple[int, RanksFailed]] = []
         self._blame_by = float("inf")  # on the monotonic clock
+        self._left: list[int] = []  # ranks that ended without an error
         self._answer_at: float | None = None  # on the monotonic clock, to ranks that ask for losses
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
@@ -102,7 +102,7 @@ class Replacing:
         from avgpipe.ranks.rendezvous import Board
 
         with ExitStack() as stack:
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
+            self._folder = stack.enter_context(run_folder())
             self._board = Board(FileStore(str(self._folder / "store")))
             stack.enter_context(keeping_handlers())
             pass_on_questions(self._all_started)
@@ -142,7 +142,8 @@ class Replacing:
         folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
         process = self._start(rank, **{SPARE: str(folder)})
-        return _WaitingRank(process, pipe_of(folder, rank), min(deadline, time.monotonic() + _START_S))
+        deadline = min(deadline, time.monotonic() + _START_S)
+        return _WaitingRank(process, pipe_of(folder, rank), deadline, StoppedTimer())
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
@@ -161,6 +162,7 @@ class Replacing:
                 continue
             del self._ranks[rank]
             if not isinstance(end, RanksFailed):
+                self._left.append(rank)
                 continue
             if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._is_blame_known():
                 self._missed.append((rank, end))
@@ -168,6 +170,8 @@ class Replacing:
             else:
                 self._lose(rank, end)
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
+            if self._left:
+                raise self._failure(self._left[0], 0)
             self._lose(*self._missed[0])
         self._answer()
 
@@ -218,8 +222,8 @@ class Replacing:
         if code >= 0 and self._failed is not None and not self._is_restored():
             lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
             raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
-        if code >= 0 or self._generation >= _MOST or not self._ranks:
-            raise failure
+        if code >= 0 or self._generation >= _MOST or not self._ranks or self._left:
+            raise failure  # a rank that has ended meets no other
         self._failed = failure
         self._put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
@@ -241,6 +245,9 @@ class Replacing:
     def _look_for_new(self) -> None:
         """Begin the next generation once every lost rank has a new process that waits at its Pipeline."""
         for rank, one in list(self._starting.items()):
+            if one.stopped_timer.expired(bool(one.process.stopped())):
+                self._killed_stopped.add(rank)
+                one.process.kill()
             end = one.process.poll()
             if isinstance(end, RanksFailed):
                 del self._starting[rank]
@@ -288,11 +295,13 @@ class _WaitingRank(NamedTuple):
     Attributes:
         pipe: the pipe in which it gets its rank; it exists once the process is ready.
         deadline: for reaching its Pipeline, on the monotonic clock.
+        stopped_timer: as no other process reports that a signal has stopped it.
     """
 
     process: Started
     pipe: Path
     deadline: float
+    stopped_timer: StoppedTimer
 
     @property
     def is_there(self) -> bool:

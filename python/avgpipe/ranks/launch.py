@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
-from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed
+from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed, run_folder
 from avgpipe.ranks.queues import queue_environment
 from avgpipe.ranks.signals import PREEMPTED
 
@@ -28,6 +27,7 @@ BLAME_S = 2.0  # after ranks have missed a peer, for that peer to end
 _STOPPED_S = 8.0  # for which processes may be stopped while no other one waits for them
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 STOPPED = "was stopped by a signal"
+LEFT = "ended with exit code 0 before the others were done"
 
 
 class RanksFailed(PipelineError):
@@ -44,7 +44,7 @@ class RanksFailed(PipelineError):
     ) -> None:
         self.exit_codes, self.rank = tuple(exit_codes), rank
         code = self.exit_codes[rank]
-        self.reason = reason or f"failed with exit code {code}"
+        self.reason = reason or (f"failed with exit code {code}" if code else LEFT)
         if code < 0 and reason is None:
             hint = " (by hand, or by the system when memory runs out)" if -code == signal.SIGKILL else ""
             self.reason = f"was killed by {_signal_name(-code)}{hint}"
@@ -100,7 +100,13 @@ def run_on_ranks(
     job = Job("stderr", [target], world_size, added, arguments)
     with ExitStack() as stack:
         folder = _run(stack, job, prefixes, captures, timeout_s, say, preemption_s)
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
+        results = [folder / f"{rank}.json" for rank in range(world_size)]
+        for rank, result in enumerate(results):
+            if not result.exists():  # by os._exit
+                raise RanksFailed(
+                    [0] * world_size, rank, reason="ended with exit code 0 and without a result"
+                )
+        return [json.loads(result.read_text()) for result in results]
 
 
 def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout") -> None:
@@ -180,7 +186,7 @@ class Job:
 
         ``prefixes`` and ``captures``: see :func:`run_on_ranks`.
         """
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="avgpipe-")))
+        folder = stack.enter_context(run_folder())
         if self.arguments is None:
             address = stack.enter_context(loopback_store())
         else:
@@ -209,6 +215,7 @@ class Started:
         self._processes, self._count, self._captures, self.folder = processes, count, captures, folder
         self._first: int | None = None  # the rank that failed first, when the others were killed
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
+        self._left: list[int] = []  # ranks that ended with 0, in their order
         self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
 
     def poll(self) -> RanksFailed | bool | None:
@@ -224,7 +231,7 @@ class Started:
         first = self._first
         if first is None:
             ends = {rank: (self._code(rank, end.exitcode), end.timestamp) for rank, end in failed.items()}
-            first = first_to_fail(ends, self._stopped)
+            first = self._to_blame(ends)
         said = _last_line(result.stderrs[first]) if self._captures else ""
         all_codes = [codes.get(rank, 0) for rank in range(self._count)]
         return RanksFailed(all_codes, first, said, STOPPED if first in self._stopped else None)
@@ -235,7 +242,7 @@ class Started:
         if self._first is None and self._is_blame_known(codes):
             ends = {rank: (self._code(rank, code), 0) for rank, code in codes.items() if code}
             ends |= dict.fromkeys(self._kill_stopped(), (-signal.SIGKILL, 0))
-            self.kill(blamed=first_to_fail(ends, self._stopped))
+            self.kill(blamed=self._to_blame(ends))
         return self.poll()
 
     def _is_blame_known(self, codes: Mapping[int, int]) -> bool:
@@ -245,6 +252,11 @@ class Started:
             self._deadline = time.monotonic() + BLAME_S
         missed = all(self._code(rank, codes[rank]) == PEER_LOST for rank in failed)
         return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
+
+    def _to_blame(self, ends: Mapping[int, tuple[int, int]]) -> int:
+        """Return the rank to blame: if others have only missed one, the first that left without an error."""
+        first = first_to_fail(ends, self._stopped)
+        return self._left[0] if self._left and ends[first][0] == PEER_LOST else first
 
     def _code(self, rank: int, code: int) -> int:
         """Return the exit code of a failed rank; PEER_LOST also for a script that has missed a peer."""
@@ -278,6 +290,7 @@ class Started:
             else:
                 if end is not None:
                     codes[rank] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self._left += [rank for rank, code in codes.items() if code == 0 and rank not in self._left]
         return codes
 
     def kill(self, why: str = "", blamed: int | None = None) -> None:

@@ -10,17 +10,20 @@ instead, with the arguments that the launcher has left in the folder where the r
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import json
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
 import sys
 import traceback
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("avgpipe")
 # Beside it, as only their user may read the folder.
-ARGUMENTS, PROGRESS, _MISSED, _ASKED = "arguments.json", "progress", "missed", "asked"
+ARGUMENTS, PROGRESS, _MISSED, _ASKED, _OWNER = "arguments.json", "progress", "missed", "asked", "owner"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
@@ -146,6 +149,23 @@ def _code_of(target: str) -> int:
 
 def _folder() -> Path:
     return Path(os.environ[STORE_FILE]).parent
+
+
+@contextmanager
+def run_folder() -> Iterator[Path]:
+    """Make a temporary folder for a run; remove those that launchers have left that were killed.
+
+    A launcher keeps a file locked in its folder. The lock ends with the process, however that ends.
+    """
+    for left in Path(gettempdir()).glob("avgpipe-*"):
+        with suppress(OSError), open(left / _OWNER, "r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+    with TemporaryDirectory(prefix="avgpipe-") as name, open(Path(name, "new"), "w") as file:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.rename(file.name, Path(name, _OWNER))  # locked when others find it
+        yield Path(name)
 
 
 def fits_a_socket(path: Path) -> bool:
