@@ -17,7 +17,8 @@ from avgpipe.cli.config import ProfilingOptions
 from avgpipe.device import own_device
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Endpoint, Mailbox
+from avgpipe.links.link import Mailbox
+from avgpipe.links.transport import Endpoint
 from avgpipe.measure import profiler, sweep
 from avgpipe.ranks.environment import peak_memory_bytes
 from avgpipe.runtime import session

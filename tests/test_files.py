@@ -204,7 +204,7 @@ def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path):
 def test_a_pipe_and_a_device_are_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", "/dev/zero"):
-        with pytest.raises(ValueError, match=f"{path} is a pipe or a device, not a file: write its content"):
+        with pytest.raises(ValueError, match="this is a pipe or a device, not a file: write its content"):
             read_text(path)
 
 

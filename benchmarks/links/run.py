@@ -22,7 +22,8 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Mailbox, Message
+from avgpipe.links.transport import Endpoint
 from avgpipe.ranks.environment import keep_freed_memory
 from avgpipe.ranks.launch import run_on_ranks
 from avgpipe.ranks.rendezvous import join

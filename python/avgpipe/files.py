@@ -112,9 +112,7 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
     os.close(descriptor)
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    raise ValueError(
-        f"{os.fspath(path)} is a pipe or a device, not a file: write its content to a file, and name that"
-    )
+    raise ValueError("this is a pipe or a device, not a file: write its content to a file, and name that")
 
 
 def read_text(path: str | os.PathLike[str], most_bytes: float = MOST_BYTES, errors: str = "strict") -> str:

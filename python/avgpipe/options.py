@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from avgpipe.errors import check_count, nearest
 from avgpipe.model.batch import BatchDims
@@ -161,7 +162,7 @@ class Source(Extension):
             options,
             names_of=self.names_of,
             loss_weight=self.loss_weight,
-            batch_dims=BatchDims.of(self.batch_dim),
+            batch_dims=_dims_of(self.batch_dim),
         )
 
 
@@ -464,3 +465,22 @@ def configured(options: TrainingOptions, plan: Plan) -> TrainingOptions:
             other = row.other.format(options=options, plan=plan)
             raise ValueError(f"{row.option} cannot have {other}: {row.way_out}")
     return options
+
+
+def _dims_of(asked: Any) -> BatchDims:
+    """Parse the user's value: a number for everything, or (inputs, targets), or (inputs, targets, outputs)."""
+    if type(asked) is int:
+        asked = (asked, asked, asked)
+    if not (isinstance(asked, tuple) and len(asked) in (2, 3)):
+        raise TypeError(
+            "batch_dim must be a number, or a tuple (of the inputs, of the targets) or (of the inputs, of the "
+            f"targets, of the outputs), not {asked!r}"
+        )
+    found = BatchDims(*asked)
+    wrong = [d for d in tree_leaves(asked) if d is not None and (type(d) is not int or d < 0)]
+    if wrong or type(found.outputs) is not int:
+        raise TypeError(
+            f"batch_dim has {wrong[0] if wrong else found.outputs!r}: give the number of a dimension from 0 on, or "
+            "None for inputs or targets that go whole to every micro-batch"
+        )
+    return found

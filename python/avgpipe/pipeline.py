@@ -30,7 +30,6 @@ from avgpipe.runtime.evaluate import (
     EvaluationResult,
     MetricFn,
     MetricSums,
-    OutputCollector,
     result_of,
     run_evaluation,
 )
@@ -337,17 +336,12 @@ class Pipeline(Inspection, Keeping):
         which, inputs = self._which(weights), plain(inputs)
         # Raises for wrong inputs before the pipeline starts.
         dims = self._spec.options.batch_dims
-        sample_count(inputs, is_whole=self.plan.micro_batches == 1, dims=dims)
+        named("avgpipe.runtime.outputs:check_inputs")(inputs, self.plan.micro_batches, dims)
         session.policy.come_in(session)
         self._predicted += 1
         with session.idle(), session.worker.alike.loop("predict", seen=self._predicted - 1):
-            ((output, refusal),) = run_evaluation(
-                session.worker,
-                self.plan.micro_batches,
-                which,
-                [(inputs, None)],
-                partial(OutputCollector, dims.outputs),
-            )
+            outputs_of = named("avgpipe.runtime.outputs:outputs_of")
+            output, refusal = outputs_of(session.worker, self.plan.micro_batches, which, inputs, dims)
         if refusal is not None:
             raise ValueError(refusal)
         return output

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import check_count, check_name
-from avgpipe.rules import CORRECTIONS, RULES, Elasticity, suited_rule, suited_warmup
+from avgpipe.rules import RULES, Elasticity, suited_rule, suited_warmup
 from avgpipe.schedule import (
     RECOMPUTE,
-    WEIGHTS,
     RowCursor,
     Schedule,
     build_schedule,
@@ -128,40 +127,21 @@ class Plan:
         schedule = self.build_schedule()
         if self.weights is None:
             object.__setattr__(self, "weights", published(self.schedule).weights)
-        self._check_weights(schedule)
-        self._check_correction()
-        if self.advance == "auto" and not schedule.flush:
-            raise ValueError(
-                f"advance 'auto' is for schedules that flush, not for {self.schedule!r}, whose gradients it makes "
-                "older: give numbers"
-            )
-        if self.replication is not None:
-            self._check_replication(schedule, self.replication)
+        is_plain = schedule.flush and self.weights == "flush" and self.correction is None
+        if not is_plain or self.replication is not None or self.isolate:
+            from avgpipe.plan_checks import check
+
+            if check(self, schedule):
+                object.__setattr__(self, "correction", "predicted")
         if not isinstance(self.spread, bool):
             raise ValueError(f"spread must be True or False, not {self.spread!r}")
         for name in ("spread", "isolate"):
             if getattr(self, name) and self.advance == "auto":
                 raise ValueError(f"{name}=True cannot have advance 'auto': give numbers")
-        if self.isolate:
-            self._check_isolation()
         if self.system != "avgpipe":  # the default, of any options
             from avgpipe.systems import check_options
 
             check_options(self.system, self)
-
-    def _check_isolation(self) -> None:
-        if not isinstance(self.isolate, bool):
-            raise ValueError(f"isolate must be True or False, not {self.isolate!r}")
-        if self.pipelines == 1:
-            raise ValueError(
-                "isolate=True with pipelines=1: there is no other pipeline that could go on, use at least two"
-            )
-        if self.spread:
-            raise ValueError(
-                "isolate=True with spread=True: use one of the two, isolated pipelines have processes of their own"
-            )
-        if self.staleness == "asynchronous":
-            raise ValueError("isolate=True cannot have staleness 'asynchronous': use 0 or 1")
 
     def _check_partition(self) -> None:
         if self.partition is None:
@@ -178,64 +158,6 @@ class Plan:
                 )
         elif not all(isinstance(p, str) for p in self.partition):
             raise TypeError(f"partition must hold layer indices or module names, not {self.partition}")
-
-    def _check_weights(self, schedule: Schedule) -> None:
-        check_name("weights", self.weights, WEIGHTS)
-        if schedule.flush != (self.weights == "flush"):
-            fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
-            raise ValueError(
-                f"weights {self.weights!r} with schedule {self.schedule!r}, which "
-                f"{'flushes' if schedule.flush else 'does not flush'}: give weights {fitting}"
-            )
-        if self.weights != "flush" and self.pipelines > 1:
-            raise ValueError(
-                f"weights {self.weights!r} is for one pipeline, not {self.pipelines}: several pipelines already have "
-                "several batches in flight, use one pipeline or a schedule that flushes"
-            )
-        if self.weights == "double-buffer" and self.micro_batches < self.stages:
-            raise ValueError(
-                f"weights 'double-buffer' needs at least as many micro-batches as stages: {self.micro_batches} are "
-                f"fewer than {self.stages}, and two versions would not be enough"
-            )
-        if self.weights == "double-buffer" and schedule.lookahead > 1:
-            raise ValueError(
-                f"micro_batches {self.micro_batches} with schedule {self.schedule!r} and replication "
-                f"{self.replication}: a batch would have to begin before the version of the weights that it runs on "
-                "is made, use more micro-batches"
-            )
-
-    def _check_correction(self) -> None:
-        if self.correction is not None:
-            check_name("correction", self.correction, tuple(CORRECTIONS))
-        if self.weights == "flush" and self.correction is not None:
-            raise ValueError(
-                f"correction {self.correction!r} with schedule {self.schedule!r}, whose gradients are of the newest "
-                "weights: leave it out, or use a schedule without a flush, such as 'pipedream-2bw'"
-            )
-        if self.weights == "predicted":
-            if self.correction not in (None, "predicted"):
-                raise ValueError(
-                    f"weights 'predicted' with correction {self.correction!r}: give weights 'stash', or leave the "
-                    "correction out"
-                )
-            object.__setattr__(self, "correction", "predicted")
-
-    def _check_replication(self, schedule: Schedule, replication: Sequence[int]) -> None:
-        least = max(replication) * self.shares
-        if least > self.micro_batches:
-            raise ValueError(
-                f"replication {replication} with micro_batches {self.micro_batches}: some replicas would have nothing "
-                f"to do, use at least {least} micro-batches"
-            )
-        if self.weights == "vertical-sync" or self.advance == "auto":
-            what = "weights 'vertical-sync'" if self.weights == "vertical-sync" else "advance 'auto'"
-            raise ValueError(f"{what} is for stages without replicas: leave out replication {replication}")
-        uneven = [r for r in replication if self.micro_batches % r]
-        if uneven and not schedule.flush:
-            raise ValueError(
-                f"micro_batches {self.micro_batches} with replication {replication}: without a flush all replicas need "
-                f"as many, use a multiple of {uneven[0]}"
-            )
 
     @property
     def shares(self) -> int:

@@ -9,7 +9,8 @@ import torch
 
 from avgpipe.faults.fault import Fault
 from avgpipe.faults.kinds import disturb
-from avgpipe.links.link import Link, LocalLink, flip_bit, with_flipped_bit
+from avgpipe.links.link import Link, LocalLink
+from avgpipe.links.transport import flip_bit, with_flipped_bit
 from tests.links.ends import CPU, LINKS, Ends, ends
 
 

@@ -15,8 +15,9 @@ import torch.distributed as dist
 from avgpipe.errors import PeerLost
 from avgpipe.links.codec import Verifier
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Mailbox, Message
 from avgpipe.links.shared import Inbox, SharedLink
+from avgpipe.links.transport import Endpoint
 from tests.patience import limit
 
 LINKS = ["shm", "gloo"]

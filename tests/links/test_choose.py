@@ -12,10 +12,11 @@ import torch
 
 from avgpipe import links
 from avgpipe.errors import PeerLost, PipelineError
-from avgpipe.links import LinkRow, choose, shared
+from avgpipe.links import LinkRow, agree, shared
 from avgpipe.links.choose import Links
 from avgpipe.links.group import GroupLink, GroupTransport
-from avgpipe.links.link import Endpoint, Key, Message, Transport
+from avgpipe.links.link import Key, Message
+from avgpipe.links.transport import Endpoint, Transport
 from tests.links.ends import BACK, CHANNELS, CPU, groups
 from tests.patience import limit
 
@@ -141,7 +142,7 @@ class LateTransport(GroupTransport):
 
 def test_another_link_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     row = LinkRow("late", f"{__name__}:LateTransport")
-    monkeypatch.setattr(choose, "LINKS", (row, *links.LINKS))
+    monkeypatch.setattr(agree, "LINKS", (row, *links.LINKS))
     for kind in ("late", "auto"):
         names, seconds = names_and_message(joined(kind))
         assert names == ["late"] * 2

@@ -19,9 +19,10 @@ from avgpipe import device as streams
 from avgpipe.links import cuda, slots
 from avgpipe.links.codec import Format
 from avgpipe.links.cuda import CudaIpcLink
-from avgpipe.links.link import Channel, Endpoint, LocalLink, Mailbox, Message
+from avgpipe.links.link import Channel, LocalLink, Mailbox, Message
 from avgpipe.links.shared import Inbox
 from avgpipe.links.slots import DeviceMemory, DeviceSlots, Driver
+from avgpipe.links.transport import Endpoint
 from avgpipe_ext import ring
 from tests.happens_before.clocks import Account, Event, Operation
 from tests.links.ends import BACK, CHANNELS, CPU, Ends

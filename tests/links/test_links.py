@@ -21,7 +21,8 @@ from avgpipe.links import codec, group
 from avgpipe.links.choose import Links
 from avgpipe.links.codec import Format
 from avgpipe.links.group import GroupLink, Room
-from avgpipe.links.link import Channel, Endpoint, Key, LocalLink, Mailbox, Message
+from avgpipe.links.link import Channel, Key, LocalLink, Mailbox, Message
+from avgpipe.links.transport import Endpoint
 from tests.happens_before.clocks import Account, Event
 from tests.links.ends import CPU, LINKS, Ends, ends, groups
 from tests.patience import limit

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from avgpipe.links.codec import Decoder, Encoder, Format, padded, view
-from avgpipe.links.link import OF_MICRO_BATCHES, Channel, Endpoint, Mailbox, Message, detached, on_wire
+from avgpipe.links.link import OF_MICRO_BATCHES, Channel, Mailbox, Message, detached
+from avgpipe.links.transport import Endpoint, on_wire
 from avgpipe_ext import pack, unpack_
 from tests.links.device_tensor import DeviceTensor
 

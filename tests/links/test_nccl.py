@@ -16,7 +16,7 @@ from avgpipe import Plan
 from avgpipe import device as streams
 from avgpipe.links import nccl
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Mailbox, Message
 from avgpipe.links.nccl import (
     Edge,
     NcclLink,
@@ -26,6 +26,7 @@ from avgpipe.links.nccl import (
     end_communicators,
     shares_of,
 )
+from avgpipe.links.transport import Endpoint
 from avgpipe.ranks.world import meet
 from avgpipe.runtime.placement import Placement
 from avgpipe.runtime.route import Route, channels_into

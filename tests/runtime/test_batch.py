@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from avgpipe.model.batch import batch_size, concatenate, loss_weights, pair, split
+from avgpipe.model.batch import batch_size, loss_weights, pair, split
+from avgpipe.runtime.outputs import concatenate
 
 
 @given(st.integers(1, 40), st.integers(1, 40))

@@ -15,8 +15,9 @@ from avgpipe import Pipeline, Plan
 from avgpipe.model import batch
 from avgpipe.model.batch import LossWeights, loss_weights
 from avgpipe.runtime import evaluate
-from avgpipe.runtime.evaluate import MetricSums, OutputCollector, result_of
+from avgpipe.runtime.evaluate import MetricSums, result_of
 from avgpipe.runtime.options import TrainingOptions
+from avgpipe.runtime.outputs import OutputCollector
 from tests.runtime.cases import momentum
 
 OUTPUT, TARGET = torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [0.0]])

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule import Action, Schedule, build_schedule
-from avgpipe.schedule.checks import dry_run, steps_of
-from avgpipe.schedule.schedule import draw_grid
+from avgpipe.schedule.checks import draw_grid, dry_run, steps_of
 
 
 def schedule(*rows, micro_batches=1):

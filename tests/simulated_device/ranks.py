@@ -17,8 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from avgpipe.links import choose, nccl
-from avgpipe.links.link import Endpoint, Key, Link, Transport
+from avgpipe.links.link import Key, Link
 from avgpipe.links.nccl import NcclTransport
+from avgpipe.links.transport import Endpoint, Transport
 from avgpipe.ranks import preemption
 from avgpipe.ranks.world import Notice, World
 from avgpipe.runtime import group_sum, session

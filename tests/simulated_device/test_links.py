@@ -19,9 +19,10 @@ from avgpipe.errors import PeerLost
 from avgpipe.links import codec, cuda, slots
 from avgpipe.links.cuda import CudaIpcLink
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Mailbox, Message
 from avgpipe.links.shared import Inbox
 from avgpipe.links.slots import DeviceMemory, DeviceSlots, Slot
+from avgpipe.links.transport import Endpoint
 from tests.links.ends import groups
 from tests.patience import limit
 from tests.simulated_device import POLICIES, simulate

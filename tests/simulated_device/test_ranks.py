@@ -9,8 +9,9 @@ from unittest import mock
 import pytest
 import torch
 
-from avgpipe.links.link import Channel, Endpoint, Key, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Mailbox, Message
 from avgpipe.links.nccl import NcclLink
+from avgpipe.links.transport import Endpoint
 from tests.simulated_device import Hardware, simulate
 from tests.simulated_device.hosts import Deadlock
 from tests.simulated_device.nccl import Communicator, device_of

@@ -164,7 +164,7 @@ def _open_file(path: Path, missing: CheckpointError) -> IO[bytes]:
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror}") from error
     except ValueError as error:
-        raise CheckpointError(str(error)) from None
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _corrupt(what: str) -> CheckpointError:

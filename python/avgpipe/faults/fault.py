@@ -166,7 +166,7 @@ class Fault:
     def damage(self, lane: Lane) -> None:
         """Flip a bit of a lane's weights, or inject the fault into its links."""
         from avgpipe.faults.kinds import disturb
-        from avgpipe.links.link import flip_bit
+        from avgpipe.links.transport import flip_bit
 
         if self.where == "weights":
             flip_bit(lane.trained.arena.weights, self.bit)

@@ -34,9 +34,10 @@ import torch
 
 from avgpipe.device import ReadyOnEvent, current_stream, foreign_memory, used_on
 from avgpipe.links.codec import Decoder, Format, padded
-from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Endpoint, Key, Link, Transport
+from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Key, Link
 from avgpipe.links.shared import Inbox, SharedLink, SharedTransport
 from avgpipe.links.slots import RECORD_BYTES, DeviceSlots, Slot, copy_stream, place_of, slots_of
+from avgpipe.links.transport import Endpoint, Transport
 
 # A message: the record of its slot, that of another slot, and its format's text. The other one is the receiver's: which
 # the sender gives back, and, written by the receiver before it ends the lease, which it grants.

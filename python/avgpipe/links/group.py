@@ -35,16 +35,8 @@ import torch.distributed as dist
 from avgpipe.device import has_streams, on_accelerator, pinned_bytes, select
 from avgpipe.errors import PeerLost, PipelineError
 from avgpipe.links.codec import checksum, padded
-from avgpipe.links.link import (
-    OF_MICRO_BATCHES,
-    Channel,
-    Endpoint,
-    Key,
-    Link,
-    Message,
-    Transport,
-    flip_bit,
-)
+from avgpipe.links.link import OF_MICRO_BATCHES, Channel, Key, Link, Message
+from avgpipe.links.transport import Endpoint, Transport, flip_bit
 from avgpipe.ranks.met import transport_reason
 
 if TYPE_CHECKING:

@@ -32,18 +32,9 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent, current_stream, on_accelerator, select, used_on
 from avgpipe.links.codec import Decoder, Encoder, Format
-from avgpipe.links.link import (
-    BY_HOST,
-    OF_MICRO_BATCHES,
-    Channel,
-    Endpoint,
-    Key,
-    Link,
-    Mailbox,
-    Message,
-    Transport,
-)
+from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Key, Link, Mailbox, Message
 from avgpipe.links.slots import device_id
+from avgpipe.links.transport import Endpoint, Transport
 from avgpipe.ranks.met import SPARE_S
 from avgpipe.ranks.queues import warn_of_few_queues
 from avgpipe.ranks.rendezvous import in_thread

@@ -21,7 +21,8 @@ import torch
 
 from avgpipe.device import has_streams, on_accelerator, pinned_bytes
 from avgpipe.links.codec import Encoder, Format, checksum, padded, view
-from avgpipe.links.link import Channel, Endpoint, Key, Link, Transport, flip_bit
+from avgpipe.links.link import Channel, Key, Link
+from avgpipe.links.transport import Endpoint, Transport, flip_bit
 from avgpipe_ext.ring import Bell, Memory, Receiver, Sender, copy
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ from torch import nn
 
 from avgpipe.errors import PeerLost, PipelineTimeout
 from avgpipe.links.group import GroupLink
-from avgpipe.links.link import Channel, Endpoint, Key, Link, Mailbox, Message
+from avgpipe.links.link import Channel, Key, Link, Mailbox, Message
 from avgpipe.links.shared import Inbox, SharedLink
+from avgpipe.links.transport import Endpoint
 from avgpipe.pipeline import Pipeline
 from avgpipe.plan import Plan
 from avgpipe.planning.profile import LinkProfile

@@ -84,25 +84,6 @@ class BatchDims:
     targets: Any = 0
     outputs: int = 0
 
-    @classmethod
-    def of(cls, asked: Any) -> BatchDims:
-        """Parse the user's value: a number for everything, or (inputs, targets), or (inputs, targets, outputs)."""
-        if type(asked) is int:
-            asked = (asked, asked, asked)
-        if not (isinstance(asked, tuple) and len(asked) in (2, 3)):
-            raise TypeError(
-                "batch_dim must be a number, or a tuple (of the inputs, of the targets) or (of the inputs, of the "
-                f"targets, of the outputs), not {asked!r}"
-            )
-        found = cls(*asked)
-        wrong = [d for d in tree_leaves(asked) if d is not None and (type(d) is not int or d < 0)]
-        if wrong or type(found.outputs) is not int:
-            raise TypeError(
-                f"batch_dim has {wrong[0] if wrong else found.outputs!r}: give the number of a dimension from 0 on, or "
-                "None for inputs or targets that go whole to every micro-batch"
-            )
-        return found
-
 
 SAMPLES_FIRST = BatchDims()
 
@@ -282,43 +263,6 @@ class Columns:
 def _shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def concatenate(values: list[Any], sizes: Sequence[int], dims: Any = 0) -> Any:
-    """Invert :func:`split` for outputs of micro-batches of ``sizes`` samples: join tensors along their samples.
-
-    A value without samples is returned once if all micro-batches have the same. ValueError if they differ.
-    """
-    if len(values) == 1:
-        return values[0]
-    flat = [tree_flatten(v) for v in values]
-    specs = [spec for _, spec in flat]
-    if any(spec != specs[0] for spec in specs):
-        raise ValueError("the outputs of micro-batches have different structures, so they cannot be joined")
-    places = [dims] * specs[0].num_leaves if type(dims) is int else dims_in(flat[0][0], specs[0], dims)
-    columns = zip(*(leaves for leaves, _ in flat))
-    joined = [_joined(column, sizes, dim) for column, dim in zip(columns, places)]
-    return tree_unflatten(joined, specs[0])
-
-
-def _joined(column: Sequence[Any], sizes: Sequence[int], dim: int | None) -> Any:
-    first = column[0]
-    if not isinstance(first, torch.Tensor):
-        alike = all(value == first for value in column)
-    elif (
-        dim is not None and first.dim() > dim and all(t.shape[dim] == size for t, size in zip(column, sizes))
-    ):
-        return torch.cat(tuple(column), dim)
-    else:
-        alike = all(torch.equal(t, first) for t in column)
-    if alike:
-        return first
-    what = f"a tensor {list(first.shape)}" if isinstance(first, torch.Tensor) else type(first).__name__
-    raise ValueError(
-        f"the model returns {what}, which has no samples along dimension {dim} and is not the same for all "
-        f"{len(column)} micro-batches of a batch, so that there is no value of the whole batch: return it for each "
-        "sample, leave it out in evaluation, or use micro_batches=1"
-    )
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -165,3 +168,72 @@ def since(what: str, begin_s: float) -> str:
     """
     seconds = time.monotonic() - begin_s
     return what if seconds < 1 else f"{what}, for {seconds:.0f} s"
+
+
+@dataclass
+class LoopCall:
+    """Batches of one loader.
+
+    Attributes:
+        session: distinguishes batches of equal numbers, which are repeated after a load.
+        seen: how many were looked at, counting those of earlier calls that are one loop with this.
+        due: batches before this number are not compared.
+        begun: the number after the newest batch here; 0 before the first one.
+        has_ended: whether the loader has ended, on this rank.
+    """
+
+    session: int = 0
+    name: str = "train"
+    seen: int = 0
+    due: float = math.inf
+    begun: int = 0
+    has_ended: bool = False
+
+    @property
+    def end(self) -> str:
+        return f"{self.session}/{self.name}/end"
+
+
+class Loops:
+    """The numbers of batches in each loop. Several ranks compare them: :class:`avgpipe.runtime.alike.Alike`.
+
+    Args:
+        is_on: whether anything is compared.
+        generation: how often lost ranks were replaced.
+
+    Attributes:
+        here: the loop that runs; replaced as a whole, as a thread reads it.
+    """
+
+    def __init__(self, is_on: bool = False, generation: int = 0) -> None:
+        self._is_on, self._generation = is_on, generation
+        self.here = self._loop_call()
+
+    def _loop_call(self, session: int = 0, name: str = "train", seen: int = 0) -> LoopCall:
+        return LoopCall(session, name, seen, 0 if self._is_on else math.inf)
+
+    def begin_anew(self) -> None:
+        """Prepare for another loader, or for batch numbers that are repeated; every rank calls this."""
+        session = self.here.session + bool(self.here.begun or self.here.has_ended)
+        self._is_on &= not self._generation or not session
+        self.here = self._loop_call(session)
+
+    @contextmanager
+    def loop(self, name: str, seen: int = 0) -> Iterator[None]:
+        """Number the batches inside separately from others of this session, after ``seen`` of their kind."""
+        before, was_on = self.here, self._is_on
+        self._is_on &= not self._generation
+        self.here = self._loop_call(before.session, name, seen)
+        try:
+            yield
+        finally:
+            self.here, self._is_on = before, was_on
+
+    def batch(self, number: int, inputs: Any, targets: Any) -> None:
+        """Compare a batch that begins here, if it is due."""
+
+    def end(self, number: int) -> None:
+        """Publish that the loader here has ended before a batch of this number."""
+
+    def look(self) -> None:
+        """Check whether this rank has begun a batch that another one lacks; called regularly by a thread."""

@@ -11,9 +11,8 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 from zlib import crc32
 
@@ -23,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.errors import PipelineError
 from avgpipe.model.model import Model, stage_layers
-from avgpipe.ranks.world import World
+from avgpipe.ranks.world import Loops, World
 from avgpipe.runtime.placement import Placement
 
 _log = logging.getLogger("avgpipe")
@@ -69,8 +68,6 @@ def check_weights(world: World, placement: Placement, model: Model, layers: Sequ
 
     Every rank calls this. ValueError on all of them.
     """
-    if world.size == 1:
-        return
     here = [_weights_of(model, layers, k) for k in range(model.stages)]
     marks = world.gather([mark(list(of_stage.values()))[0] for of_stage in here])
     apart = [k for k in range(model.stages) if len({of_rank[k] for of_rank in marks}) > 1]
@@ -98,31 +95,7 @@ def _weights_of(model: Model, layers: Sequence[nn.Module], stage: int) -> dict[s
     return {entry.names[0]: state[entry.local] for entry in model.entries[stage]}
 
 
-@dataclass
-class LoopCall:
-    """Batches of one loader.
-
-    Attributes:
-        session: distinguishes batches of equal numbers, which are repeated after a load.
-        seen: how many were looked at, counting those of earlier calls that are one loop with this.
-        due: batches before this number are not compared.
-        begun: the number after the newest batch here; 0 before the first one.
-        has_ended: whether the loader has ended, on this rank.
-    """
-
-    session: int = 0
-    name: str = "train"
-    seen: int = 0
-    due: float = 0
-    begun: int = 0
-    has_ended: bool = False
-
-    @property
-    def end(self) -> str:
-        return f"{self.session}/{self.name}/end"
-
-
-class Alike:
+class Alike(Loops):
     """Compares what this rank gets from its loader with other ranks.
 
     Args:
@@ -131,37 +104,13 @@ class Alike:
         generation: how often lost ranks were replaced. A new rank runs its script from the beginning, and may
             pass loops that the others have finished. So after a replacement only the batches of the current loop are
             compared.
-
-    Attributes:
-        here: the loop that runs; replaced as a whole, as a thread reads it.
     """
 
     def __init__(
         self, world: World, fail: Callable[[BaseException], None], is_on: bool, generation: int = 0
     ) -> None:
+        super().__init__(is_on and world.size > 1, generation)
         self._world, self._fail = world, fail
-        self._is_on, self._generation = is_on and world.size > 1, generation
-        self.here = self._loop_call()
-
-    def _loop_call(self, session: int = 0, name: str = "train", seen: int = 0) -> LoopCall:
-        return LoopCall(session, name, seen, 0 if self._is_on else math.inf)
-
-    def begin_anew(self) -> None:
-        """Prepare for another loader, or for batch numbers that are repeated; every rank calls this."""
-        session = self.here.session + bool(self.here.begun or self.here.has_ended)
-        self._is_on &= not self._generation or not session
-        self.here = self._loop_call(session)
-
-    @contextmanager
-    def loop(self, name: str, seen: int = 0) -> Iterator[None]:
-        """Number the batches inside separately from others of this session, after ``seen`` of their kind."""
-        before, was_on = self.here, self._is_on
-        self._is_on &= not self._generation
-        self.here = self._loop_call(before.session, name, seen)
-        try:
-            yield
-        finally:
-            self.here, self._is_on = before, was_on
 
     def batch(self, number: int, inputs: Any, targets: Any) -> None:
         """Compare a batch that begins here, if it is due; ValueError if another rank has a different one."""

@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
 from avgpipe.device import current_stream, on_accelerator, used_on
-from avgpipe.model.batch import concatenate, loss_weights, sample_count, split
+from avgpipe.model.batch import loss_weights, sample_count, split
 from avgpipe.runtime.compute import Collector, Work
 from avgpipe.runtime.loss import loss_of, wide
 from avgpipe.runtime.options import TrainingOptions
@@ -122,27 +121,6 @@ def _result(worker: Worker, pipeline: int, batch: int, collector: Collector | No
     return result
 
 
-class OutputCollector:
-    """Collects the last stage's outputs. ``dim``: the dimension of their samples."""
-
-    def __init__(self, dim: int) -> None:
-        self._outputs: list[Any] = []
-        self._sizes: list[int] = []
-        self._dim = dim
-
-    def add(self, output: Any, target: Any, samples: int, given: Any) -> None:
-        self._outputs.append(output)
-        self._sizes.append(samples)
-
-    def result(self) -> tuple[Any, str | None]:
-        """Return the output for the batch; or None, and the reason."""
-        _read_here(pytree.tree_leaves(self._outputs))
-        try:
-            return concatenate(self._outputs, self._sizes, self._dim), None
-        except ValueError as error:  # every rank raises it, so it is no failure of one
-            return None, str(error)
-
-
 class MetricSums:
     """Sums loss and metrics over a batch, on their device, so that the host does not wait for it.
 
@@ -179,7 +157,7 @@ class MetricSums:
         numbers = [self._loss, self._weight, float(self._samples), *means]
         tensors = [n for n in numbers if isinstance(n, torch.Tensor)]
         device = next((t.device for t in tensors if on_accelerator(t)), torch.device("cpu"))
-        _read_here(tensors)
+        read_here(tensors)
         return torch.stack([wide(n, device) for n in numbers]), list(self._means), list(self._of_loss)
 
 
@@ -206,7 +184,7 @@ def result_of(
     )
 
 
-def _read_here(tensors: Iterable[Any]) -> None:
+def read_here(tensors: Iterable[Any]) -> None:
     """Record for the allocator that the caller's stream reads what the last stage's lane has computed."""
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and on_accelerator(tensor):

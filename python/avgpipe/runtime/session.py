@@ -17,7 +17,6 @@ from avgpipe.model.context import CallerModes, evaluated_in
 from avgpipe.model.layers import outside_of
 from avgpipe.ranks.environment import named, warn_of_threads
 from avgpipe.ranks.world import meet
-from avgpipe.runtime.alike import check_weights
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.feed import Prefetch
 from avgpipe.runtime.placement import Placement
@@ -119,8 +118,8 @@ class Session:
         if spec.initial is None:
             shared = json.dumps(spec.model.shared_values(spec.layers))
             world.require_same("initial value of shared parameters", shared)
-            if options.check != "off":
-                check_weights(world, placement, spec.model, spec.layers)
+            if options.check != "off" and world.size > 1:
+                named("avgpipe.runtime.alike:check_weights")(world, placement, spec.model, spec.layers)
         if options.check != "off":
             groups = json.dumps(options.groups, default=str)
             world.require_same("optimizer, by the groups of its parameters,", groups)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from avgpipe.links.link import Message, on_wire
+from avgpipe.links.link import Message
+from avgpipe.links.transport import on_wire
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.loss import Metrics
 from avgpipe.runtime.route import Port, Route, Step, StepKind

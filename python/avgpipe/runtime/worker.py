@@ -23,9 +23,8 @@ from avgpipe.model.model import stage_layers, trainable_parameters
 from avgpipe.model.outside import Outside
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import generation, named
-from avgpipe.ranks.world import Notice, World
+from avgpipe.ranks.world import Loops, Notice, World
 from avgpipe.rules import RULES
-from avgpipe.runtime.alike import Alike
 from avgpipe.runtime.audit import StageAudit
 from avgpipe.runtime.compute import Compute
 from avgpipe.runtime.lane import Lane, PipelineRow
@@ -118,7 +117,10 @@ class Worker:
         self.links, self.mailbox = self._links.by_replica, self._links.mailbox
         self.audit: StageAudit | None = None
         self.outside: Outside | None = None
-        self.alike = Alike(world, self.mailbox.fail, options.check != "off", generation())
+        self.alike: Loops = Loops()
+        if world.size > 1:
+            alike = named("avgpipe.runtime.alike:Alike")
+            self.alike = alike(world, self.mailbox.fail, options.check != "off", generation())
         self.streams: Streams | None = (
             named("avgpipe.runtime.streams:Streams")(device) if has_streams(device) else None
         )

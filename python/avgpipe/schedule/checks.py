@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.row import Action, Kind, Row, RowCursor
+
+if TYPE_CHECKING:
+    from avgpipe.schedule.schedule import Schedule
 
 Replicas = Sequence[Sequence[int]]  # the workers of each stage
 Step = tuple[Action, int]  # an action and its batch
@@ -191,3 +194,55 @@ def _deadlock(rows: Sequence[Row], replicas: Replicas, micro_batches: int, is_pl
         culprit = awaited[culprit]
     position, cell = list(rows[culprit]).index(heads[culprit]), token(heads[culprit], is_plain)
     return Flaw(row_name(culprit, is_plain), culprit, position, cell, f"deadlock, {'; '.join(waits)}")
+
+
+# ---- drawing -------------------------------------------------------------------------------------------------------
+
+
+def drawn(schedule: Schedule) -> str:
+    """Draw a grid, see ``Schedule.__str__``."""
+    workers = "" if schedule.is_plain else f", workers {schedule.workers}"
+    flush = "" if schedule.flush else ", no flush"
+    title = (
+        f"{schedule.name}: stages {schedule.stages}{workers}, micro-batches {schedule.micro_batches}{flush}"
+    )
+    flaw = schedule.flaw()
+    if flaw is None:
+        steps = [steps_of(row, 1, schedule.micro_batches) for row in schedule.rows]
+    else:  # the rows unchanged, to which the flaw's position refers
+        steps = [[(action, 0) for action in row] for row in schedule.rows]
+    # Actions ahead of their turn cannot be drawn for a single turn.
+    slots = dry_run(steps, schedule.stages) if flaw is None or schedule.flush else [[] for _ in steps]
+    cells = [[token(a if flaw else a._replace(ahead=0), schedule.is_plain) for a, _ in own] for own in steps]
+    grid = draw_grid("stage" if schedule.is_plain else "worker", cells, slots, flaw)
+    return "\n".join([title, *grid, *([str(flaw)] if flaw else [])])
+
+
+def draw_grid(
+    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], flaw: Flaw | None
+) -> list[str]:
+    """Draw one line per row with a cell per time slot, aligned; the faulty cell in [brackets].
+
+    ``name``: what rows are. ``slots``: of each cell that a dry run reached; later cells follow without slots.
+    """
+    lines: list[list[str]] = []
+    for row, own in zip(cells, slots):
+        line: list[str] = []
+        for position, cell in enumerate(row):
+            if position < len(own):  # reached by the dry run: slots in which the worker waited stay blank
+                line += ["."] * (own[position] - len(line))
+            line.append(cell)
+        lines.append(line)
+    if flaw is not None:
+        line = lines[flaw.row]
+        if flaw.position == len(cells[flaw.row]):
+            line.append(f"[{flaw.token}?]")
+        else:
+            place = [index for index, cell in enumerate(line) if cell != "."][flaw.position]
+            line[place] = f"[{line[place]}]"
+    width = max((len(cell) for line in lines for cell in line), default=1)
+    digits = len(str(len(lines) - 1))
+    return [
+        f"{name} {r:>{digits}} | {' '.join(cell.ljust(width) for cell in line)}".rstrip()
+        for r, line in enumerate(lines)
+    ]

@@ -151,7 +151,7 @@ class Schedule:
         F m waits for F m of the stage before and B m (or I m) for that of the stage after, must reach the end
         of every row.
         """
-        flaw = self._flaw()
+        flaw = self.flaw()
         if flaw is not None:
             raise ScheduleError(f"schedule {self.name!r}: {flaw}")
         object.__setattr__(self, "_is_right", True)
@@ -163,21 +163,9 @@ class Schedule:
         shows a single batch. In a schedule that cannot be run, the wrong cell is in [brackets], the actions
         that the dry run does not reach follow without slots, and the last line gives the reason.
         """
-        from avgpipe.schedule.checks import dry_run, steps_of, token
+        from avgpipe.schedule.checks import drawn
 
-        workers = "" if self.is_plain else f", workers {self.workers}"
-        flush = "" if self.flush else ", no flush"
-        title = f"{self.name}: stages {self.stages}{workers}, micro-batches {self.micro_batches}{flush}"
-        flaw = self._flaw()
-        if flaw is None:
-            steps = [steps_of(row, 1, self.micro_batches) for row in self.rows]
-        else:  # the rows unchanged, to which the flaw's position refers
-            steps = [[(action, 0) for action in row] for row in self.rows]
-        # Actions ahead of their turn cannot be drawn for a single turn.
-        slots = dry_run(steps, self.stages) if flaw is None or self.flush else [[] for _ in steps]
-        cells = [[token(a if flaw else a._replace(ahead=0), self.is_plain) for a, _ in own] for own in steps]
-        grid = draw_grid("stage" if self.is_plain else "worker", cells, slots, flaw)
-        return "\n".join([title, *grid, *([str(flaw)] if flaw else [])])
+        return drawn(self)
 
     def to_csv(self) -> str:
         """Write one line per worker, one cell per action, with ``ahead`` as F3+1; :meth:`from_csv` inverts it."""
@@ -205,20 +193,9 @@ class Schedule:
         Raises ValueError for what the format cannot express: schedules without a flush, and stages with
         several workers.
         """
-        if not self.flush:
-            raise ValueError(
-                f"schedule {self.name!r} has no flush between batches, which torch's format cannot express: "
-                "write it with to_csv"
-            )
-        for k, workers in enumerate(self.replicas):
-            if len(workers) > 1:
-                raise ValueError(
-                    f"schedule {self.name!r} has stage {k} on workers {', '.join(map(str, workers))}, but torch's "
-                    "format has a stage on one rank: build it without replication, or write it with to_csv"
-                )
         from avgpipe.schedule.text import torch_text
 
-        return torch_text(self.rows)
+        return torch_text(self)
 
     @classmethod
     def from_torch_csv(cls, text: str, name: str = "torch-csv") -> Schedule:
@@ -240,7 +217,8 @@ class Schedule:
         named = [action.micro_batch for row in rows for action in row if action.micro_batch is not None]
         return cls(name, 1 + max(named, default=0), tuple(map(Row, rows)))
 
-    def _flaw(self) -> Flaw | None:
+    def flaw(self) -> Flaw | None:
+        """Return the first wrong cell; None for a schedule that can be run."""
         if self._is_right:
             return None
         from avgpipe.schedule.checks import find_flaw
@@ -261,33 +239,3 @@ def _checked_row(worker: int, actions: Iterable[Action]) -> Row:
         return action if action.stage >= 0 else action._replace(stage=worker)
 
     return Row(loops=[loop._replace(actions=tuple(map(of_stage, loop.actions))) for loop in row.loops])
-
-
-def draw_grid(
-    name: str, cells: Sequence[Sequence[str]], slots: Sequence[Sequence[int]], flaw: Flaw | None
-) -> list[str]:
-    """Draw one line per row with a cell per time slot, aligned; the faulty cell in [brackets].
-
-    ``name``: what rows are. ``slots``: of each cell that a dry run reached; later cells follow without slots.
-    """
-    lines: list[list[str]] = []
-    for row, own in zip(cells, slots):
-        line: list[str] = []
-        for position, cell in enumerate(row):
-            if position < len(own):  # reached by the dry run: slots in which the worker waited stay blank
-                line += ["."] * (own[position] - len(line))
-            line.append(cell)
-        lines.append(line)
-    if flaw is not None:
-        line = lines[flaw.row]
-        if flaw.position == len(cells[flaw.row]):
-            line.append(f"[{flaw.token}?]")
-        else:
-            place = [index for index, cell in enumerate(line) if cell != "."][flaw.position]
-            line[place] = f"[{line[place]}]"
-    width = max((len(cell) for line in lines for cell in line), default=1)
-    digits = len(str(len(lines) - 1))
-    return [
-        f"{name} {r:>{digits}} | {' '.join(cell.ljust(width) for cell in line)}".rstrip()
-        for r, line in enumerate(lines)
-    ]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from avgpipe.errors import ScheduleError
 from avgpipe.schedule.builders import MOST_WORKERS
-from avgpipe.schedule.row import COUNT, Action, Kind, Row
+from avgpipe.schedule.row import COUNT, Action, Kind
+
+if TYPE_CHECKING:
+    from avgpipe.schedule.schedule import Schedule
 
 # Tokens of torch's "compute and communication" form besides the actions. Here, the runtime sends and receives
 # itself.
@@ -73,9 +77,20 @@ def _torch_action(token: str) -> Action:
     return action
 
 
-def torch_text(rows: Iterable[Row]) -> str:
-    """Format one line per rank, without the updates."""
-    actions = ([str(action) for action in row if action.kind is not Kind.UPDATE] for row in rows)
+def torch_text(schedule: Schedule) -> str:
+    """Format one line per rank, without the updates; ValueError for what the format cannot express."""
+    if not schedule.flush:
+        raise ValueError(
+            f"schedule {schedule.name!r} has no flush between batches, which torch's format cannot express: "
+            "write it with to_csv"
+        )
+    for k, workers in enumerate(schedule.replicas):
+        if len(workers) > 1:
+            raise ValueError(
+                f"schedule {schedule.name!r} has stage {k} on workers {', '.join(map(str, workers))}, but torch's "
+                "format has a stage on one rank: build it without replication, or write it with to_csv"
+            )
+    actions = ([str(action) for action in row if action.kind is not Kind.UPDATE] for row in schedule.rows)
     return "".join(f"{','.join(line)}\n" for line in actions)
 
 
