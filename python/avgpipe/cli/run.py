@@ -19,8 +19,9 @@ from avgpipe.fault.joining import NoPlace, join, join_far
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.fault.trunk import parse_address
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
+from avgpipe.ranks.launch import Job, RanksFailed, run_command, tied
 from avgpipe.ranks.process import run_folder
+from avgpipe.ranks.supervisor import Interrupted
 
 
 def run(config: RunConfig) -> None:

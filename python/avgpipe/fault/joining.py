@@ -26,8 +26,9 @@ from avgpipe.fault.gate import Gate
 from avgpipe.fault.relay import Relay
 from avgpipe.fault.roster import ENDED, JOIN, VERSION, encoded, received
 from avgpipe.fault.trunk import Trunk, parse_address
-from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
+from avgpipe.ranks.launch import Job, RanksFailed, as_here
 from avgpipe.ranks.process import folder_for_a_socket, peer_of
+from avgpipe.ranks.supervisor import ending, keeping_handlers, pass_on_questions
 
 ADDRESS = "join.json"
 _POLL_S = 0.05

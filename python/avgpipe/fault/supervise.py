@@ -25,18 +25,9 @@ from avgpipe.fault.joining import Joined, JoinedFar, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.fault.roster import OVER, JoiningGroup
 from avgpipe.ranks.environment import RESTART, SPARE
-from avgpipe.ranks.launch import (
-    STOPPED,
-    Job,
-    Preempted,
-    RanksFailed,
-    Started,
-    StoppedTimer,
-    ending,
-    keeping_handlers,
-    pass_on_questions,
-)
+from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, peer_of
+from avgpipe.ranks.supervisor import Preempted, ending, keeping_handlers, pass_on_questions
 
 _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try
