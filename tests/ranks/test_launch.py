@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks import launch
+from avgpipe.ranks import launch, supervisor
 from avgpipe.ranks.environment import cores
 from avgpipe.ranks.launch import (
     RanksFailed,
@@ -161,7 +161,7 @@ def test_a_script_that_has_only_missed_another_one_is_not_to_blame(tmp_path, kil
     """It ends first, and with the same exit code."""
     (tmp_path / "ranks").mkdir()
     command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
-    with launch.keeping_handlers():
+    with supervisor.keeping_handlers():
         started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         poll, found = started.poll_or_kill if kills else started.poll, []
         wait_until(lambda: found.append(poll()) or found[-1] is not None)
@@ -238,7 +238,7 @@ sys.exit(1)
 def test_who_was_killed_is_to_blame_before_who_has_ended_in_the_same_moment(tmp_path):
     (tmp_path / "ranks").mkdir()
     command = tied("stderr", sys.executable, "-c", KILLED, str(tmp_path))
-    with launch.keeping_handlers():
+    with supervisor.keeping_handlers():
         started = start([command] * 2, tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         wait_until(lambda: len(started._exit_codes()) == 2)
         found = started.poll_or_kill()
@@ -252,7 +252,7 @@ def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
     script += "pathlib.Path(sys.argv[1], 'new').write_text(str(child.pid)); "
     script += "pathlib.Path(sys.argv[1], 'new').rename(sys.argv[1] + '/child'); child.wait()"
     command = tied("stderr", sys.executable, "-c", script, str(tmp_path))
-    with launch.keeping_handlers():
+    with supervisor.keeping_handlers():
         started = start([command], tmp_path / "ranks", {"PYTHONPATH": PACKAGES})
         wait_until((tmp_path / "child").exists)
         started.kill()
@@ -264,7 +264,7 @@ def test_what_a_rank_has_started_is_killed_with_it(tmp_path):
 def test_a_launcher_that_outlives_its_terminal_does_so(tmp_path):
     """As with nohup."""
     command = tied("stderr", sys.executable, "-c", "")
-    with launch.keeping_handlers():
+    with supervisor.keeping_handlers():
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         started = start([command], tmp_path, {"PYTHONPATH": PACKAGES})
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -279,7 +279,11 @@ def test_a_second_signal_ends_all_at_once():
         if number != signal.SIGKILL:
             raise KeyboardInterrupt
 
-    with launch.keeping_handlers(), pytest.raises(launch.Interrupted, match="SIGINT"), launch.ending(close):
+    with (
+        supervisor.keeping_handlers(),
+        pytest.raises(supervisor.Interrupted, match="SIGINT"),
+        supervisor.ending(close),
+    ):
         raise KeyboardInterrupt
     assert calls == [signal.SIGINT, signal.SIGKILL]
 

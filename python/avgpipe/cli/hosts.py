@@ -30,8 +30,8 @@ from avgpipe.fault.messages import OVER
 from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
-from avgpipe.ranks.launch import Interrupted
 from avgpipe.ranks.queues import queue_environment
+from avgpipe.ranks.supervisor import Interrupted
 
 JOIN_TOKEN, TOKEN_FILE = "AVGPIPE_JOIN_TOKEN", "AVGPIPE_JOIN_TOKEN_FILE"
 _LEAST = 16  # characters of a secret

@@ -29,8 +29,9 @@ from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.hosts import HostPlace
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_command, tied
+from avgpipe.ranks.launch import Job, RanksFailed, run_command, tied
 from avgpipe.ranks.process import end_without_reader, has_reader, run_folder
+from avgpipe.ranks.supervisor import Interrupted
 
 _PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the queue
 

@@ -50,9 +50,10 @@ from avgpipe.cli.run import isolation_of, refuse_isolation
 from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
 from avgpipe.ranks.environment import SHARES
-from avgpipe.ranks.launch import Interrupted, Job, RanksFailed, run_on_ranks, same_modules
+from avgpipe.ranks.launch import Job, RanksFailed, run_on_ranks, same_modules
 from avgpipe.ranks.process import run_folder
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
+from avgpipe.ranks.supervisor import Interrupted
 from avgpipe.runtime.placement import Placement
 
 _WORKER = "avgpipe.cli.training:run_worker"

@@ -26,8 +26,9 @@ from avgpipe.fault.membership import environment
 from avgpipe.fault.messages import ENDED, JOIN, OVER, VERSION, encoded, received
 from avgpipe.files import json_object, reading
 from avgpipe.ranks.environment import RESTART
-from avgpipe.ranks.launch import Job, RanksFailed, as_here, ending, keeping_handlers, pass_on_questions
+from avgpipe.ranks.launch import Job, RanksFailed, as_here
 from avgpipe.ranks.process import host_here
+from avgpipe.ranks.supervisor import ending, keeping_handlers, pass_on_questions
 
 ADDRESS = "join.json"
 _POLL_S = 0.05

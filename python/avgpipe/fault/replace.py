@@ -34,19 +34,9 @@ from avgpipe.fault.generation import (
     waited_for,
 )
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
-from avgpipe.ranks.launch import (
-    BLAME_S,
-    STOPPED,
-    RanksFailed,
-    Started,
-    StoppedTimer,
-    ending,
-    keeping_handlers,
-    pass_on_questions,
-    rank_environment,
-    start,
-)
+from avgpipe.ranks.launch import BLAME_S, STOPPED, RanksFailed, Started, StoppedTimer, rank_environment, start
 from avgpipe.ranks.process import has_missed, is_asked, run_folder
+from avgpipe.ranks.supervisor import LaunchPolicy, watch
 
 _POLL_S = 0.02
 _MOST = 1000  # generations of a run
@@ -55,7 +45,7 @@ _START_S = 300.0  # for a new process to reach its Pipeline
 _SURE_S = 1.0  # after ranks have missed a peer; by then a kill would be known
 
 
-class Replacing:
+class Replacing(LaunchPolicy):
     """Runs a command on each rank, and replaces ranks that are killed.
 
     Args:
@@ -104,25 +94,26 @@ class Replacing:
         with ExitStack() as stack:
             self._folder = stack.enter_context(run_folder())
             self._board = Board(FileStore(str(self._folder / "store")))
-            stack.enter_context(keeping_handlers())
-            pass_on_questions(self._all_started)
-            with ending(self._close):
-                for rank in range(self._size):
-                    self._ranks[rank] = self._start(rank)
-                self._spares += [self._start_waiting(-1) for _ in range(self._wanted)]
-                while self._ranks:
-                    self._look()
-                    self._look_for_new()
-                    self._look_for_spares()
-                    time.sleep(_POLL_S)
-                if self._starting and self._failed is not None:
-                    raise self._failed  # no rank is left to continue with
+            watch(self, poll_s=_POLL_S)
+            if self._starting and self._failed is not None:
+                raise self._failed  # no rank is left to continue with
 
-    def _close(self, number: int) -> None:
-        for one in self._all_started():
+    def begin(self) -> None:
+        for rank in range(self._size):
+            self._ranks[rank] = self._start(rank)
+        self._spares += [self._start_waiting(-1) for _ in range(self._wanted)]
+
+    def look(self) -> bool:
+        self._look()
+        self._look_for_new()
+        self._look_for_spares()
+        return bool(self._ranks)
+
+    def close(self, number: int) -> None:
+        for one in self.all_started():
             one.close(number)
 
-    def _all_started(self) -> list[Started]:
+    def all_started(self) -> list[Started]:
         waiting = [one.process for one in (*self._starting.values(), *self._spares)]
         return [*self._ranks.values(), *waiting]
 

@@ -26,18 +26,9 @@ from avgpipe.fault.members import Group
 from avgpipe.fault.membership import environment
 from avgpipe.fault.messages import OVER
 from avgpipe.ranks.environment import RESTART, SPARE
-from avgpipe.ranks.launch import (
-    STOPPED,
-    Job,
-    Preempted,
-    RanksFailed,
-    Started,
-    StoppedTimer,
-    ending,
-    keeping_handlers,
-    pass_on_questions,
-)
+from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, host_here
+from avgpipe.ranks.supervisor import watch
 
 _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try
@@ -175,35 +166,30 @@ class Supervisor:
         with ExitStack() as stack:
             stack.enter_context(self._resources)
             stack.callback(self._coordinator.close)
-            stack.enter_context(keeping_handlers())
-            pass_on_questions(self._all_started)
-            preempted: Preempted | None = None
-
-            def close(number: int) -> None:
-                if preempted is not None:
-                    number = preempted.signal_for(number)
-                started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
-                for one in started:
-                    one.processes.close(number)
-                    one.resources.close()
-
-            with ending(close):
-                for pipeline in range(self._isolation.pipelines):
-                    self._start(pipeline)
-                if preemption_s is not None:
-                    preempted = Preempted(self._all_started, preemption_s)
-                while self._groups:
-                    self._coordinator.serve(_POLL_S)
-                    self._look()
-                    self._start_late()
-                    self._keep_spares()
-                    if preempted is not None:
-                        preempted.look()
+            is_preempted = watch(self, preemption_s, poll_s=0.0)
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._members.has_begun)
-        return preempted is not None and preempted.is_noticed
+        return is_preempted
 
-    def _all_started(self) -> list[Started]:
+    def begin(self) -> None:
+        for pipeline in range(self._isolation.pipelines):
+            self._start(pipeline)
+
+    def look(self) -> bool:
+        """Serve the processes for a moment; return whether there are some."""
+        self._coordinator.serve(_POLL_S)
+        self._look()
+        self._start_late()
+        self._keep_spares()
+        return bool(self._groups)
+
+    def close(self, number: int) -> None:
+        started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+        for one in started:
+            one.processes.close(number)
+            one.resources.close()
+
+    def all_started(self) -> list[Started]:
         groups: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
         return [group.processes for group in groups if isinstance(group.processes, Started)]
 

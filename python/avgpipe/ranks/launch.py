@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +20,10 @@ from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
 from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed, run_folder
 from avgpipe.ranks.queues import queue_environment
-from avgpipe.ranks.signals import PREEMPTED
+from avgpipe.ranks.supervisor import POLL_S, Interrupted, signal_name, watch
 
-_POLL_S = 0.05
 BLAME_S = 2.0  # after ranks have missed a peer, for that peer to end
 _STOPPED_S = 8.0  # for which processes may be stopped while no other one waits for them
-_HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 STOPPED = "was stopped by a signal"
 LEFT = "ended with exit code 0 before the others were done"
 
@@ -47,16 +45,8 @@ class RanksFailed(PipelineError):
         self.reason = reason or (f"failed with exit code {code}" if code else LEFT)
         if code < 0 and reason is None:
             hint = " (by hand, or by the system when memory runs out)" if -code == signal.SIGKILL else ""
-            self.reason = f"was killed by {_signal_name(-code)}{hint}"
+            self.reason = f"was killed by {signal_name(-code)}{hint}"
         super().__init__(f"worker {rank} of {len(self.exit_codes)} {self.reason}{': ' * bool(said)}{said}")
-
-
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the launcher; its ranks have ended."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(_signal_name(number))
-        self.exit_code = 128 + number
 
 
 def run_on_ranks(
@@ -324,7 +314,7 @@ class StoppedTimer:
         """Note, many times a second, whether they are stopped ``now``; return whether for too long."""
         looked_at, self._looked_at = self._looked_at, time.monotonic()
         # This process may have been stopped too, with all others of its terminal: that time does not count.
-        self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * _POLL_S) if now else 0.0
+        self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * POLL_S) if now else 0.0
         return self._for_s > _STOPPED_S
 
 
@@ -363,133 +353,67 @@ def _run(
     preemption_s: float | None = None,
 ) -> Path:
     """Run a job on each rank and wait for the end of all; return the folder of its processes."""
-    said = ""
-    started: Started | None = None
-    preempted: Preempted | None = None
-
-    def close(number: int) -> None:
-        if started is not None:
-            started.close(number if preempted is None else preempted.signal_for(number))
-
+    ranks = _EndAll(lambda: job.start(stack, {}, prefixes, captures), job.size, timeout_s, say)
     try:
-        with keeping_handlers(), ending(close):
-            deadline, stopped_timer = time.monotonic() + (timeout_s or float("inf")), StoppedTimer()
-            started = job.start(stack, {}, prefixes, captures)
-            pass_on_questions(lambda: [started])
-            if preemption_s is not None:
-                preempted = Preempted(lambda: [started], preemption_s)
-            while (end := started.poll()) is None:
-                time.sleep(_POLL_S)
-                said = _pass_on(started.folder / PROGRESS, said, say)
-                if preempted is not None:
-                    preempted.look()
-                if stopped_timer.expired(bool(started.stopped())) and (still := started.all_stopped()):
-                    codes = [-signal.SIGKILL if rank in still else 0 for rank in range(job.size)]
-                    raise RanksFailed(codes, still[0], reason=STOPPED)
-                if time.monotonic() > deadline:
-                    late = f"the workers were not done after {timeout_s:.0f} s and were ended"
-                    raise PipelineError(f"{late}; rank 0 was at: {said or 'its start'}")
+        is_preempted = watch(ranks, preemption_s)
     finally:
         if sys.stderr.isatty():  # a progress bar that was killed has left the cursor hidden
             print("\x1b[?25h", end="", file=sys.stderr, flush=True)
-    if isinstance(end, RanksFailed):
-        _pass_on(started.folder / PROGRESS, said, say)  # the last line before the failure
-        if preempted is not None and preempted.is_noticed and _was_late(end):
-            raise Interrupted(signal.SIGTERM) from end
+    (started,) = ranks.all_started()
+    if isinstance(end := ranks.end, RanksFailed):
+        if is_preempted and end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM):
+            raise Interrupted(signal.SIGTERM) from end  # it has ended itself, as it was not done in time
         raise end
     return started.folder
 
 
-class Preempted:
-    """Handles the launcher's first SIGTERM: its ranks are notified, and may end by themselves in time.
+class _EndAll:
+    """The policy that ends all ranks with the first that fails.
 
     Args:
-        all_started: returns all started processes at any time.
-        within_s: the time limit in seconds.
+        start: starts the ``size`` processes.
+        timeout_s, say: see :func:`run_on_ranks`.
+
+    Attributes:
+        end: how they ended, as of ``Started.poll``.
     """
 
-    def __init__(self, all_started: Callable[[], Iterable[Started]], within_s: float) -> None:
-        self._all_started, self._within_s = all_started, within_s
-        self._deadline: float | None = None
-        self._signalled: dict[int, set[int]] = {}
-        self._before: Any = None
-        self._listen()
+    def __init__(
+        self,
+        start: Callable[[], Started],
+        size: int,
+        timeout_s: float | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._start, self._size, self._timeout_s, self._say = start, size, timeout_s, say
+        self._started: list[Started] = []
+        self._stopped_timer, self._said = StoppedTimer(), ""
+        self._deadline = time.monotonic() + (timeout_s or float("inf"))
+        self.end: RanksFailed | bool | None = None
 
-    def _listen(self) -> None:
-        """Install the handler; torch's launcher replaces it whenever it starts processes."""
-        answer = signal.getsignal(signal.SIGTERM)
-        if answer != self._notice and threading.current_thread() is threading.main_thread():
-            self._before = answer
-            signal.signal(signal.SIGTERM, self._notice)
+    def begin(self) -> None:
+        self._started.append(self._start())
 
-    def _notice(self, *_: object) -> None:
-        self._deadline = time.monotonic() + self._within_s + _POLL_S
-        signal.signal(signal.SIGTERM, self._before)  # a second SIGTERM ends them at once
-
-    @property
-    def is_noticed(self) -> bool:
-        return self._deadline is not None
-
-    def signal_for(self, number: int) -> int:
-        """Return the signal by which to end the ranks: those that were notified take SIGTERM for a part of it."""
-        return signal.SIGINT if self.is_noticed and number != signal.SIGKILL else number
-
-    def look(self) -> None:
-        """Notify the ranks; if they have not ended in time, let SIGTERM have its usual effect."""
-        if self._deadline is None:
-            self._listen()
-            return
-        for started in self._all_started():
-            started.send_signal(PREEMPTED, self._signalled.setdefault(id(started), set()))
+    def look(self) -> bool:
+        (started,) = self._started
+        self.end = started.poll()
+        self._said = _pass_on(started.folder / PROGRESS, self._said, self._say)
+        if self.end is not None:
+            return False
+        if self._stopped_timer.expired(bool(started.stopped())) and (still := started.all_stopped()):
+            codes = [-signal.SIGKILL if rank in still else 0 for rank in range(self._size)]
+            raise RanksFailed(codes, still[0], reason=STOPPED)
         if time.monotonic() > self._deadline:
-            os.kill(os.getpid(), signal.SIGTERM)
+            late = f"the workers were not done after {self._timeout_s:.0f} s and were ended"
+            raise PipelineError(f"{late}; rank 0 was at: {self._said or 'its start'}")
+        return True
 
+    def all_started(self) -> Sequence[Started]:
+        return self._started
 
-def _was_late(end: RanksFailed) -> bool:
-    """Whether a rank has ended itself because it was not done in time."""
-    return end.exit_codes[end.rank] in (-signal.SIGTERM, 128 + signal.SIGTERM)
-
-
-@contextmanager
-def ending(close: Callable[[int], None]) -> Iterator[None]:
-    """Call ``close`` after the block in any case, with the signal that should end the started processes.
-
-    Interrupted where a signal has ended the block.
-    """
-    number: int = signal.SIGKILL
-    try:
-        yield
-    except BaseException as error:
-        number = getattr(error, "sigval", signal.SIGINT if isinstance(error, KeyboardInterrupt) else number)
-        if number != signal.SIGKILL:
-            raise Interrupted(number) from error
-        raise
-    finally:
-        _end(close, number)
-
-
-def _end(close: Callable[[int], None], number: int) -> None:
-    """Call ``close``; if a signal arrives meanwhile call it again, to kill all."""
-    try:
-        close(number)
-    except BaseException as error:
-        if not (isinstance(error, KeyboardInterrupt) or hasattr(error, "sigval")):
-            raise
-        if threading.current_thread() is threading.main_thread():
-            for handled in _HANDLED:  # until keeping_handlers restores them
-                signal.signal(handled, signal.SIG_IGN)
-        close(signal.SIGKILL)
-
-
-def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
-    """Forward SIGUSR1 to all ranks, which print what they are doing; see :func:`keeping_handlers`."""
-
-    def pass_on(*_: object) -> None:
-        for started in all_started():
-            started.send_signal(signal.SIGUSR1, set())
-
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGUSR1, pass_on)
+    def close(self, number: int) -> None:
+        for started in self._started:
+            started.close(number)
 
 
 def _handles(process: int, number: int) -> bool:
@@ -537,22 +461,6 @@ def is_stopped(process: int) -> bool:
 def _last_line(log: str) -> str:
     lines = Path(log).read_text(errors="replace").splitlines() if log else []
     return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
-
-
-def _signal_name(number: int) -> str:
-    return next((known.name for known in signal.Signals if known == number), f"signal {number}")
-
-
-@contextmanager
-def keeping_handlers() -> Iterator[None]:
-    """Restore the signal handlers that torch's launcher replaces in the main thread."""
-    before = {number: signal.getsignal(number) for number in (*_HANDLED, signal.SIGUSR1)}
-    try:
-        yield
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def _quieten_torch() -> None:

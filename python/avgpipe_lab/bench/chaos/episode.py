@@ -19,7 +19,8 @@ from typing import Any
 from avgpipe.errors import PipelineError
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
-from avgpipe.ranks.launch import Interrupted, Job, run_on_ranks, tied
+from avgpipe.ranks.launch import Job, run_on_ranks, tied
+from avgpipe.ranks.supervisor import Interrupted
 from avgpipe.testing import environment
 from avgpipe_lab.bench.chaos import job as chaos_job
 from avgpipe_lab.bench.chaos.draw import ISOLATED, Scenario
