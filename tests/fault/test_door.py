@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import re
 import socket
 import struct
 import threading
@@ -55,9 +56,8 @@ class Caller:
 def answer(key: bytes, challenge: bytes) -> bytes:
     """As Python 3.11 answers, or later versions with the digest that the challenge names."""
     message = challenge[len(b"#CHALLENGE#") :]
-    if message.startswith(b"{"):
-        name = message[1 : message.index(b"}")].decode()
-        return b"{" + name.encode() + b"}" + hmac.new(key, message, name).digest()
+    if named := re.match(rb"{(\w+)}", message):
+        return named[0] + hmac.new(key, message, named[1].decode()).digest()
     return hmac.new(key, message, "md5").digest()
 
 
