@@ -93,7 +93,6 @@ def moved_as(here: Here, rule: torch.Tensor) -> bool:
     return torch.allclose(here.weights()[: len(rule)], rule, rtol=0, atol=1e-12)
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("N", [2, 3])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -103,7 +102,6 @@ def test_of_the_undisturbed_run(case: dict[str, Any], N: int, loss: str) -> None
     assert moved_as(here, rule)
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -128,7 +126,6 @@ def test_whoever_leaves_and_joins(case: dict[str, Any], seed: int, loss: str) ->
     assert moved_as(here, rule)
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("loss", ["mean", "ignoring"])
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_batches_given_one_by_one_are_shared_whatever_the_plan(batch: str, loss: str) -> None:
@@ -144,7 +141,6 @@ def test_batches_given_one_by_one_are_shared_whatever_the_plan(batch: str, loss:
     assert moved_as(here, expected(data, loss, 1))
 
 
-@pytest.mark.promise(15)
 def test_a_step_of_a_sum_without_a_pipeline_that_is_lost_is_as_large_as_its_shares() -> None:
     here, _ = here_of({"batch": "global"}, 3, "sum", 6)
     here.begin(0)
@@ -154,7 +150,6 @@ def test_a_step_of_a_sum_without_a_pipeline_that_is_lost_is_as_large_as_its_shar
     assert here.weights()[numbers].tolist() == [-1.0] * 8 + [0.0] * 4
 
 
-@pytest.mark.promise(15)
 def test_what_is_lost_in_a_period_is_trained_on_again_from_its_first_step() -> None:
     here, _ = here_of({"batch": "per-pipeline", "period": 3}, 2, "sum", 12)
     here.run(2)
@@ -169,7 +164,6 @@ def test_what_is_lost_in_a_period_is_trained_on_again_from_its_first_step() -> N
     assert here.weights()[its].eq(-0.5).all()
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("case", [case for case in CASES if "period" not in case], ids=str)
 def test_what_is_lost_of_the_last_steps_is_trained_on_after_the_loader(case: dict[str, Any]) -> None:
     here, rule = here_of(case, 3, "mean", 6)

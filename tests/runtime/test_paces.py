@@ -78,7 +78,6 @@ def here_of(*measured: tuple[float, ...], loss: str = "mean", batches: int = 80)
     return Here(plan, data, LOSSES[loss][0], **given), expected(data, loss, 1)
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_faster_pipelines_get_more_from_the_same_step_on(loss: str) -> None:
     here, rule = here_of((1.0,), (1.0,), (2.0,), loss=loss)
@@ -140,7 +139,6 @@ def test_without_the_others_who_is_left_keeps_shares_by_pace_until_another_joins
     assert moved_as(here, rule)
 
 
-@pytest.mark.promise(15)
 @pytest.mark.parametrize("seed", range(12))
 def test_whoever_leaves_and_joins_all_decide_the_same(seed: int) -> None:
     """They would refuse each other's parts if not."""

@@ -65,7 +65,7 @@ def called(listening: socket.socket) -> str:
 def connect(where: str, secret: bytes) -> Connection:
     """Connect to a launcher, at a path or at "host:port".
 
-    OSError, EOFError or AuthenticationError: nobody answers there, or has another secret.
+    OSError, EOFError or AuthenticationError: nothing answers there, or it has another secret.
     """
     if where.startswith("/"):
         end = socket.socket(socket.AF_UNIX)

@@ -98,7 +98,7 @@ class OtherPipelines:
 
     def close(self) -> None:
         error = sys.exc_info()[1] or self._worker.failure
-        if isinstance(error, PipelineTimeout):  # its exit code would not say for whom it has waited
+        if isinstance(error, PipelineTimeout):  # its exit code would not name the missing process
             self.exchange.membership.give_up(str(error))
         self.exchange.close(leaves=error is None)
 

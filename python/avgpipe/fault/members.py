@@ -10,7 +10,7 @@ with a step that no process has begun::
 
 Where pipelines of several hosts sum their updates together, a loss breaks the sum that is under way. Each
 process then reports, with its steps begun, the steps whose sums its host has *whole*. A sum counts if for
-every rank some host has it whole: who lacks it gets it from there. Otherwise nobody has applied it, since a
+every rank some host has it whole: hosts that lack it get it from there. Otherwise no process has applied it, since a
 process applies a step only when its host has the sums of all ranks; it is made again, by those that are left,
 in another *epoch*.
 """
@@ -172,7 +172,7 @@ class Members:
         history: all terms by number, as far as they are known.
         timeout_s: after such a silence a process counts as lost.
         reached: the most steps that any process has begun.
-        epoch: how often sums over hosts were begun anew.
+        epoch: how often sums over hosts were begun again.
     """
 
     def __init__(self, wanted: int, home: str = "") -> None:
@@ -542,7 +542,7 @@ class Members:
     def _begin_epoch(self, staying: Sequence[Group], gone: Sequence[Group]) -> None:
         """Decide which sums are whole, and who lacks the last of them.
 
-        Only the last step that any host has whole may be whole for some ranks alone: nobody publishes the
+        Only the last step that any host has whole may be whole for some ranks alone: no host publishes the
         next one before its host has that one for all ranks.
         """
         self.epoch += 1
@@ -578,7 +578,7 @@ class Members:
             for process in other.processes.values()
             if (answer := process.answer) is not None
         ]
-        if not staying:  # nobody is left to whom it matters
+        if not staying:  # it matters to no process
             return term.first + group.published()
         return max(term.first + max(mates, default=0), self._resume)
 

@@ -37,7 +37,7 @@ class Known:
     Attributes:
         roster: which pipelines train when.
         facts: what the processes of a term have said of themselves, by its number and their rank.
-        epoch: how often the sums over hosts were begun anew.
+        epoch: how often the sums over hosts were begun again.
         resume: the first step whose sum is made in this epoch.
         owed: the host that has the sum of the step before it whole, and those that lack it; for this rank.
         here: the address of this host.

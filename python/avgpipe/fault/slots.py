@@ -3,7 +3,7 @@
 A stage replica writes its update and a text to one of two slots, then raises its count of steps. The process
 that speaks for its host also has slots for *sums*: what all pipelines of all hosts have published in a step. Such a
 slot counts if its head names the step, and an epoch that is still valid. The memory has no name in a file
-system; who has opened it keeps it when the process ends.
+system; processes that have opened it keep it when this one ends.
 """
 
 from __future__ import annotations
