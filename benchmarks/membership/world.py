@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from avgpipe.fault.members import Command, Kill, Members, Say, Send
-from avgpipe.fault.messages import OVER
+from avgpipe.fault.group import OVER, Command, Kill, Say, Send
+from avgpipe.fault.members import Members
 from avgpipe.fault.roster import Roster, Term
 
 SAMPLES = 12  # of a batch

@@ -16,8 +16,8 @@ from avgpipe.cli import hosts
 from avgpipe.cli.config import IsolationOptions
 from avgpipe.cli.output import CommandFailed
 from avgpipe.errors import PipelineError
+from avgpipe.fault.group import OVER
 from avgpipe.fault.joining import NoPlace
-from avgpipe.fault.messages import OVER
 from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke

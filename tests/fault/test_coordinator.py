@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.door import connect
-from avgpipe.fault.messages import MOST_BYTES, VERSION, encoded, received
+from avgpipe.fault.door import MOST_BYTES, VERSION, connect, encoded, received
 from avgpipe.ranks.process import host_here
 from tests.patience import Deadline, limit
 

@@ -171,7 +171,7 @@ def train_at_a_pace(**arguments: Any) -> Any:
     return train(**arguments)
 
 
-@pytest.mark.promise(1, 15)
+@pytest.mark.promise(1)
 @pytest.mark.parametrize("far", [(), (1,)], ids="far {}".format)
 def test_processes_of_all_stages_have_the_same_shares(far: tuple[int, ...]) -> None:
     options = {"pipelines": 2, "micro_batches": 8}

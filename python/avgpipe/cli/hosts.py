@@ -25,8 +25,8 @@ from avgpipe.cli.config import IsolationOptions, JoinConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import parse_address
+from avgpipe.fault.group import OVER
 from avgpipe.fault.joining import NoPlace, join, join_far
-from avgpipe.fault.messages import OVER
 from avgpipe.fault.supervise import TOO_FEW
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from avgpipe.fault.common import CommonResults
-from avgpipe.fault.door import Door, called, cut, listen_here, socket_of
-from avgpipe.fault.members import Command, Group, Kill, Members, Say, Send
-from avgpipe.fault.messages import JOIN, VERSION, encoded, received
+from avgpipe.fault.door import JOIN, VERSION, Door, called, cut, encoded, listen_here, received, socket_of
+from avgpipe.fault.group import Command, Group, Kill, Say, Send
+from avgpipe.fault.members import Members
 from avgpipe.fault.roster import Term
 from avgpipe.ranks.process import host_here
 

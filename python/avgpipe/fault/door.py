@@ -1,11 +1,13 @@
-"""Connections to a launcher: by a Unix socket on its host, and over TCP from other hosts.
+"""Connections to a launcher: by a Unix socket on its host, and over TCP from other hosts; and messages.
 
 Both ends prove that they know a secret (HMAC, by ``multiprocessing.connection``), each in its own direction, before
-anything else is read; the whole greeting has one limit. After it nothing is authenticated or encrypted.
+anything else is read; the whole greeting has one limit. After it nothing is authenticated or encrypted. Messages are
+JSON of a fixed version; nothing received is unpickled.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import socket
@@ -16,7 +18,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from typing import Any
 
+VERSION = 2
+JOIN = "join"  # first message of another command that starts a pipeline
+ENDED = "ended"  # its last message
+MOST_BYTES = 2**24  # of a message
 GREET_S = 10.0  # timeout for the whole greeting
 _LOOK_S = 0.1
 _SEND_S = 5  # in which a peer must take a message
@@ -115,6 +122,32 @@ def _prove(connection: Connection, *steps: tuple[object, bytes]) -> None:
             step(connection, key)  # type: ignore[operator]
         except AssertionError as error:  # another protocol
             raise AuthenticationError("the peer sent no challenge") from error
+
+
+# ---- messages --------------------------------------------------------------------------------------------------------
+
+
+def encoded(message: Sequence[Any]) -> bytes:
+    """Return a message as it is sent; ValueError for one that its receiver would refuse."""
+    text = json.dumps(message).encode()
+    if len(text) > MOST_BYTES:
+        what = " ".join(str(part) for part in message[:3] if isinstance(part, str | int))
+        raise ValueError(f"{what[:200]!r} has {len(text)} bytes as JSON, and a message at most {MOST_BYTES}")
+    return text
+
+
+def received(connection: Connection) -> list[Any]:
+    """Read a message; OSError or EOFError for a closed connection, ValueError for an invalid message."""
+    try:
+        message = json.loads(connection.recv_bytes(MOST_BYTES))
+    except RecursionError:
+        raise ValueError("its JSON is nested too deeply") from None
+    if not isinstance(message, list) or not message:
+        raise ValueError(f"not a message: {str(message)[:200]!r}")
+    return message
+
+
+# ---- the launcher's end ----------------------------------------------------------------------------------------------
 
 
 class Door:

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.door import connect
+from avgpipe.fault.door import ENDED, JOIN, VERSION, connect, encoded, received
+from avgpipe.fault.group import OVER
 from avgpipe.fault.membership import environment
-from avgpipe.fault.messages import ENDED, JOIN, OVER, VERSION, encoded, received
 from avgpipe.files import json_object, reading
 from avgpipe.ranks.environment import RESTART
 from avgpipe.ranks.launch import Job, RanksFailed, as_here
@@ -83,7 +83,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Target:
     """A run to join.
 
     Attributes:
@@ -114,7 +114,7 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         with reading(folder / ADDRESS) as text:
             found = json_object("it", text)
         address, token = (str(found.get(name, "")) for name in ("address", "token"))
-        return _join(_Run(str(folder), address, token, False), say)
+        return _join(_Target(str(folder), address, token, False), say)
     except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
 
@@ -124,10 +124,10 @@ def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
     """
-    return _join(_Run(address, address, secret, True), say)
+    return _join(_Target(address, address, secret, True), say)
 
 
-def _join(run: _Run, say: Callable[[str], None]) -> int:
+def _join(run: _Target, say: Callable[[str], None]) -> int:
     try:
         connection = connect(run.address, run.secret.encode())
     except (ConnectionRefusedError, FileNotFoundError):
@@ -150,7 +150,7 @@ def _join(run: _Run, say: Callable[[str], None]) -> int:
         return _run(job, welcome["pipeline"], place, connection, run.name, say)
 
 
-def _ask(connection: Connection, run: _Run) -> dict[str, Any]:
+def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
     """Ask to start one more pipeline; NoPlace where the run accepts none."""
     about = {"host": host_here(), "name": socket.gethostname()}
     try:

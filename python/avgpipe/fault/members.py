@@ -18,143 +18,15 @@ in another *epoch*.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from avgpipe.fault.messages import OVER
+from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say, Send
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
 _BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost
 _TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
 _NEVER = float("inf")
-
-
-# ---- commands --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Send:
-    """Send a message to a process."""
-
-    group: int
-    rank: int
-    message: Sequence[Any]
-
-
-@dataclass(frozen=True)
-class Kill:
-    """End the processes of a group; ``rank`` is to blame, if known. ``why``: "" where its exit code says more."""
-
-    group: int
-    rank: int | None
-    why: str
-
-
-@dataclass(frozen=True)
-class Say:
-    """Print a line for the user."""
-
-    line: str
-
-
-Command = Send | Kill | Say
-
-
-# ---- what is known ---------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Answer:
-    """A process's answer to a freeze.
-
-    Attributes:
-        freeze: its number.
-        begun: the number of steps that it has begun.
-        whole: the number of steps whose sums its host has whole, for its rank.
-        seen: by the number of a lost group on its host, how many steps that has published as far as this
-            process will count them.
-    """
-
-    freeze: int
-    begun: int
-    whole: int
-    seen: Mapping[int, int]
-
-
-@dataclass
-class Process:
-    """One process of a pipeline, as far as it has reported.
-
-    Attributes:
-        name: its name in messages.
-        heard_at: time of its last message.
-        doing: what it was doing then.
-        batches: the number of the loader's batches that it has begun; None before its first report.
-        begun, ended: the number of steps that it has begun, and of those that have ended for it.
-        published: the number of steps that its stages have published since its pipeline joined.
-        wants: "enter", or "leave" once it is done.
-        digests: of what must be the same in all pipelines, and of the initial weights.
-        facts: what other processes must know of it.
-        has_state: whether it has the state that it begins with.
-        late: the step on which it timed out, the timeout in seconds, and when it said so.
-        reported_late: the last step on which it timed out although every pipeline had published it.
-    """
-
-    name: str
-    heard_at: float
-    doing: str = "its start"
-    batches: int | None = None
-    begun: int = 0
-    ended: int = 0
-    published: int = 0
-    wants: str = ""
-    digests: Sequence[str] = ()
-    facts: Any = None
-    has_state: bool = False
-    answer: Answer | None = None
-    late: tuple[int, float, float] | None = None
-    reported_late: int = -1
-
-
-@dataclass
-class Group:
-    """The processes of a pipeline that were started together.
-
-    Attributes:
-        number: identifies the group over the life of the run.
-        size: the number of processes.
-        period: the number of steps from one published update to the next.
-        host: names the host of its processes.
-        ready_at: when its processes wanted to enter.
-        left_at: the number of steps that it had begun when it left.
-        is_lost: whether its processes have ended, or are ended.
-    """
-
-    pipeline: int
-    number: int
-    size: int
-    period: int
-    host: str
-    processes: dict[int, Process] = field(default_factory=dict)
-    ready_at: float = _NEVER
-    left_at: int | None = None
-    is_lost: bool = False
-    has_ended: bool = False
-
-    def all_want(self, what: str) -> bool:
-        return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
-
-    def published(self) -> int:
-        """Return how many steps all its processes have reported as published."""
-        return min((p.published for p in self.processes.values()), default=0)
-
-
-@dataclass(frozen=True)
-class _Freeze:
-    number: int
-    lost: frozenset[int]
-    breaks: bool
 
 
 class Members:
@@ -185,7 +57,7 @@ class Members:
         self._out: list[Command] = []
         self._started: dict[int, float] = {}  # groups that have not entered, and when they were started
         self._freezes = 0
-        self._frozen: _Freeze | None = None
+        self._frozen: Freeze | None = None
         self._begun = self._clean = 0  # steps at the last change; by which all lost samples are trained on
         self._resume = 0  # the first step whose sum is made in this epoch
         self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
@@ -489,7 +361,7 @@ class Members:
         breaks = bool(lost) or is_broken or self._leaves_early(leaving)
         if self._frozen is None or self._frozen.lost != lost or (breaks and not self._frozen.breaks):
             self._freezes += 1
-            self._frozen = _Freeze(self._freezes, lost, breaks)
+            self._frozen = Freeze(self._freezes, lost, breaks)
             for number, rank, process in asked:
                 process.answer = None
                 self._out.append(Send(number, rank, ["freeze", self._freezes, sorted(lost), breaks]))

@@ -13,8 +13,7 @@ from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
-from avgpipe.fault.door import connect, socket_of
-from avgpipe.fault.messages import VERSION, encoded, received
+from avgpipe.fault.door import VERSION, connect, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here

@@ -46,7 +46,7 @@ def shares_by(paces: Sequence[float], micro_batches: int) -> list[int]:
     return counts
 
 
-class Board(Protocol):
+class Numbers(Protocol):
     """A number for each process of a pipeline, 0.0 at first."""
 
     def note(self, number: float) -> None:
@@ -67,7 +67,7 @@ class SharesByPace:
     def __init__(
         self,
         scheduler: Scheduler,
-        board: Board,
+        board: Numbers,
         micro_batches: int,
     ) -> None:
         self._scheduler, self._board, self._micro_batches = scheduler, board, micro_batches

@@ -39,7 +39,7 @@ class Like:
     buffers: Sequence[torch.Tensor]
 
 
-class Slot:
+class TurnSlot:
     """A text, and tensors; ``regions`` are views of tensors of one dtype that lie one after another.
 
     Attributes:
@@ -130,20 +130,22 @@ class ProcessMemory:
             offset += _HEAD_BYTES
         self._note = memoryview(memory)[offset : offset + _NUMBER].cast("d")
         offset += _HEAD_BYTES
-        self._slots: dict[int, list[Slot]] = {}
-        self._sums: dict[int, list[Slot]] = {}
+        self._slots: dict[int, list[TurnSlot]] = {}
+        self._sums: dict[int, list[TurnSlot]] = {}
         for place, shapes in like.items():
             for slots, text_bytes in ((self._slots, TEXT_BYTES), (self._sums, _SUM_TEXT_BYTES)):
                 if slots is self._slots or has_sums:
-                    size = Slot.bytes_of(shapes, text_bytes)
-                    slots[place] = [Slot(memory, offset + n * size, shapes, text_bytes) for n in range(SLOTS)]
+                    size = TurnSlot.bytes_of(shapes, text_bytes)
+                    slots[place] = [
+                        TurnSlot(memory, offset + n * size, shapes, text_bytes) for n in range(SLOTS)
+                    ]
                     offset += SLOTS * size
 
     @classmethod
     def create(cls, like: Mapping[int, Like], has_sums: bool) -> ProcessMemory:
         """Make the memory of this process. MemoryError if there is not enough."""
-        sizes = [Slot.bytes_of(shapes) for shapes in like.values()]
-        sizes += [Slot.bytes_of(shapes, _SUM_TEXT_BYTES) for shapes in like.values()] if has_sums else []
+        sizes = [TurnSlot.bytes_of(shapes) for shapes in like.values()]
+        sizes += [TurnSlot.bytes_of(shapes, _SUM_TEXT_BYTES) for shapes in like.values()] if has_sums else []
         size = (len(like) + 2) * Bell.BYTES + (SLOTS + 1) * _HEAD_BYTES + SLOTS * sum(sizes)
         return cls(Memory.create(size), [*like], like, has_sums)
 
@@ -172,12 +174,12 @@ class ProcessMemory:
     def note(self, number: float) -> None:
         self._note[0] = number
 
-    def slot(self, place: int, turn: int) -> Slot:
+    def slot(self, place: int, turn: int) -> TurnSlot:
         return self._slots[place][turn % SLOTS]
 
     # ---- sums --------------------------------------------------------------------------------------------------------
 
-    def sums(self, place: int, turn: int) -> Slot:
+    def sums(self, place: int, turn: int) -> TurnSlot:
         return self._sums[place][turn % SLOTS]
 
     def mark_whole(self, turn: int, epoch: int) -> None:

@@ -21,10 +21,9 @@ from typing import Any
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.generation import assign_place, pipe_of
+from avgpipe.fault.group import OVER, Group
 from avgpipe.fault.joining import Joined, leave_address
-from avgpipe.fault.members import Group
 from avgpipe.fault.membership import environment
-from avgpipe.fault.messages import OVER
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, host_here
@@ -88,7 +87,7 @@ class LostPipeline:
 
 
 @dataclass
-class _Group:
+class _Launched:
     pipeline: int
     processes: Started | Joined
     resources: ExitStack
@@ -122,14 +121,14 @@ class Supervisor:
         recorder: Any = None,
     ) -> None:
         self._job, self._isolation, self._say = job, isolation, say
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _Launched] = {}
         self._spares: list[_Spare] = []
         self._no_spares_until = 0.0  # of the monotonic clock
         self._later: dict[int, float] = {}  # when pipelines are started again that could not be
         self._started = 0  # groups
         self._starts: Counter[int] = Counter()  # of each pipeline
         self._left = dict.fromkeys(range(isolation.pipelines), isolation.restarts)
-        self._settling: dict[int, _Group] = {}  # that ended well, if no other one goes on
+        self._settling: dict[int, _Launched] = {}  # that ended well, if no other one goes on
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
@@ -184,13 +183,13 @@ class Supervisor:
         return bool(self._groups)
 
     def close(self, number: int) -> None:
-        started: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+        started: list[_Launched | _Spare] = [*self._groups.values(), *self._spares]
         for one in started:
             one.processes.close(number)
             one.resources.close()
 
     def all_started(self) -> list[Started]:
-        groups: list[_Group | _Spare] = [*self._groups.values(), *self._spares]
+        groups: list[_Launched | _Spare] = [*self._groups.values(), *self._spares]
         return [group.processes for group in groups if isinstance(group.processes, Started)]
 
     def history(self) -> dict[str, Any]:
@@ -235,11 +234,11 @@ class Supervisor:
             self._later[pipeline] = time.monotonic() + _AGAIN_S
             return f"it cannot be started again now, the next try is in {_AGAIN_S:g} s: {reason(error)}"
 
-    def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Group:
+    def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Launched:
         with ExitStack() as stack:
-            return _Group(pipeline, self._job.start(stack, place), stack.pop_all())
+            return _Launched(pipeline, self._job.start(stack, place), stack.pop_all())
 
-    def _from_spares(self, pipeline: int, place: Mapping[str, str]) -> _Group | None:
+    def _from_spares(self, pipeline: int, place: Mapping[str, str]) -> _Launched | None:
         """Assign a place to a spare that is ready; keep the others, except those that have ended."""
         for spare in list(self._spares):
             has_ended = spare.processes.poll_or_kill() is not None
@@ -248,7 +247,7 @@ class Supervisor:
                 self._spares.remove(spare)
                 spare.folder.cleanup()
                 if not has_ended:
-                    return _Group(pipeline, spare.processes, spare.resources)
+                    return _Launched(pipeline, spare.processes, spare.resources)
                 spare.resources.close()
         return None
 
@@ -294,7 +293,7 @@ class Supervisor:
         number, place = self._new_group(free[0])
         joined, resources = Joined(connection), ExitStack()
         resources.callback(joined.release)
-        self._groups[number] = _Group(free[0], joined, resources)
+        self._groups[number] = _Launched(free[0], joined, resources)
         where = f" on {about['name']}" if about["is_far"] else ""
         self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
         found = {"pipeline": free[0], "group": number, "restart": place[RESTART]}
@@ -400,7 +399,7 @@ class Supervisor:
         gone = [loss for number, loss in self._losses.items() if number == last[loss.pipeline]]
         return [loss for loss in gone if loss.pipeline not in self._living()]
 
-    def _replace(self, group: _Group, loss: LostPipeline) -> None:
+    def _replace(self, group: _Launched, loss: LostPipeline) -> None:
         """Restart a lost pipeline, if that is allowed."""
         pipeline, has_begun = group.pipeline, self._members.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
@@ -423,7 +422,7 @@ class Supervisor:
             self._end(TOO_FEW)
 
 
-def _loss_of(group: _Group, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
+def _loss_of(group: _Launched, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
     codes: tuple[int, ...] = ()
     rank, reason = group.blamed, "has ended"
     if isinstance(end, RanksFailed):

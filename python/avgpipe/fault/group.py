@@ -1,0 +1,144 @@
+"""What the membership of isolated pipelines knows of processes, and the commands that follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_NEVER = float("inf")
+OVER = "the run is over"  # why a pipeline that joins too late is ended
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Send:
+    """Send a message to a process."""
+
+    group: int
+    rank: int
+    message: Sequence[Any]
+
+
+@dataclass(frozen=True)
+class Kill:
+    """End the processes of a group; ``rank`` is to blame, if known. ``why``: "" where its exit code says more."""
+
+    group: int
+    rank: int | None
+    why: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """Print a line for the user."""
+
+    line: str
+
+
+Command = Send | Kill | Say
+
+
+# ---- what is known ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A process's answer to a freeze.
+
+    Attributes:
+        freeze: its number.
+        begun: the number of steps that it has begun.
+        whole: the number of steps whose sums its host has whole, for its rank.
+        seen: by the number of a lost group on its host, how many steps that has published as far as this
+            process will count them.
+    """
+
+    freeze: int
+    begun: int
+    whole: int
+    seen: Mapping[int, int]
+
+
+@dataclass
+class Process:
+    """One process of a pipeline, as far as it has reported.
+
+    Attributes:
+        name: its name in messages.
+        heard_at: time of its last message.
+        doing: what it was doing then.
+        batches: the number of the loader's batches that it has begun; None before its first report.
+        begun, ended: the number of steps that it has begun, and of those that have ended for it.
+        published: the number of steps that its stages have published since its pipeline joined.
+        wants: "enter", or "leave" once it is done.
+        digests: of what must be the same in all pipelines, and of the initial weights.
+        facts: what other processes must know of it.
+        has_state: whether it has the state that it begins with.
+        late: the step on which it timed out, the timeout in seconds, and when it said so.
+        reported_late: the last step on which it timed out although every pipeline had published it.
+    """
+
+    name: str
+    heard_at: float
+    doing: str = "its start"
+    batches: int | None = None
+    begun: int = 0
+    ended: int = 0
+    published: int = 0
+    wants: str = ""
+    digests: Sequence[str] = ()
+    facts: Any = None
+    has_state: bool = False
+    answer: Answer | None = None
+    late: tuple[int, float, float] | None = None
+    reported_late: int = -1
+
+
+@dataclass
+class Group:
+    """The processes of a pipeline that were started together.
+
+    Attributes:
+        number: identifies the group over the life of the run.
+        size: the number of processes.
+        period: the number of steps from one published update to the next.
+        host: names the host of its processes.
+        ready_at: when its processes wanted to enter.
+        left_at: the number of steps that it had begun when it left.
+        is_lost: whether its processes have ended, or are ended.
+    """
+
+    pipeline: int
+    number: int
+    size: int
+    period: int
+    host: str
+    processes: dict[int, Process] = field(default_factory=dict)
+    ready_at: float = _NEVER
+    left_at: int | None = None
+    is_lost: bool = False
+    has_ended: bool = False
+
+    def all_want(self, what: str) -> bool:
+        return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
+
+    def published(self) -> int:
+        """Return how many steps all its processes have reported as published."""
+        return min((p.published for p in self.processes.values()), default=0)
+
+
+@dataclass(frozen=True)
+class Freeze:
+    """A request to begin no further step, for a change.
+
+    Attributes:
+        lost: numbers of groups.
+        breaks: whether sums over hosts that are under way are given up.
+    """
+
+    number: int
+    lost: frozenset[int]
+    breaks: bool
