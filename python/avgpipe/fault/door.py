@@ -198,10 +198,12 @@ class Door:
                 continue
             for one in wait(list(secrets), _LOOK_S):
                 assert isinstance(one, socket.socket)
-                with suppress(OSError):  # such as when no descriptors are left for now
+                try:
                     end, _ = one.accept()
                     _prepare(end)
                     self._greet(Connection(end.detach()), secrets[one])
+                except OSError:  # such as when no descriptors are left for now
+                    time.sleep(_LOOK_S)
 
     def _greet(self, connection: Connection, secret: bytes) -> None:
         with self._lock:
