@@ -226,10 +226,10 @@ def test_lines_are_numbered(tmp_path):
 
 # Messages between processes of a run, and what a module has written itself a moment ago, are no text from outside.
 MESSAGES = {
-    "avgpipe": """checkpoint/load.py cli/profile.py fault/exchange.py fault/generation.py fault/roster.py files.py
-        links/codec.py measure/check.py ranks/launch.py ranks/met.py ranks/process.py ranks/world.py runtime/alike.py
-        runtime/stage.py""",
-    "avgpipe_lab": "bench/chaos/episode.py bench/chaos/job.py",
+    "avgpipe": """checkpoint/load.py cli/profile.py fault/door.py fault/generation.py fault/slots.py fault/speaker.py
+        files.py links/codec.py measure/check.py ranks/launch.py ranks/met.py ranks/process.py ranks/world.py
+        runtime/alike.py runtime/stage.py""",
+    "avgpipe_lab": "bench/chaos/job.py bench/chaos/watch.py bench/namespaces.py",
 }
 
 

@@ -114,8 +114,15 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         with reading(folder / ADDRESS) as text:
             found = json_object("it", text)
         address, token = (str(found.get(name, "")) for name in ("address", "token"))
+        if not address.startswith("/"):
+            raise ValueError(f"its address is {address!r}")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{folder}: no run with --isolate is active there") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
+    try:
         return _join(_Target(str(folder), address, token, False), say)
-    except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
+    except (FileNotFoundError, ConnectionRefusedError):
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
 
 
