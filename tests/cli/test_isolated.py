@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +74,9 @@ class Command:
         """Return the process id of one of its workers."""
         wanted = {f"AVGPIPE_PIPELINE={pipeline}".encode(), f"RANK={rank}".encode()}
         for process in children(self.process.pid):
-            if wanted <= set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
-                return process
+            with suppress(OSError):  # it has ended meanwhile
+                if wanted <= set(Path(f"/proc/{process}/environ").read_bytes().split(b"\0")):
+                    return process
         raise AssertionError(f"pipeline {pipeline} has no rank {rank}")
 
     def spares(self) -> list[int]:
