@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.faults.injected --faults 1000 --out FILE --resume
 
-Runs ``avgpipe bench faults`` for K = 1 to 3 stages and N = 1 to 4 pipelines in turn, each time with a new seed, until
-so many faults have happened, as root; it takes hours. With ``--resume`` it goes on with the record that is there. What
-a fault has come to does not depend on what else the machine does, ``--at-once`` other commands included, but for the
-pauses, which are upper bounds then.
+Runs ``avgpipe bench faults`` as root for K = 1 to 3 stages and N = 1 to 4 pipelines in turn, each time with a new
+seed, until ``--faults`` faults have happened, which takes hours. With ``--resume`` it continues an existing record.
+Verdicts do not depend on the machine's load, such as that of ``--at-once`` other commands; pauses do, and are upper
+bounds then.
 """
 
 from __future__ import annotations

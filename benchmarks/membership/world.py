@@ -317,7 +317,7 @@ class Process:
 
 
 class World:
-    """Pipelines of ``size`` ranks that train on so many batches.
+    """Pipelines of ``size`` ranks that train on ``batches`` batches.
 
     Attributes:
         arrived: by rank and sum, the hosts that have come to it.
@@ -335,7 +335,7 @@ class World:
         self.said: list[str] = []
         self.messages = 0
         self._started = 0
-        self._ending: set[int] = set()  # groups whose processes have all ended, which nobody has said yet
+        self._ending: set[int] = set()  # groups whose processes have all ended, not reported yet
 
     def start(self, pipeline: int, host: str) -> int:
         number, self._started = self._started, self._started + 1

@@ -105,7 +105,7 @@ def places(request: Any) -> Iterator[tuple[str, list[Any]]]:
     try:
         check_namespaces("this test")
     except ValueError as error:
-        pytest.skip(str(error))  # which says what is missing: root, or a tool
+        pytest.skip(f"emulated hosts need network namespaces: {error}")
     with network(2, 1e9) as hosts:
         yield f"{hosts.address(0)}:7000", [hosts.inside(0), hosts.inside(1)]
 

@@ -185,7 +185,7 @@ def test_a_host_whose_line_is_cut_is_lost_and_may_come_again(start: Any) -> None
     try:
         check_namespaces("this test")
     except ValueError as error:
-        pytest.skip(str(error))  # which says what is missing: root, or a tool
+        pytest.skip(f"emulated hosts need network namespaces: {error}")
     with network(2, 1e9) as hosts:
         own, other = hosts.inside(0), hosts.inside(1)
         limits = ("--timeout", "5", "--max-pipelines", "3", "--restarts", "0")

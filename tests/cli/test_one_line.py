@@ -98,7 +98,7 @@ def test_a_name_that_means_loopback_on_its_own_host_alone_listens_on_all_address
 
 
 class Attempts:
-    """Attempts whose ends are listed; ``again``: what each was told. After "late" comes one of more than a minute."""
+    """Attempts whose ends are listed; ``again``: the argument of each. "late" precedes one of more than a minute."""
 
     def __init__(self, *ends: Any) -> None:
         self.ends, self.again, self.now = list(ends), list[bool](), 0.0

@@ -33,7 +33,7 @@ def hosts(apart):
     try:
         check_namespaces("this test")
     except ValueError as error:
-        pytest.skip(str(error))  # which says what is missing: root, or a tool
+        pytest.skip(f"emulated hosts need network namespaces: {error}")
     with network(2, 1e9) as made:
         # Inside, the host's name leads nowhere.
         meeting = ["--rdzv-endpoint", f"{made.address(0)}:29400"]

@@ -1,4 +1,4 @@
-"""Who is let in to a launcher, and how long a caller may take."""
+"""Which callers a launcher admits, and how long a caller may take."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ the product's: ``TurnFeed``, ``Turns``, ``Reference`` and ``ElasticAveraging``.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -83,7 +84,7 @@ class Here:
             skips=False,
         )
         self.roster, self.living, self.turn = Roster(), dict[int, One](), 0
-        self.told: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}  # by step and pipeline
+        self.published: dict[tuple[int, int], tuple[Any, list[torch.Tensor]]] = {}  # by step and pipeline
         self.sizes: list[dict[int, int]] = []
         self._numbers, self._clean = count(), 0
         for pipeline in range(plan.pipelines):
@@ -142,7 +143,7 @@ class Here:
         if not any(self.living[i].in_flight for i in there):
             return False
         counting = list(self.roster.counting(self.turn))
-        values, tensors = zip(*(self.told[self.turn, i] for i in counting))
+        values, tensors = zip(*(self.published[self.turn, i] for i in counting))
         self.sizes.append({i: v["part"][2] for i, v in zip(counting, values) if v["part"] is not None})
         for i in there:
             updates = [list(of) for value, of in zip(values, tensors) if value["has_update"]]
@@ -150,8 +151,27 @@ class Here:
         self.turn += 1
         return True
 
+    def run_drawn(self, draw: random.Random, until: int, losses: float) -> None:
+        """Train to the end; until a step pipelines are lost with a probability for each step, and join again.
+
+        Each may leave before or after it has published the oldest step, with one step or two in flight.
+        """
+        absent: list[int] = []
+        while self.turn < until:
+            for i in self.living:
+                self.begin(i, draw.choice([1, 2]))
+            if len(self.training) > 1 and draw.random() < losses:
+                lost = draw.choice(self.training)
+                if draw.random() < 0.5:
+                    self.publish(lost)
+                absent += self.lose(lost)
+            assert self.end()
+            if absent and draw.random() < 0.3:
+                self.join(absent.pop())
+        self.run()
+
     def run(self, steps: int = 10**6) -> None:
-        """Train until the end, or for so many steps, with two steps in flight."""
+        """Train for ``steps`` steps, or until the end, with two steps in flight."""
         for _ in range(steps):
             for i in self.living:
                 self.begin(i)
@@ -295,7 +315,7 @@ class One:
         else:
             loss = self._train_on(work)
         state: Any = SimpleNamespace(work=work, outcome=loss, metrics=None, norm=None, lr=None)
-        self.turns.tell(state)
+        self.turns.publish(state)
 
     def _train_on(self, work: Work) -> torch.Tensor:
         """Train as the runtime does with these weights of micro-batches; return the loss."""
@@ -320,7 +340,7 @@ class One:
         updates: Sequence[torch.Tensor],
         buffers: Sequence[torch.Tensor],
     ) -> None:
-        self.here.told[turn, self.pipeline] = values, [tensor.clone() for tensor in updates]
+        self.here.published[turn, self.pipeline] = values, [tensor.clone() for tensor in updates]
         self.published = turn + 1
 
     def finish(self, published: Published) -> None:

@@ -106,23 +106,10 @@ def test_of_the_undisturbed_run(case: dict[str, Any], N: int, loss: str) -> None
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_whoever_leaves_and_joins(case: dict[str, Any], seed: int, loss: str) -> None:
-    """Each may leave before or after it has published the oldest step, with one step or two in flight."""
     draw = random.Random(f"{case} {seed} {loss}")
     N = draw.choice([2, 3, 4])
     here, rule = here_of(case, N, loss, 36 if case["batch"] == "global" else 30 * N)
-    absent: list[int] = []
-    while here.turn < 22:
-        for i in here.living:
-            here.begin(i, draw.choice([1, 2]))
-        if len(here.training) > 1 and draw.random() < 0.3:
-            lost = draw.choice(here.training)
-            if draw.random() < 0.5:
-                here.publish(lost)
-            absent += here.lose(lost)
-        assert here.end()
-        if absent and draw.random() < 0.3:
-            here.join(absent.pop())
-    here.run()
+    here.run_drawn(draw, until=22, losses=0.3)
     assert moved_as(here, rule)
 
 

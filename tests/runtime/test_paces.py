@@ -146,19 +146,7 @@ def test_whoever_leaves_and_joins_all_decide_the_same(seed: int) -> None:
     each = [[draw.choice([1.0, 1.5, 2.0, 4.0]) for _ in range(4)] for _ in range(3)]
     measured = [tuple(pace for pace in of for _ in range(2)) for of in each]
     here, rule = here_of(*measured, batches=150)
-    absent: list[int] = []
-    while here.turn < 120:
-        for i in here.living:
-            here.begin(i, draw.choice([1, 2]))
-        if len(here.training) > 1 and draw.random() < 0.06:
-            lost = draw.choice(here.training)
-            if draw.random() < 0.5:
-                here.publish(lost)
-            absent += here.lose(lost)
-        assert here.end()
-        if absent and draw.random() < 0.3:
-            here.join(absent.pop())
-    here.run()
+    here.run_drawn(draw, until=120, losses=0.06)
     assert moved_as(here, rule)
     assert any(max(of.values()) > min(of.values()) + 1 for of in here.sizes)
 

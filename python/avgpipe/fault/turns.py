@@ -62,7 +62,7 @@ class Turns:
         self._exchange.forget_published()
         self._next, self._published = self._next._replace(batch=turn), turn
 
-    def tell(self, state: BatchState) -> None:
+    def publish(self, state: BatchState) -> None:
         """Publish the result of a step; once for each step."""
         work, reference = state.work, self._reference
         values: dict[str, Any] = {**work.names, "has_update": False, "without": []}

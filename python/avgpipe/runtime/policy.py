@@ -118,7 +118,7 @@ class Peers(Protocol):
 class IsolatedPeers(Peers, Protocol):
     """Peers of isolated pipelines, which read what each of them publishes."""
 
-    def tell(self, state: BatchState) -> None:
+    def publish(self, state: BatchState) -> None:
         """Publish the result of a step."""
 
 

@@ -177,7 +177,7 @@ class Update:
             if state.work.is_step:
                 self._trained.idle()
             state.updated = True
-            self._isolated.tell(state)
+            self._isolated.publish(state)
             return
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum acts
@@ -208,7 +208,7 @@ class Update:
             update = self._trained.reference_update
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
         if self._isolated is not None:
-            self._isolated.tell(state)
+            self._isolated.publish(state)
 
     def _found_inf(self, norm: torch.Tensor) -> torch.Tensor | None:
         """Return 1, on the device, if a norm is not finite; None if the host must know, or nothing is left out."""
