@@ -39,9 +39,11 @@ class Precision(Extension):
             "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
             "dynamic" under ``autocast=torch.float16``, else none. An update is left out if scaled gradients
             overflow on any stage, and ``skipped_updates`` counts it.
-        wire_dtype: torch.bfloat16 or torch.float16 halves the data sent between stages of different workers,
-            for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
-            exchanged after all backwards, are sent as bfloat16 only.
+        wire_dtype: torch.bfloat16 or torch.float16: the dtype of messages, for half the bytes and less exact
+            values; None sends all in their own dtype. It casts float32 and float64 tensors of training: the
+            activations and gradients that go between workers (gradients of tied weights only to bfloat16),
+            and the updates of isolated pipelines that go between hosts, with their sums. Sums are computed in
+            the tensors' own dtype. Updates within a host, weights, norms and evaluations are not cast.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
             nor statistics, and ``skipped_updates`` counts it. An accelerator decides this by itself, as with
             ``loss_scale``, for elastic pipelines with SGD, Adam or AdamW, and for a lone pipeline whose

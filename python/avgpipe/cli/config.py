@@ -153,7 +153,8 @@ class LearningOptions(WorkloadOptions):
         valid_batches: Validate on this many first batches of the validation data. Default: all of them.
         target: Stop when the metric of a validation reaches this value, or, as in loss=2.1, its loss.
         link: How tensors travel between workers.
-        wire_dtype: Wire dtype for activations and gradients; none keeps their dtype.
+        wire_dtype: Wire dtype for activations and gradients, and for updates between hosts; none keeps their
+            dtype.
         skip_nonfinite: Skip updates whose gradients have infinities or NaN.
         timeout_s: Seconds to wait for another worker.
     """
