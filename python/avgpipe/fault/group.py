@@ -77,7 +77,6 @@ class Process:
         digests: of what must be the same in all pipelines, and of the initial weights.
         facts: what other processes must know of it.
         has_state: whether it has the state that it begins with.
-        late: the step on which it timed out, the timeout in seconds, and when it said so.
         reported_late: the last step on which it timed out although every pipeline had published it.
     """
 
@@ -93,7 +92,6 @@ class Process:
     facts: Any = None
     has_state: bool = False
     answer: Answer | None = None
-    late: tuple[int, float, float] | None = None
     reported_late: int = -1
 
 
