@@ -123,6 +123,10 @@ class Group:
     def all_want(self, what: str) -> bool:
         return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
 
+    def has_state(self) -> bool:
+        """Whether all its processes have the state that they began with."""
+        return all(p.has_state for p in self.processes.values()) or self.published() > 0
+
     def published(self) -> int:
         """Return how many steps all its processes have reported as published."""
         return min((p.published for p in self.processes.values()), default=0)

@@ -61,7 +61,7 @@ class Members:
         self._frozen: Freeze | None = None
         self._unanswered: set[tuple[int, int]] = set()  # groups and ranks that have been asked
         self._has_news = False  # since the last look for changes; there are many more messages than changes
-        self._leavers: set[int] = set()  # members of which a process wants to leave
+        self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
         # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
         self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
@@ -243,9 +243,11 @@ class Members:
     def _leave(self, group: Group, rank: int, process: Process, now: float, begun: int) -> None:
         process.wants, process.begun = "leave", int(begun)
         self.reached, self._has_news = max(self.reached, process.begun), True
+        if not group.all_want("leave"):
+            return
         if group.number in self.members:
-            self._leavers.add(group.number)
-        elif group.all_want("leave"):
+            self._leavers[group.number] = max(p.begun for p in group.processes.values())
+        else:
             group.left_at = self.reached  # no step was its to take part in
             self._release(group)
 
@@ -316,32 +318,44 @@ class Members:
     def _judge(self, now: float, computed_at: float) -> None:
         """Find the cause for processes that are late, once all have reported since, or would have."""
         heard = min((p.heard_at for g in self.living() for p in g.processes.values()), default=now)
+        found: dict[int, tuple[dict[int, Group], bool]] = {}  # by step: all wait for the same one
         for (number, rank), (turn, waited_s, at) in list(self._late_ones.items()):
             group = self.groups.get(number)
             if group is None or group.is_lost or number not in self.members:
                 del self._late_ones[number, rank]
             elif now >= computed_at + waited_s and (heard > at or now > at + _JUDGE_S):
                 del self._late_ones[number, rank]
-                self._end_late(group, group.processes[rank], turn, waited_s)
+                if self.term_of(group).first <= turn:
+                    if turn not in found:
+                        found[turn] = self._behind(turn), len(self.roster.speakers(turn)) <= 1
+                    self._end_late(group, group.processes[rank], turn, waited_s, *found[turn])
 
-    def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
-        """End the pipelines whose step a process waits for, or its own if all have published it."""
-        counting = self.roster.counting(turn)
-        if group.pipeline not in counting:
-            return
-        late = {
+    def _behind(self, turn: int) -> dict[int, Group]:
+        """Return the pipelines that have not published a step, as far as they have reported."""
+        return {
             pipeline: self.groups[term.number]
-            for pipeline, term in counting.items()
+            for pipeline, term in self.roster.counting(turn).items()
             if term.number in self.members and term.first + self.groups[term.number].published() <= turn
         }
+
+    def _end_late(
+        self,
+        group: Group,
+        process: Process,
+        turn: int,
+        waited_s: float,
+        late: Mapping[int, Group],
+        is_alone: bool,
+    ) -> None:
+        """End the pipelines whose step a process waits for, or its own if all have published it."""
         waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
         for pipeline, other in late.items():
             doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
             self._lose(other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
-        if not late and process.reported_late == turn and len(self.roster.speakers(turn)) == 1:
+        if not late and process.reported_late == turn and is_alone:
             why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
             self._lose(group, None, f"{why}{process.doing}")
-        elif not late and len(self.roster.speakers(turn)) > 1:
+        elif not late and not is_alone:
             self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
             self._broken_by.add(group.number)
         elif not late:
@@ -403,13 +417,12 @@ class Members:
                 if process.wants != "leave":
                     ended[group.host] = min(process.ended, ended.get(group.host, process.ended))
         slowest = sorted(ended, key=lambda host: ended[host])[:2]
-        leaving = []
-        for group in self.living():
-            if group.number in self._leavers and group.all_want("leave"):
-                left_at = max(p.begun for p in group.processes.values())
-                if all(ended[host] >= left_at for host in slowest if host != group.host):
-                    leaving.append(group)
-        return leaving
+        leavers = ((self.groups[number], left_at) for number, left_at in self._leavers.items())
+        return [
+            group
+            for group, left_at in leavers
+            if not group.is_lost and all(ended[h] >= left_at for h in slowest if h != group.host)
+        ]
 
     def _leaves_early(self, leaving: Sequence[Group]) -> bool:
         return any(p.begun < self.reached for g in leaving for p in g.processes.values())
@@ -425,13 +438,13 @@ class Members:
             self._begin_epoch(staying, gone)
         published = {g.number: self._published_by(g, staying) for g in gone}
         for group in leaving:
-            group.left_at = published[group.number] = max(p.begun for p in group.processes.values())
+            group.left_at = published[group.number] = self._leavers[group.number]
         answers = [p.answer for g in staying for p in g.processes.values() if p.answer is not None]
         self._begun = begun = max([self._begun, *published.values(), *(answer.begun for answer in answers)])
         self.reached = max(self.reached, begun)
         for group in (*gone, *leaving):
             del self.members[group.number]
-            self._leavers.discard(group.number)
+            self._leavers.pop(group.number, None)
         for group in (*gone, *leaving):
             self._apply_end(group, published[group.number], begun)
         for group in leaving:
@@ -517,8 +530,7 @@ class Members:
             self._out.append(Say(line))
         for other in self.roster.present:
             joined = self.groups[other.number]
-            has_state = all(p.has_state for p in joined.processes.values()) or joined.published() > 0
-            needs = other.donor == group.pipeline and not has_state
+            needs = other.donor == group.pipeline and not joined.has_state()
             changed = self.roster.change_donor(other.number) if needs else None
             if needs and changed is None:
                 why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
