@@ -104,6 +104,7 @@ class Group:
         size: the number of processes.
         period: the number of steps from one published update to the next.
         host: names the host of its processes.
+        first: the first step of which it is a member; 0 before that is decided.
         ready_at: when its processes wanted to enter.
         left_at: the number of steps that it had begun when it left.
         is_lost: whether its processes have ended, or are ended.
@@ -115,6 +116,7 @@ class Group:
     period: int
     host: str
     processes: dict[int, Process] = field(default_factory=dict)
+    first: int = 0
     ready_at: float = _NEVER
     left_at: int | None = None
     is_lost: bool = False

@@ -63,6 +63,7 @@ class Members:
         self._has_news = False  # since the last look for changes; there are many more messages than changes
         self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
         # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
+        self._left: list[Group] = []  # the groups that have left
         self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
         self._silent_at = -_NEVER  # the earliest time at which a process may have been silent for too long
@@ -72,7 +73,7 @@ class Members:
         self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
         self._broken_at: float | None = None  # when a sum of this epoch has failed
         self._broken_by: set[int] = set()  # groups that reported it
-        self._in_vain = 0  # epochs since a sum was whole
+        self._in_vain = 0  # epochs since a sum was whole, that no loss explains
         self._is_to_stop = False
         self._stop: int | None = None  # the first step that has no batches
 
@@ -86,7 +87,7 @@ class Members:
     @property
     def training(self) -> set[int]:
         """The pipelines that train, or have left with the last step and may still be about to exit."""
-        done = (g for g in self.groups.values() if g.left_at is not None and not g.has_ended)
+        done = (g for g in self._left if not g.has_ended)
         return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
 
     def is_done(self, number: int) -> bool | None:
@@ -192,7 +193,8 @@ class Members:
     def _alive(self, group: Group, rank: int, process: Process, now: float, doing: str, *counts: int) -> None:
         process.doing = str(doing)
         process.batches, process.begun, process.ended, process.published = map(int, counts)
-        self.reached = max(self.reached, process.begun)
+        if process.begun > group.first:  # else it waits for its first step, which may never come
+            self.reached = max(self.reached, process.begun)
         self._has_news = self._has_news or bool(self._leavers)  # which wait for the ends of steps
         self._out.append(Send(group.number, rank, _HEARD))
 
@@ -241,14 +243,16 @@ class Members:
         self._out.append(Send(group.number, rank, ["reply", request, {}]))
 
     def _leave(self, group: Group, rank: int, process: Process, now: float, begun: int) -> None:
-        process.wants, process.begun = "leave", int(begun)
-        self.reached, self._has_news = max(self.reached, process.begun), True
+        process.wants, process.begun, self._has_news = "leave", int(begun), True
+        if process.begun > group.first:
+            self.reached = max(self.reached, process.begun)
         if not group.all_want("leave"):
             return
         if group.number in self.members:
             self._leavers[group.number] = max(p.begun for p in group.processes.values())
         else:
             group.left_at = self.reached  # no step was its to take part in
+            self._left.append(group)
             self._release(group)
 
     def _late(
@@ -439,8 +443,12 @@ class Members:
         published = {g.number: self._published_by(g, staying) for g in gone}
         for group in leaving:
             group.left_at = published[group.number] = self._leavers[group.number]
-        answers = [p.answer for g in staying for p in g.processes.values() if p.answer is not None]
-        self._begun = begun = max([self._begun, *published.values(), *(answer.begun for answer in answers)])
+            self._left.append(group)
+        # Those that wait for their first step, which is to come, have begun none.
+        answers = [(g, p.answer) for g in staying for p in g.processes.values() if p.answer is not None]
+        counts = [answer.begun for g, answer in answers if answer.begun > g.first]
+        counts += [steps for n, steps in published.items() if steps > self.groups[n].first]
+        self._begun = begun = max([self._begun, *counts])
         self.reached = max(self.reached, begun)
         for group in (*gone, *leaving):
             del self.members[group.number]
@@ -473,7 +481,7 @@ class Members:
         most = max((max(hosts.values()) for hosts in whole.values()), default=self._resume)
         if any(max(hosts.values()) < most for hosts in whole.values()):
             most -= 1
-        self._in_vain = 0 if most > self._resume else self._in_vain + 1
+        self._in_vain = 0 if most > self._resume or gone else self._in_vain + 1
         for number in sorted(self._broken_by) if self._in_vain > _TRIES else ():
             if number in self.members and self.groups[number].host != self._home:
                 self._lose(self.groups[number], None, "it cannot exchange updates with the others")
@@ -508,7 +516,7 @@ class Members:
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             donor = None if begins else near[0].pipeline
             term = Term(group.pipeline, group.number, first, donor, host=group.host)
-            self.history[group.number] = term
+            self.history[group.number], group.first = term, first
             self.roster.enter(term)
             self.members[group.number] = group.pipeline
             self._started.pop(group.number, None)
