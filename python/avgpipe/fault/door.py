@@ -27,7 +27,7 @@ ENDED = "ended"  # its last message
 MOST_BYTES = 2**24  # of a message
 GREET_S = 10.0  # timeout for the whole greeting
 _LOOK_S = 0.1
-_SEND_S = 5  # in which a peer must take a message
+SEND_S = 5  # in which a peer must take a message
 _MOST_CALLERS = 16  # of one socket, that have not proved yet that they know the secret
 # Each end proves with a prefix of its own that it knows the secret, or an answer could be replayed to another.
 _CALLER, _CALLED = b"caller/", b"called/"
@@ -98,7 +98,7 @@ def connect(where: str, secret: bytes) -> Connection:
 
 def _prepare(end: socket.socket) -> None:
     """Limit what one peer can delay: what is sent to it, and how long the loss of its host is not noticed."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -106,7 +106,7 @@ class Group:
         size: the number of processes.
         period: the number of steps from one published update to the next.
         host: names the host of its processes.
-        ready_at: when its processes wanted to enter.
+        ready_at: when its processes wanted to enter, or to leave.
         left_at: the number of steps that it had begun when it left.
         is_lost: whether its processes have ended, or are ended.
     """

@@ -24,7 +24,7 @@ from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Proc
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
-_BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost
+_BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost; after one has left, for the others
 _TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
 _NEVER = float("inf")
 
@@ -80,13 +80,22 @@ class Members:
         done = (g for g in self.groups.values() if g.left_at is not None and not g.has_ended)
         return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether processes train, or wait to begin."""
+        waiting = (p for g in self.groups.values() if not g.is_lost for p in g.processes.values())
+        return self.has_begun or any(process.wants == "enter" for process in waiting)
+
     def is_done(self, number: int) -> bool | None:
         """Whether a group left at the end of the run, not before; None while that is not known.
 
-        It is known once no other one trains any more, or one of them has begun another step.
+        It is known once no other one trains any more, or one of them has begun another step. A group that was no
+        member is done if none is.
         """
         group = self.groups.get(number)
-        if group is None or group.left_at is None or group.left_at < self.reached:
+        if group is None:
+            return not self.is_awaited
+        if group.left_at is None or group.left_at < self.reached:
             return False
         return None if self.members else True
 
@@ -183,6 +192,7 @@ class Members:
         """
         self._find_silent(now)
         self._find_overdue(now)
+        self._find_unfinished(now)
         for group in self.living():
             for process in group.processes.values():
                 if process.late is not None and self._may_judge(process.late, now, computed_at):
@@ -236,9 +246,12 @@ class Members:
         group.ready_at = now
         self._out.append(Send(group.number, rank, ["reply", request, {}]))
 
-    def _leave(self, group: Group, rank: int, process: Process, now: float, begun: int) -> None:
-        process.wants, process.begun = "leave", int(begun)
+    def _leave(
+        self, group: Group, rank: int, process: Process, now: float, begun: int, published: int
+    ) -> None:
+        process.wants, process.begun, process.published = "leave", int(begun), int(published)
         self.reached = max(self.reached, process.begun)
+        group.ready_at = now
         if group.number not in self.members and group.all_want("leave"):
             group.left_at = self.reached  # no step was its to take part in
             self._release(group)
@@ -304,6 +317,13 @@ class Members:
                     self._lose(group, None, why)
                 else:
                     self._out.append(Kill(number, None, why))
+
+    def _find_unfinished(self, now: float) -> None:
+        """End pipelines that have left in the midst of a step, where others go on."""
+        for group in self.living():
+            is_over = now > group.ready_at + _BLAME_S
+            if is_over and self._leaves_unfinished(group) and not self._may_leave(group):
+                self._lose(group, None, "it has left before the end of a step, and the others go on")
 
     def _may_judge(self, late: tuple[int, float, float], now: float, computed_at: float) -> bool:
         """Whether all have reported since a process was late, or would have."""
@@ -375,12 +395,19 @@ class Members:
         return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
     def _may_leave(self, group: Group) -> bool:
-        """Whether a member wants to leave, and no other one needs its host for steps that it has ended."""
+        """Whether a member wants to leave, and no other one needs it or its host for steps that it has begun."""
         if not group.all_want("leave"):
             return False
+        if self._leaves_unfinished(group):
+            return all(p.wants == "leave" for g in self.living() for p in g.processes.values())
         left_at = max(p.begun for p in group.processes.values())
         others = [g for g in self.living() if g.host != group.host]
         return all(p.ended >= left_at or p.wants == "leave" for g in others for p in g.processes.values())
+
+    def _leaves_unfinished(self, group: Group) -> bool:
+        """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
+        begun = max(p.begun for p in group.processes.values())
+        return group.all_want("leave") and self.term_of(group).first + group.published() < begun
 
     def _leaves_early(self, leaving: Sequence[Group]) -> bool:
         return any(p.begun < self.reached for g in leaving for p in g.processes.values())
