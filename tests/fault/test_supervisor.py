@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from avgpipe.fault import supervise
-from avgpipe.fault.supervise import IsolatedCounts, Supervisor, _Launched
+from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
 from avgpipe.ranks.launch import Job, RanksFailed
+from avgpipe.ranks.process import host_here
 
 
 class Noted:
@@ -103,3 +105,17 @@ def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None
     with supervised(tmp_path, 2) as (one, noted, _):
         one._lose(0, 0, "rank 0 sent no message for 5 s")
         assert noted[0].killed == [("rank 0 sent no message for 5 s", 0)]
+
+
+def test_nobody_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
+    with supervised(tmp_path, 1) as (one, noted, _):
+        connect(one, 0)
+        hear(one, 0, "enter", 1, ["plan", "weights"], {})
+        noted[0].end = RanksFailed((7,), 0)
+        one._look()
+        assert one._missing
+        about = {"host": host_here(), "name": "another host", "is_far": True}
+        assert one._let_join(Pipe()[0], about) == {"why": TOO_FEW}
+        one._groups[9] = _Launched(0, late := Noted(), ExitStack())  # type: ignore[arg-type]
+        one._look()
+        assert late.killed == [(TOO_FEW, None)]

@@ -284,8 +284,8 @@ class Supervisor:
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
-        if self._finished:
-            return {"why": OVER}
+        if self._finished or self._missing:
+            return {"why": OVER if self._finished else TOO_FEW}
         if not about["is_far"] and about["host"] != host_here():
             return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
@@ -341,8 +341,9 @@ class Supervisor:
         self._settle()
         if self._is_over():
             self._end(OVER)
-        elif self._too_few() and not (self._missing or self._are_ending()):
+        elif not self._missing and self._too_few() and not self._are_ending():
             self._missing = self._lost_for_good()
+        if self._missing:
             self._end(TOO_FEW)
         self._look_for_stopped()
 
