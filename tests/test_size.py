@@ -81,7 +81,7 @@ def test_a_short_script_loads_a_core_that_is_read_in_an_afternoon() -> None:
     process = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
     loaded = [Path(line) for line in process.stdout.split()]
     assert len(loaded) <= 75
-    assert sum(map(lines_of_code, loaded)) <= 8975
+    assert sum(map(lines_of_code, loaded)) <= 9000
 
 
 def test_files_functions_and_signatures_stay_short() -> None:

@@ -41,11 +41,18 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=12)
     parser.add_argument("--sample-s", type=float, default=0.0)
     parser.add_argument("--speeds", default="", help="of each pipeline, if they differ")
+    parser.add_argument("--warmup-rounds", type=int, help="of the rule; default: the plan's")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     own = int(os.environ["AVGPIPE_PIPELINE"])
     speed = [*map(float, asked.speeds.split(","))][own] if asked.speeds else 1.0
-    plan = avgpipe.Plan(stages=1, pipelines=asked.pipelines, micro_batches=asked.micro_batches, isolate=True)
+    plan = avgpipe.Plan(
+        stages=1,
+        pipelines=asked.pipelines,
+        micro_batches=asked.micro_batches,
+        warmup_rounds=asked.warmup_rounds,
+        isolate=True,
+    )
     batch = torch.zeros(asked.micro_batches, 1), torch.ones(asked.micro_batches, 1)
     with (
         avgpipe.Pipeline(

@@ -40,10 +40,10 @@ def main() -> None:
     check_namespaces("this benchmark")
     rows = []
     for hosts in asked.hosts:
-        turns: dict[str, list[dict[str, Any]]] = {"gloo": [], "avgpipe": []}
+        turns: dict[str, list[dict[str, Any]]] = {"gloo": [], "avgpipe": [], "warmup": []}
         with network(hosts, asked.rate, own_boot_ids=True) as net:
             for number in range(asked.rounds):
-                for name, turn in (("gloo", _sum), ("avgpipe", _train)):
+                for name, turn in (("gloo", _sum), ("avgpipe", _train), ("warmup", _warm_up)):
                     turns[name].append(turn(net, asked))
                     say(f"{hosts} hosts, round {number + 1} of {asked.rounds}: {name} {turns[name][-1]}")
         rows.append({"hosts": hosts, "turns": turns, **_summary(turns)})
@@ -84,8 +84,18 @@ def _sum(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _train(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
-    """Time steps of one pipeline on each host."""
-    timed = train(net, ["--pipelines", str(net.hosts), "--mib", f"{asked.mib:g}"], asked.steps)
+    """Time steps of one pipeline on each host, whose sums come one step later."""
+    return _trained(net, asked, ["--warmup-rounds", "0"])
+
+
+def _warm_up(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
+    """The same in the rounds at the beginning, in which a step ends with its sum."""
+    return _trained(net, asked, [])
+
+
+def _trained(net: Network, asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
+    job = ["--pipelines", str(net.hosts), "--mib", f"{asked.mib:g}", *words]
+    timed = train(net, job, asked.steps)
     return {
         "median_s": statistics.median(timed.seconds),
         "steps": len(timed.seconds),

@@ -93,7 +93,7 @@ class Process:
                 return
             if self._may_begin():
                 yield "begin"
-            if self.first + self.published < self.begun and self.ended == self.first + self.published:
+            if self._may_publish():
                 yield "publish"
             if self.ended < self.begun and self._has_ended(self.ended):
                 yield "end"
@@ -148,24 +148,51 @@ class Process:
             whole = ()
         self.parts[turn] = dict(zip(members, shares(whole, len(members))))
 
+    def _may_publish(self) -> bool:
+        """Whether the step before is made, which waits for the one before that, and a slot is free."""
+        turn = self.first + self.published
+        return turn < self.begun and self.ended >= turn - 1 and self._is_free(turn)
+
+    def _is_free(self, turn: int) -> bool:
+        """Whether all here have applied the step two before one, whose slot it gets."""
+        near = [term for term in self.roster.present if term.host == self.host]
+        mates = [(term.first, self.world.processes[term.number, self.rank]) for term in near]
+        return all(first + one.applied >= turn - 1 for first, one in mates)
+
+    @property
+    def applied(self) -> int:
+        return self.ended - self.first
+
     def _publish(self) -> None:
         self.published += 1
 
+    def _check_slots(self, turn: int) -> None:
+        """Fail where a slot that is read has another step by now."""
+        for term in self._near(turn):
+            newest = term.first + self.world.processes[term.number, self.rank].published
+            assert newest <= turn + 2, f"{self} reads step {turn} of {term}, overwritten by {newest - 1}"
+
     def _is_whole(self, turn: int) -> bool:
         """Whether its host has what counts in a step, for its rank."""
+        return self._has_sums(turn, self.rank)
+
+    def _has_sums(self, turn: int, rank: int) -> bool:
+        """Whether its host has what counts in a step, for some rank."""
         if len(self.roster.speakers(turn)) <= 1:
             return self._all_near_published(turn)
-        return self._whole_here(turn, self.rank)
+        return self._whole_here(turn, rank)
 
     def _has_ended(self, turn: int) -> bool:
         if len(self.roster.speakers(turn)) <= 1:
             return self._all_near_published(turn)
         # A sum of the next epoch must not complete one of this epoch.
-        return not self.is_broken and all(self._whole_here(turn, r) for r in range(self.world.size))
+        return not self.is_broken and all(self._has_sums(turn, r) for r in range(self.world.size))
 
     def _end(self) -> None:
         turn = self.ended
         counting = tuple(self.roster.counting(turn))
+        if len(self.roster.speakers(turn)) <= 1:
+            self._check_slots(turn)
         parts = self.parts[turn]
         for i in counting:
             self.trained += parts.pop(i, ())
@@ -230,6 +257,9 @@ class Process:
             return bool(source)
         if not (turn < self.first + self.published and self._all_near_published(turn)):
             return False
+        whole = turn <= self.ended or all(self._has_sums(turn - 1, r) for r in range(self.world.size))
+        if not whole or not self._is_free(turn):
+            return False
         speakers = self._speakers(turn)
         if speakers is None:
             return True
@@ -245,6 +275,7 @@ class Process:
             self.owed = None
             return
         if self._speakers(turn) is not None:
+            self._check_slots(turn)
             self.sums[turn] = self.epoch
             self.sums.pop(turn - 2, None)
         self.speaks_from = turn + 1

@@ -198,6 +198,17 @@ class ElasticAveraging(torch.optim.Optimizer):
         finally:
             self._done = None
 
+    def publish(self, skips: bool) -> None:
+        """Publish the gradient of the next step of rule mean-gradient, which may have to wait for the round before.
+
+        ``skips``: no gradient.
+        """
+        trial, reference = self._trial, self.reference
+        assert trial is not None, "only a gradient is known before its step"
+        with reference._lock:
+            reference._run(self.replica, lambda z: trial.publish(skips))
+        trial.is_published = self._has_published = True
+
     def idle(self) -> None:
         """Count a step that other replicas make, and for which this one has no gradients.
 

@@ -31,6 +31,9 @@ class TrialSteps:
             its state.
         number: The number of the replica.
 
+    Attributes:
+        is_published: Whether the gradient of the next step is published.
+
     Raises:
         ValueError: for weights that are not in flat buffers, and parameters that the reference's optimizer does not
             have.
@@ -67,6 +70,7 @@ class TrialSteps:
         self._own: dict[torch.Tensor, State] = {}  # states of trial steps
         self._shown: tuple[Any, int, int] = None, 0, 0
         self._calls: list[Call] | None = None
+        self.is_published = False
         # Weights, reference and update of parameters without a step.
         self._still: list[list[torch.Tensor]] = []
         self._seen: tuple[Any, Any] = None, None  # what the calls were planned for
@@ -99,7 +103,8 @@ class TrialSteps:
 
     @torch.no_grad()
     def __call__(self, z: FlatBuffers) -> list[torch.Tensor]:
-        """Publish the gradient and make the step; return counts of nonfinite values."""
+        """Publish the gradient and make the step; return counts of nonfinite values, published just now."""
+        is_published, self.is_published = self.is_published, False
         self.share_settings()
         grads, there = self._begin()
         tries = not self._reference.elasticity.synchronous(self._reference.round)
@@ -108,11 +113,12 @@ class TrialSteps:
                 x, z_, update = self._still
                 torch._foreach_copy_(x, z_)
                 torch._foreach_zero_(update)
-            return [call(grads) for call in calls]
-        counts = self._publish(grads)
-        if tries:
-            self._try(z)
-        return counts
+            counts = [call(grads) for call in calls]
+        else:
+            counts = [] if is_published else self._publish(grads)
+            if tries:
+                self._try(z)
+        return [] if is_published else counts
 
     def gradients(self) -> dict[Region, torch.Tensor] | None:
         """Return the replica's gradients by their places; None if some cannot be read together with z."""

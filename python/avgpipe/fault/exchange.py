@@ -9,8 +9,9 @@ there; where pipelines are on several hosts, one process of each rank speaks for
                           into shared memory; step t counts once the sums of all ranks are there
 
 Step t counts for a pipeline once all its stages have published it; otherwise stages would differ in which
-pipelines have a part in the reference. Two slots are enough: no stage publishes step t + 2 before all have
-published t + 1, and they have applied t before that.
+pipelines have a part in the reference. Two slots are enough: no stage publishes step t + 2 before all on its host
+have applied t. A gradient is published before its own step, which waits for the step before (rule mean-gradient,
+:class:`avgpipe.runtime.route.StepKind`): so the sums of t + 1 begin as soon as those of t are there.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Published:
     Attributes:
         pipelines: those that count, in ascending order.
         values: what each has published beside tensors.
-        updates: each one's update of the reference that has one, or their sum alone; unchanged until this
-            process publishes the next step.
+        updates: each one's update of the reference that has one, or their sum alone; unchanged until
+            this process has applied it.
         buffers: each one's averaged buffers, or their sum alone.
     """
 
@@ -118,7 +119,7 @@ class TurnExchange:
         self._facts = {"memory": self.own.facts, "bell": bell}
         self.batches: Callable[[], int] = lambda: membership.batches
         self._there: dict[int, Processes] = {}  # of terms on this host, by their numbers
-        self._next = 0  # the first step that has not ended
+        self._first = self._next = 0  # the first step, and the first one that has not ended
         self._known = membership.known
         self._asked = Counter[str]()  # by name, the requests between two steps
         self._asked_before = 0  # the later of these two steps
@@ -137,7 +138,7 @@ class TurnExchange:
 
     def enter(self, digests: list[str]) -> int:
         """Become a member; return the first step."""
-        self._next = self.membership.enter(digests, self._facts)
+        self._first = self._next = self.membership.enter(digests, self._facts)
         return self._next
 
     @property
@@ -221,6 +222,26 @@ class TurnExchange:
         self.own.slot(place, turn).write(values, updates, buffers)
         self.own.counts[place].ring()
         self.ring()
+
+    def may_publish(self, turn: int) -> bool:
+        """Whether the memory of a step is free: the step two before it, if any, is applied everywhere here."""
+        there = ((term, self._there.get(term.number)) for term in self._known.roster.present)
+        rank = self.membership.rank
+        return all(
+            found is None or term.first + found.ranks[rank].applied() >= turn - 1 for term, found in there
+        )
+
+    def note_applied(self, place: int, turn: int) -> None:
+        """Note that a stage replica has applied, or needs no more, all steps before ``turn``."""
+        applied = self.own.applied_counts[place]
+        for _ in range(self._first + applied.count(), turn):
+            applied.ring()
+        self.ring()
+
+    def may_sum(self, turn: int) -> bool:
+        """Whether the sums of a step may begin: it is published here, and the step before is whole for all ranks."""
+        is_next = turn <= self._next or self._is_whole(turn - 1, self._known.facts[self.membership.group])
+        return is_next and self.all_near_published(turn) and self.may_publish(turn)
 
     def ring(self) -> None:
         """Wake the processes of this host."""

@@ -120,9 +120,9 @@ class ProcessMemory:
 
     def __init__(self, memory: Memory, held: Sequence[int], like: Mapping[int, Like], has_sums: bool) -> None:
         self.memory, self.held, self.has_sums = memory, list(held), has_sums
-        bells = [Bell(memory, n * Bell.BYTES) for n in range(len(held) + 2)]
+        bells = [Bell(memory, n * Bell.BYTES) for n in range(2 * len(held) + 2)]
         *counts, self._whole, self.speaker_bell = bells
-        self.counts = dict(zip(held, counts))
+        self.counts, self.applied_counts = dict(zip(held, counts)), dict(zip(held, counts[len(held) :]))
         offset = len(bells) * Bell.BYTES
         self._heads = []
         for _ in range(SLOTS):
@@ -146,7 +146,7 @@ class ProcessMemory:
         """Make the memory of this process. MemoryError if there is not enough."""
         sizes = [TurnSlot.bytes_of(shapes) for shapes in like.values()]
         sizes += [TurnSlot.bytes_of(shapes, _SUM_TEXT_BYTES) for shapes in like.values()] if has_sums else []
-        size = (len(like) + 2) * Bell.BYTES + (SLOTS + 1) * _HEAD_BYTES + SLOTS * sum(sizes)
+        size = (2 * len(like) + 2) * Bell.BYTES + (SLOTS + 1) * _HEAD_BYTES + SLOTS * sum(sizes)
         return cls(Memory.create(size), [*like], like, has_sums)
 
     @classmethod
@@ -164,6 +164,10 @@ class ProcessMemory:
     def published(self) -> int:
         """Return how many steps all its stage replicas have published."""
         return min(count.count() for count in self.counts.values())
+
+    def applied(self) -> int:
+        """Return how many steps all its stage replicas have applied."""
+        return min(count.count() for count in self.applied_counts.values())
 
     @property
     def note(self) -> float:

@@ -76,7 +76,7 @@ class Speaker:
         bell = self._exchange.own.speaker_bell
         while self._goes_on():
             seen = bell.count()
-            if self._has_begun(turn) and self._exchange.all_near_published(turn):
+            if self._has_begun(turn) and self._exchange.may_sum(turn):
                 return True
             bell.wait(seen, _LOOK_S)
         return False

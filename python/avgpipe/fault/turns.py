@@ -19,7 +19,7 @@ from avgpipe.links.link import Key, Mailbox
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.integrity import digest
 from avgpipe.runtime.loss import BatchEnd
-from avgpipe.runtime.route import Route
+from avgpipe.runtime.route import Route, Step, StepKind
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage
 
@@ -47,7 +47,7 @@ class Turns:
         self._mailbox, self._exchange, self._states = mailbox, exchange, states
         self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
-        self._published = 0  # steps; the next has this number
+        self._published = self._made = 0  # steps; the next has this number
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.issuing
         )
@@ -60,18 +60,27 @@ class Turns:
     def resume(self, turn: int) -> None:
         """Continue with a step after the state was replaced; all earlier steps have ended."""
         self._exchange.forget_published()
-        self._next, self._published = self._next._replace(batch=turn), turn
+        self._next = self._next._replace(batch=turn)
+        self._published = self._made = turn
+        self._exchange.note_applied(self._route.replica, turn)
+
+    def note_step(self) -> None:
+        self._made += 1
 
     def publish(self, state: BatchState) -> None:
         """Publish the result of a step; once for each step."""
-        work, reference = state.work, self._reference
+        work, reference, elastic = state.work, self._reference, self._trained.elastic
+        is_early = self._route.publishes
+        if is_early and not work.idles and elastic is not None:
+            elastic.publish(state.skips)
         values: dict[str, Any] = {**work.names, "has_update": False, "without": []}
         if not work.idles:
             weight = 0.0 if work.weights is None else work.weights.total
             values["end"] = BatchEnd.of(state.outcome, state.metrics, state.norm, state.lr, weight)
         updates: list[torch.Tensor] = []
         if reference is not None:
-            update = self._trained.reference_update if work.is_step else None
+            has_none = not work.is_step or (is_early and work.idles)
+            update = None if has_none else self._trained.reference_update
             values["has_update"] = update is not None
             updates = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
@@ -85,10 +94,11 @@ class Turns:
 
     def collect(self) -> None:
         """Apply what all have published, once it is there and this stage has made its own step."""
-        if self._next.batch < self._published and self._next in self._mailbox:
+        if self._next.batch < self._made and self._next in self._mailbox:
             with self._averaging():
                 self._take_in(self._mailbox.take(self._next))
-            self._next = self._next._replace(batch=self._published)
+            self._next = self._next._replace(batch=self._next.batch + 1)
+            self._exchange.note_applied(self._route.replica, self._next.batch)
         with self._averaging():
             self._states.hand_over(self._route.replica, self._next.batch)
 
@@ -114,9 +124,11 @@ class Turns:
             without = {i: values["without"] for i, values in rows}
             reference.complete(updates, without, rows[0][1]["divisor"])  # the same for all
 
-    def may_step(self, turn: int) -> bool:
-        """Whether a step may be made: others read the last one until all have published the next."""
-        return turn == self._next.batch
+    def may_perform(self, step: Step) -> bool:
+        """Whether a step may be published, whose memory is that of an earlier one; or made, after that is applied."""
+        if step.kind is StepKind.PUBLISH:
+            return self._exchange.may_publish(step.batch)
+        return step.batch == self._next.batch
 
     def missing(self, turns: int | None = None) -> list[Key]:
         """Return the message that is awaited next; only of the first ``turns`` steps, if that is given."""

@@ -18,7 +18,7 @@ import torch
 from avgpipe.elastic.reference import Reference
 from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.runtime.compute import BatchState
-from avgpipe.runtime.route import Route
+from avgpipe.runtime.route import Route, Step
 
 if TYPE_CHECKING:
     from avgpipe.runtime.lane import Lane
@@ -141,8 +141,8 @@ class RemoteUpdates:
                         self._reference.accept(i, update)
                 key = self._next[i] = key._replace(batch=key.batch + self._turns)
 
-    def may_step(self, batch: int) -> bool:
-        """Whether a batch's step may run, as far as messages go: the reference has further conditions."""
+    def may_perform(self, step: Step) -> bool:
+        """Whether a step may run, as far as messages go: the reference has further conditions."""
         return True
 
     def missing(self, batches: int | None = None) -> list[Key]:

@@ -127,6 +127,8 @@ class BatchState:
         grads: of parameters, while they wait for the update.
         norm: of the gradients of all stages, float64, if an option needs it.
         lr: the learning rate of the update.
+        skips: whether the update is left out, as far as the host knows.
+        found_inf: whether it is, where only the device knows.
         issued: the event that a device has completed all steps, once they are issued.
     """
 
@@ -149,6 +151,8 @@ class BatchState:
     grads_are_scaled: bool = False
     norm: torch.Tensor | None = None
     lr: Any = None
+    skips: bool = False
+    found_inf: torch.Tensor | None = None
     updated: bool = False
     issued: Any = None
 

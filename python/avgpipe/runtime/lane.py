@@ -140,10 +140,10 @@ class Lane:
                 return self.graphs is not None and self.graphs.is_ready(self, step)
             if self._shared is not None and not self._knows_enough(step, self._shared):
                 return False
-            if step.kind is not StepKind.UPDATE:
+            if step.kind not in (StepKind.PUBLISH, StepKind.UPDATE):
                 return True
-            may = self.remote is None or self.remote.may_step(step.batch)
-            return may and self.trained.settled and self.trained.ready
+            may = step.kind is StepKind.PUBLISH or (self.trained.settled and self.trained.ready)
+            return may and (self.remote is None or self.remote.may_perform(step))
         due = self.updates.head
         if due is not None and due.batch < step.batch and not self._overlaps:
             return False  # the earlier batch's update goes first

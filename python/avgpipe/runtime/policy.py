@@ -13,7 +13,7 @@ from avgpipe.runtime.feed import BatchFeed, Feed
 
 if TYPE_CHECKING:
     from avgpipe.runtime.compute import BatchState
-    from avgpipe.runtime.route import Route
+    from avgpipe.runtime.route import Route, Step
     from avgpipe.runtime.scheduler import Scheduler
     from avgpipe.runtime.session import Session
     from avgpipe.runtime.spec import Spec
@@ -105,8 +105,8 @@ class Peers(Protocol):
     def collect(self) -> None:
         """Apply what they have sent, as far as it is due."""
 
-    def may_step(self, batch: int) -> bool:
-        """Whether the step of a batch may run."""
+    def may_perform(self, step: Step) -> bool:
+        """Whether a step of an update may run that publishes or uses what they have sent."""
 
     def missing(self, batches: int | None = None) -> list[Key]:
         """Return the messages that are awaited next, only of the first ``batches`` if given."""
@@ -120,6 +120,9 @@ class IsolatedPeers(Peers, Protocol):
 
     def publish(self, state: BatchState) -> None:
         """Publish the result of a step."""
+
+    def note_step(self) -> None:
+        """Note that the next step has been made."""
 
 
 class Others(Protocol):

@@ -29,7 +29,9 @@ class StepKind(str, Enum):
         SUM_TIED: receive theirs and sum, in stage order, so that all holders step alike.
         ADD_NORM: add this stage's squared gradient norm to that of the later stages, if an option needs the
             norm; before SUM_TIED if earlier stages count all shared parameters.
-        UPDATE: scale the gradients by the norm of all stages, or drop them; step the optimizer, average.
+        PUBLISH: scale the gradients by the norm of all stages, or drop them; let other processes read them,
+            where the step has to wait for what those have published before.
+        UPDATE: the former, without PUBLISH; step the optimizer, average.
         RECEIVE_LOSS: receive the batch's loss, if it did not arrive with a gradient.
         BEGIN_ROW: decide whether the forwards and backwards of a batch are launched as graphs.
         LAUNCH: launch them, up to those that need another worker's message.
@@ -40,6 +42,7 @@ class StepKind(str, Enum):
     BACKWARD_INPUT = "I"
     BACKWARD_WEIGHT = "W"
     UPDATE = "U"
+    PUBLISH = "publish"
     SHARE_PART = "share part"
     SUM_REPLICAS = "sum replicas"
     SEND_TIED = "send tied gradients"
@@ -81,6 +84,7 @@ class Route:
         norm: whether the norm of all stages' gradients is needed.
         skips: the tensors that skip stages on their way to or from here.
         scales_late: whether factors of the gradients may arrive with the loss.
+        publishes: whether gradients are published before their step.
     """
 
     placement: Placement
@@ -90,6 +94,7 @@ class Route:
     norm: bool = False
     skips: Skips = NO_SKIPS
     scales_late: bool = False
+    publishes: bool = False
     _channels: dict[tuple[StepKind, int], list[Channel]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -179,6 +184,7 @@ class Route:
             *(norm if early else []),
             *([K.SUM_TIED] if tied else []),
             *([] if early else norm),
+            *([K.PUBLISH] if self.publishes else []),
             K.UPDATE,
             *([] if self.scales_late else learns),
         )
@@ -235,7 +241,7 @@ class Route:
             ]
         if kind is K.ADD_NORM and not self.last:
             return [(Message.NORM_PART, placement.source_for(self.replica, stage + 1))]
-        if kind is K.UPDATE and self.norm and not self.first:
+        if kind is (K.PUBLISH if self.publishes else K.UPDATE) and self.norm and not self.first:
             return [(Message.TOTAL_NORM, placement.source_for(self.replica, stage - 1))]
         if kind is K.RECEIVE_LOSS:
             return [(Message.LOSS, self.loss_source)]

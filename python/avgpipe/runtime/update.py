@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("avgpipe")
 _SHOWN = 3  # names in a warning
 # Before these steps, gradients are multiplied by factors that are known only after all backwards.
-SCALING = StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.UPDATE
+SCALING = StepKind.SEND_TIED, StepKind.ADD_NORM, StepKind.PUBLISH, StepKind.UPDATE
 
 
 class Update:
@@ -98,6 +98,10 @@ class Update:
             self.scale(state)
         if kind is StepKind.UPDATE:
             self._update(state, step, needed)
+        elif kind is StepKind.PUBLISH:
+            self._prepare(state, step)
+            assert self._isolated is not None
+            self._isolated.publish(state)
         elif kind is StepKind.ADD_NORM:
             self._add_norm(state, step)
         elif kind is StepKind.RECEIVE_LOSS:
@@ -167,17 +171,14 @@ class Update:
         else:
             self._send_to_stage(self._route.stage - 1, Message.NORM_PART, step, total)
 
-    def _update(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
+    def _prepare(self, state: BatchState, step: Step) -> None:
+        """Finish the gradients, and decide whether the update is left out."""
         if self._route.norm:
             if not self._route.first:
                 state.norm = self._port.take(step.needs[0])
             if not self._route.last:
                 self._send_to_stage(self._route.stage + 1, Message.TOTAL_NORM, step, state.norm)
-        if self._isolated is not None and state.work.idles:
-            if state.work.is_step:
-                self._trained.idle()
-            state.updated = True
-            self._isolated.publish(state)
+        if state.work.idles:
             return
         weights = state.work.weights
         if weights is not None and weights.scale == 0:  # others have all that counts, yet momentum acts
@@ -187,7 +188,7 @@ class Update:
         norm = state.norm
         if self._notice.watches and self._on_cpu:  # on a device, the host would have to wait
             self._watch(state, step)
-        found_inf = None if norm is None else self._found_inf(norm)
+        found_inf = state.found_inf = None if norm is None else self._found_inf(norm)
         skips = norm is not None and self._skips and found_inf is None and not bool(norm.isfinite())
         if norm is not None and self._limit is not None and not skips:
             # like clip_grad_norm_ of torch
@@ -195,20 +196,29 @@ class Update:
         if self._seen_by and not skips:
             self._show(step.batch)
         self.skipped += skips
+        state.skips, state.lr = skips, self._trained.lr
+
+    def _update(self, state: BatchState, step: Step, needed: Collection[Version]) -> None:
+        if not self._route.publishes:
+            self._prepare(state, step)
         self._port.sent_at = None  # passing on the norm before the step is not counted as sending
-        state.lr = self._trained.lr
-        if found_inf is None:
-            self._trained.step(step.batch, needed, skips, self._forgets)
+        if state.work.idles:
+            if state.work.is_step:
+                self._trained.idle()
+        elif state.found_inf is None:
+            self._trained.step(step.batch, needed, state.skips, self._forgets)
         else:
             step_unless = named("avgpipe.runtime.device_skips:step_unless")
-            step_unless(found_inf, self._trained, step.batch, needed, self._forgets)
+            step_unless(state.found_inf, self._trained, step.batch, needed, self._forgets)
             self._undecided.add(step.batch)
         state.updated = True
         for _, replica in self._route.remote:
             update = self._trained.reference_update
             self._port.send(Message.REFERENCE_UPDATE, replica, step.batch, step.micro_batch, update)
         if self._isolated is not None:
-            self._isolated.publish(state)
+            if not self._route.publishes:
+                self._isolated.publish(state)
+            self._isolated.note_step()
 
     def _found_inf(self, norm: torch.Tensor) -> torch.Tensor | None:
         """Return 1, on the device, if a norm is not finite; None if the host must know, or nothing is left out."""

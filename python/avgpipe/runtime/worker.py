@@ -232,15 +232,16 @@ class Worker:
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _route(self, replica: int, pipeline: int) -> Route:
-        stage = self.placement.stage_of(replica)
+        stage, plan, options = self.placement.stage_of(replica), self._plan, self._options
         return Route(
             self.placement,
             replica,
             pipeline,
             shared=tuple(sorted(self.model.shared[stage])),
-            norm=self._options.needs_norm,
+            norm=options.needs_norm,
             skips=self.model.skips[stage],
-            scales_late=self._options.scales_late,
+            scales_late=options.scales_late,
+            publishes=plan.isolate and RULES[plan.rule or ""].tries and options.verify_every is None,
         )
 
     def _channels_into(self, rank: int) -> list[Channel]:
