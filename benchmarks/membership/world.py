@@ -204,7 +204,7 @@ class Process:
 
     def _leave(self) -> None:
         self.phase = "leaving"
-        self.say("leave", self.begun)
+        self.say("leave", self.begun, self.published)
 
     def _donor_state(self) -> State | None:
         own = next(t for t in self.roster.terms if t.number == self.group)

@@ -172,6 +172,9 @@ def test_who_starts_again_as_the_run_ends_has_ended_well(attempted: Any) -> None
     assert attempted(Attempts(lost(), silent(), NoPlace(f"head:7000: {OVER}")), restarts=3) is None
     with pytest.raises(PipelineError):
         attempted(Attempts(PipelineError(f"pipeline 1 was ended: {TOO_FEW}"), 1), restarts=3)
+    with pytest.raises(CommandFailed) as failed:
+        attempted(Attempts(lost(), NoPlace(f"head:7000: {TOO_FEW}"), 1), restarts=3)
+    assert failed.value.exit_code == 1
 
 
 @pytest.fixture

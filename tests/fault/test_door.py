@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import pytest
 
 from avgpipe.fault import door
-from avgpipe.fault.door import Door, connect, listen, parse_address
+from avgpipe.fault.door import Door, connect, listen, listen_here, parse_address
 from tests.patience import Deadline
 
 _SECRET = b"correct horse battery staple"
@@ -131,6 +132,41 @@ def test_a_caller_that_drips_keeps_no_place(monkeypatch: pytest.MonkeyPatch) -> 
         finally:
             is_over.set()
             thread.join()
+
+
+def test_idle_callers_of_one_socket_take_no_place_of_another(tmp_path: Path) -> None:
+    listening = listen(("127.0.0.1", 0))
+    address = "127.0.0.1:{1}".format(*listening.getsockname())
+    here = str(tmp_path / "door")
+    one = Door([(listen_here(here), b"a token"), (listening, _SECRET)])
+    idle = [Caller(address) for _ in range(door._MOST_CALLERS)]
+    try:
+        for caller in idle:
+            caller.frame()
+        connect(here, b"a token")
+        entered(one)
+    finally:
+        one.close()
+
+
+def test_a_caller_that_has_no_thread_is_dropped_and_the_next_one_is_let_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def refuse_first(thread: threading.Thread) -> None:
+        if thread.name == "avgpipe-greeting" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse_first)
+    with opened() as (one, address):
+        with pytest.raises((EOFError, OSError)):
+            connect(address, _SECRET)
+        connect(address, _SECRET)
+        entered(one)
+    assert refused
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":7", "host:x", "host:99999"])

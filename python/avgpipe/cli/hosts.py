@@ -204,6 +204,8 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
             if str(error).endswith(OVER):
                 note(str(error))
                 return None
+            if str(error).endswith(TOO_FEW):
+                raise CommandFailed(str(error), FAILED) from None
             if time.monotonic() > until:
                 if not said:
                     raise

@@ -17,7 +17,18 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from avgpipe.fault.common import CommonResults
-from avgpipe.fault.door import JOIN, VERSION, Door, called, cut, encoded, listen_here, received, socket_of
+from avgpipe.fault.door import (
+    JOIN,
+    SEND_S,
+    VERSION,
+    Door,
+    called,
+    cut,
+    encoded,
+    listen_here,
+    received,
+    socket_of,
+)
 from avgpipe.fault.group import Command, Group, Kill, Say, Send
 from avgpipe.fault.members import Members
 from avgpipe.fault.roster import Term
@@ -69,6 +80,7 @@ class Coordinator:
         self._known: dict[Connection, tuple[int, int]] = {}  # group and rank
         self._connections: dict[tuple[int, int], Connection] = {}
         self._selector = selectors.DefaultSelector()  # of all connections
+        self._deaf: set[Connection] = set()  # that were cut, as they took no message
 
     @property
     def far_address(self) -> str | None:
@@ -166,15 +178,19 @@ class Coordinator:
 
     def _closed(self, connection: Connection) -> None:
         self._unknown.discard(connection)
-        known = self._known.get(connection)
+        known, is_deaf = self._known.get(connection), connection in self._deaf
         self._forget(connection)
         if known is not None:
             self._common.gone(known[0])
+            if is_deaf:
+                name = self.members.groups[known[0]].processes[known[1]].name
+                self.lose(*known, f"{name} took no message for {SEND_S} s")
             self._do(self.members.closed(*known, time.monotonic()))
 
     def _forget(self, connection: Connection) -> None:
         if not connection.closed:
             self._selector.unregister(connection)
+        self._deaf.discard(connection)
         known = self._known.pop(connection, None)
         if known is not None:
             del self._connections[known]
@@ -206,7 +222,9 @@ class Coordinator:
     def _send_text(self, connection: Connection, text: bytes) -> None:
         try:
             connection.send_bytes(text)
-        except OSError:  # it has ended, or takes nothing any more: its closed connection will show it
+        except OSError as error:  # the closed connection will show it
+            if isinstance(error, BlockingIOError):
+                self._deaf.add(connection)
             cut(connection)
 
     # ---- messages of processes ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
@@ -26,8 +27,8 @@ ENDED = "ended"  # its last message
 MOST_BYTES = 2**24  # of a message
 GREET_S = 10.0  # timeout for the whole greeting
 _LOOK_S = 0.1
-_SEND_S = 5  # in which a peer must take a message
-_MOST_CALLERS = 16  # that have not proved yet that they know the secret
+SEND_S = 5  # in which a peer must take a message
+_MOST_CALLERS = 16  # of one socket, that have not proved yet that they know the secret
 # Each end proves with a prefix of its own that it knows the secret, or an answer could be replayed to another.
 _CALLER, _CALLED = b"caller/", b"called/"
 # Notices a host that is lost, also where nothing is sent for long.
@@ -97,7 +98,7 @@ def connect(where: str, secret: bytes) -> Connection:
 
 def _prepare(end: socket.socket) -> None:
     """Limit what one peer can delay: what is sent to it, and how long the loss of its host is not noticed."""
-    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_S, 0))
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
     if end.family != socket.AF_UNIX:
         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -160,7 +161,7 @@ class Door:
     def __init__(self, listening: Sequence[tuple[socket.socket, bytes]]) -> None:
         self._listening = list(listening)
         self._entered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._greeted: dict[Connection, float] = {}  # with the limit for the greeting of each
+        self._greeted: dict[Connection, tuple[socket.socket, float]] = {}  # where each called, and its limit
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="avgpipe-door", daemon=True)
@@ -189,25 +190,26 @@ class Door:
         secrets = dict(self._listening)
         while not self._is_closed:
             with self._lock:
-                late = [one for one, limit in self._greeted.items() if time.monotonic() > limit]
-                is_full = len(self._greeted) >= _MOST_CALLERS
+                late = [one for one, (_, limit) in self._greeted.items() if time.monotonic() > limit]
+                greeted = Counter(where for where, _ in self._greeted.values())
             for connection in late:
                 cut(connection)
-            if is_full:
+            # Each socket has places of its own: callers of other hosts take none from the processes here.
+            free = [where for where in secrets if greeted[where] < _MOST_CALLERS]
+            if not free:
                 time.sleep(_LOOK_S)
-                continue
-            for one in wait(list(secrets), _LOOK_S):
+            for one in wait(free, _LOOK_S) if free else ():
                 assert isinstance(one, socket.socket)
                 try:
                     end, _ = one.accept()
                     _prepare(end)
-                    self._greet(Connection(end.detach()), secrets[one])
-                except OSError:  # such as when no descriptors are left for now
+                    self._greet(Connection(end.detach()), one, secrets[one])
+                except (OSError, RuntimeError):  # such as when no descriptors or threads are left for now
                     time.sleep(_LOOK_S)
 
-    def _greet(self, connection: Connection, secret: bytes) -> None:
+    def _greet(self, connection: Connection, where: socket.socket, secret: bytes) -> None:
         with self._lock:
-            self._greeted[connection] = time.monotonic() + GREET_S
+            self._greeted[connection] = where, time.monotonic() + GREET_S
 
         def greet() -> None:
             try:
@@ -221,4 +223,10 @@ class Door:
                 with self._lock:
                     self._greeted.pop(connection, None)
 
-        threading.Thread(target=greet, name="avgpipe-greeting", daemon=True).start()
+        try:
+            threading.Thread(target=greet, name="avgpipe-greeting", daemon=True).start()
+        except RuntimeError:
+            with self._lock:
+                del self._greeted[connection]
+            connection.close()
+            raise

@@ -105,7 +105,7 @@ class Group:
         period: the number of steps from one published update to the next.
         host: names the host of its processes.
         first: the first step of which it is a member; 0 before that is decided.
-        ready_at: when its processes wanted to enter.
+        ready_at: when its processes wanted to enter, or to leave.
         left_at: the number of steps that it had begun when it left.
         is_lost: whether its processes have ended, or are ended.
     """

@@ -98,6 +98,8 @@ class OtherPipelines:
 
     def close(self) -> None:
         error = sys.exc_info()[1] or self._worker.failure
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
         if isinstance(error, PipelineTimeout):  # its exit code would not name the missing process
             self.exchange.membership.give_up(str(error))
         self.exchange.close(leaves=error is None)

@@ -24,7 +24,7 @@ from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Proc
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
-_BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost
+_BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost; after one has left, for the others
 _TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
 _NEVER = float("inf")
 _HEARD = ("heard",)
@@ -90,13 +90,22 @@ class Members:
         done = (g for g in self._left if not g.has_ended)
         return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether processes train, or wait to begin."""
+        waiting = (p for g in self.groups.values() if not g.is_lost for p in g.processes.values())
+        return self.has_begun or any(process.wants == "enter" for process in waiting)
+
     def is_done(self, number: int) -> bool | None:
         """Whether a group left at the end of the run, not before; None while that is not known.
 
-        It is known once no other one trains any more, or one of them has begun another step.
+        It is known once no other one trains any more, or one of them has begun another step. A group that was no
+        member is done if none is.
         """
         group = self.groups.get(number)
-        if group is None or group.left_at is None or group.left_at < self.reached:
+        if group is None:
+            return not self.is_awaited
+        if group.left_at is None or group.left_at < self.reached:
             return False
         return None if self.members else True
 
@@ -186,6 +195,7 @@ class Members:
         self._find_overdue(now)
         if self._late_ones:
             self._judge(now, computed_at)
+        self._find_unfinished(now)
         return self._changed(now)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -242,10 +252,14 @@ class Members:
         group.ready_at, self._has_news = now, True
         self._out.append(Send(group.number, rank, ["reply", request, {}]))
 
-    def _leave(self, group: Group, rank: int, process: Process, now: float, begun: int) -> None:
+    def _leave(
+        self, group: Group, rank: int, process: Process, now: float, begun: int, published: int
+    ) -> None:
         process.wants, process.begun, self._has_news = "leave", int(begun), True
+        process.published = int(published)
         if process.begun > group.first:
             self.reached = max(self.reached, process.begun)
+        group.ready_at = now
         if not group.all_want("leave"):
             return
         if group.number in self.members:
@@ -318,6 +332,15 @@ class Members:
                     self._lose(group, None, why)
                 else:
                     self._out.append(Kill(number, None, why))
+
+    def _find_unfinished(self, now: float) -> None:
+        """End pipelines that have left in the midst of a step, where others go on."""
+        leavers = (self.groups[number] for number in self._leavers)
+        over = [g for g in leavers if now > g.ready_at + _BLAME_S and self._leaves_unfinished(g)]
+        leaving = self._leaving() if over else []
+        for group in over:
+            if group not in leaving:
+                self._lose(group, None, "it has left before the end of a step, and the others go on")
 
     def _judge(self, now: float, computed_at: float) -> None:
         """Find the cause for processes that are late, once all have reported since, or would have."""
@@ -414,7 +437,7 @@ class Members:
         return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
     def _leaving(self) -> list[Group]:
-        """Return the members that want to leave, whose host no other one needs for steps that it has ended."""
+        """Return the members that want to leave, if no other one needs them or their host for steps that have begun."""
         ended: dict[str, int] = {}  # by host, by all that do not want to leave
         for group in self.living():
             for process in group.processes.values():
@@ -425,8 +448,15 @@ class Members:
         return [
             group
             for group, left_at in leavers
-            if not group.is_lost and all(ended[h] >= left_at for h in slowest if h != group.host)
+            if not group.is_lost
+            and not (ended and self._leaves_unfinished(group))
+            and all(ended[h] >= left_at for h in slowest if h != group.host)
         ]
+
+    def _leaves_unfinished(self, group: Group) -> bool:
+        """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
+        begun = max(p.begun for p in group.processes.values())
+        return group.all_want("leave") and self.term_of(group).first + group.published() < begun
 
     def _leaves_early(self, leaving: Sequence[Group]) -> bool:
         return any(p.begun < self.reached for g in leaving for p in g.processes.values())

@@ -13,7 +13,7 @@ from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
-from avgpipe.fault.door import VERSION, connect, encoded, received, socket_of
+from avgpipe.fault.door import VERSION, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
@@ -250,13 +250,15 @@ class Membership:
 
     def leave(self) -> None:
         """Report that this process is done; return once no other one needs it any more."""
-        self._send_if_alive("leave", self.begun)
+        published = 0 if self._participant is None else self._participant.position()[-1]
+        self._send_if_alive("leave", self.begun, published)
         with self._lock:
             self._lock.wait_for(lambda: self._is_released or self._failure is not None, _RELEASE_S)
 
     def close(self) -> None:
         self._is_closed = True
         atexit.unregister(self._exit)
+        cut(self._connection)  # at once, though the thread waits for a message
         self._connection.close()
 
     def _exit(self) -> None:

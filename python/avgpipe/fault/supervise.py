@@ -30,6 +30,7 @@ from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_s
 from avgpipe.ranks.supervisor import watch
 
 _POLL_S = 0.02
+_END_S = 10.0  # for processes to end by themselves, after one has closed its connection
 _AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
@@ -93,6 +94,7 @@ class _Launched:
     resources: ExitStack
     why: str | None = None  # the reason for ending it; "" where the exit code of its process says more
     blamed: int | None = None  # a rank
+    kill_at: float = float("inf")  # of the monotonic clock
     stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before its processes have connected
 
 
@@ -282,8 +284,8 @@ class Supervisor:
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
-        if self._finished:
-            return {"why": OVER}
+        if self._finished or self._missing:
+            return {"why": OVER if self._finished else TOO_FEW}
         if not about["is_far"] and about["host"] != host_here():
             return {"why": "its launcher cannot see this process: run the command where that one runs"}
         if not free:
@@ -310,7 +312,10 @@ class Supervisor:
         group = self._groups.get(number)
         if group is not None and group.why is None:
             group.why, group.blamed = why, rank
-            group.processes.kill(why, rank)
+            if why:
+                group.processes.kill(why, rank)
+            else:  # one that ends by an error closes its connection before: killed now, it would hide its exit code
+                group.kill_at = time.monotonic() + _END_S
 
     def _look(self) -> None:
         """Handle pipelines that have ended, are late, or are stopped."""
@@ -318,6 +323,10 @@ class Supervisor:
             known = self._members.groups.get(number)
             end = group.processes.poll_or_kill()
             if end is None:
+                if time.monotonic() > group.kill_at:
+                    group.kill_at = float("inf")
+                    group.why = f"it has left the run, and its processes have not ended within {_END_S:g} s"
+                    group.processes.kill(group.why, group.blamed)
                 continue
             del self._groups[number]
             group.resources.close()
@@ -332,8 +341,9 @@ class Supervisor:
         self._settle()
         if self._is_over():
             self._end(OVER)
-        elif self._too_few() and not (self._missing or self._are_ending()):
+        elif not self._missing and self._too_few() and not self._are_ending():
             self._missing = self._lost_for_good()
+        if self._missing:
             self._end(TOO_FEW)
         self._look_for_stopped()
 
@@ -343,33 +353,29 @@ class Supervisor:
 
     def _may_be_done(self, known: Group | None) -> bool:
         """Whether processes that succeeded may have done all their work, as far as it is known yet."""
-        if known is not None:
-            return known.left_at is not None
-        return not (self._members.has_begun or self._members.groups)  # they are no part of any training
+        return known.left_at is not None if known is not None else not self._members.is_awaited
 
     def _settle(self) -> None:
         """Decide which of those that left have reached the end of the run: all, unless others train on."""
         for number, group in list(self._settling.items()):
-            known = self._members.groups.get(number)
-            if known is not None and (is_done := self._members.is_done(number)) is None:
-                continue
-            if known is None and self._groups and not self._members.groups:
+            known, is_done = self._members.groups.get(number), self._members.is_done(number)
+            if is_done is None or (known is None and is_done and self._groups):  # others may train yet
                 continue
             del self._settling[number]
-            if (known is None and not self._members.groups) or (known is not None and is_done):
+            if is_done:
                 self._finished.add(group.pipeline)
             else:
-                at = "before the run began" if known is None else f"after {known.left_at} steps"
+                at = "before its first step" if known is None else f"after {known.left_at} steps"
                 why = f"it has left {at}, and the others go on"
                 self._losses[number] = loss = LostPipeline(group.pipeline, why, (0,) * self._job.size)
                 self._replace(group, loss)
 
     def _look_for_stopped(self) -> None:
-        """End pipelines with a stopped process that no other process waits for yet."""
+        """End pipelines with a stopped process that no other process waits for yet, or any more."""
         for number, group in self._groups.items():
             processes, known = group.processes, self._members.groups.get(number)
-            all_known = known is not None and len(known.processes) == known.size
-            stopped = processes.stopped() if isinstance(processes, Started) and not all_known else []
+            trains = known is not None and len(known.processes) == known.size and known.left_at is None
+            stopped = processes.stopped() if isinstance(processes, Started) and not trains else []
             if group.stopped_timer.expired(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
 

@@ -1,0 +1,51 @@
+"""Pipelines whose scripts stop in the midst of a step, such as by a break."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.membership.world import SAMPLES, World
+
+_BATCHES = 6
+
+
+def training(pipelines: int) -> World:
+    """A world in which each pipeline has begun a step that has not ended."""
+    world = World(pipelines, 1, _BATCHES)
+    for pipeline in range(pipelines):
+        world.start(pipeline, "host 0")
+    for name in ("connect", "enter"):
+        for process in [*world.processes.values()]:
+            process.move(name)
+    for place in world.processes:
+        world.arrives(place)
+    for place, waiting in world.down.items():
+        while waiting:
+            world.hears(place)
+    for process in world.processes.values():
+        process.move("begin")
+    return world
+
+
+def test_one_that_leaves_in_the_midst_of_a_step_is_lost_where_others_go_on() -> None:
+    world = training(2)
+    world.processes[1, 0].move("leave")
+    world.run_on()
+    why = "it has left before the end of a step, and the others go on"
+    assert [(kill.group, kill.why) for kill in world.kills] == [(1, why)]
+    assert sorted(world.processes[0, 0].trained) == [*range(_BATCHES * SAMPLES)]
+    assert world.members.is_done(0)
+    assert not world.members.is_done(1)
+
+
+@pytest.mark.parametrize("waited_s", [0.0, 1.5])
+def test_all_may_leave_in_the_midst_of_a_step(waited_s: float) -> None:
+    world = training(2)
+    for number in range(2):
+        world.processes[number, 0].move("leave")
+        world.arrives((number, 0))
+        world.now += waited_s
+        world.tick()
+    world.run_on()
+    assert world.kills == []
+    assert [world.members.is_done(number) for number in range(2)] == [True, True]

@@ -1,0 +1,121 @@
+"""Which pipelines the launcher takes for done, and when it ends one, with processes that are only noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from avgpipe.fault import supervise
+from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
+from avgpipe.ranks.launch import Job, RanksFailed
+from avgpipe.ranks.process import host_here
+
+
+class Noted:
+    """Processes that end when a test says so."""
+
+    def __init__(self) -> None:
+        self.end: RanksFailed | bool | None = None
+        self.killed: list[tuple[str, int | None]] = []
+
+    def poll_or_kill(self) -> RanksFailed | bool | None:
+        return self.end
+
+    def kill(self, why: str, blamed: int | None) -> None:
+        self.killed.append((why, blamed))
+
+
+@contextmanager
+def supervised(folder: Path, count: int) -> Iterator[tuple[Supervisor, list[Noted], list[str]]]:
+    """A launcher of pipelines of one process, which have been started."""
+    said = list[str]()
+    one = Supervisor(Job("stderr", [], 1, {}), IsolatedCounts(count, restarts=0), folder, said.append)
+    noted = [Noted() for _ in range(count)]
+    for pipeline, processes in enumerate(noted):
+        number, _ = one._new_group(pipeline)
+        one._groups[number] = _Launched(pipeline, processes, ExitStack())  # type: ignore[arg-type]
+    with one._resources:
+        try:
+            yield one, noted, said
+        finally:
+            one._coordinator.close()
+
+
+def connect(one: Supervisor, number: int) -> None:
+    about = {"name": "rank 0", "pipeline": number, "size": 1, "period": 1, "host": "here", "timeout_s": 60}
+    one._members.hello(number, 0, about, time.monotonic())
+
+
+def hear(one: Supervisor, number: int, kind: str, *values: Any) -> None:
+    one._members.receive(number, 0, kind, values, time.monotonic())
+
+
+def test_pipelines_that_train_on_nothing_are_done_once_all_have_ended(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        for number in range(2):
+            connect(one, number)
+        for number in range(2):
+            hear(one, number, "leave", 0, 0)
+            noted[number].end = True
+            one._look()
+            assert one._finished == (set() if number == 0 else {0, 1})
+        assert one._is_over()
+        assert not said
+
+
+def test_a_pipeline_that_leaves_before_the_others_begin_is_lost(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        connect(one, 0)
+        noted[1].end = True  # without a Pipeline
+        one._look()
+        assert not said
+        hear(one, 0, "enter", 1, ["plan", "weights"], {})
+        one._look()
+        assert said == ["pipeline 1 is lost: it has left before its first step, and the others go on"]
+        assert one._missing
+        assert not one._finished
+
+
+def test_one_that_closes_its_connection_may_end_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._lose(0, 0, "")
+        one._look()
+        assert not noted[0].killed
+        noted[0].end = RanksFailed((7,), 0)
+        one._look()
+        assert said == ["pipeline 0 is lost: rank 0 failed with exit code 7"]
+        monkeypatch.setattr(supervise, "_END_S", 0.0)
+        one._groups[1].why = None  # the run is ended, as it has not begun
+        noted[1].killed.clear()
+        one._lose(1, 0, "")
+        time.sleep(0.001)
+        one._look()
+        assert noted[1].killed == [("it has left the run, and its processes have not ended within 0 s", 0)]
+
+
+def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, _):
+        one._lose(0, 0, "rank 0 sent no message for 5 s")
+        assert noted[0].killed == [("rank 0 sent no message for 5 s", 0)]
+
+
+def test_nobody_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
+    with supervised(tmp_path, 1) as (one, noted, _):
+        connect(one, 0)
+        hear(one, 0, "enter", 1, ["plan", "weights"], {})
+        noted[0].end = RanksFailed((7,), 0)
+        one._look()
+        assert one._missing
+        about = {"host": host_here(), "name": "another host", "is_far": True}
+        assert one._let_join(Pipe()[0], about) == {"why": TOO_FEW}
+        one._groups[9] = _Launched(0, late := Noted(), ExitStack())  # type: ignore[arg-type]
+        one._look()
+        assert late.killed == [(TOO_FEW, None)]
