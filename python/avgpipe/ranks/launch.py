@@ -319,13 +319,21 @@ class StoppedTimer:
 
 
 def start(
-    commands: Sequence[Sequence[str]], folder: Path, added: Mapping[str, str], captures: bool = False
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    added: Mapping[str, str],
+    captures: bool = False,
+    size: int = 0,
 ) -> Started:
-    """Start a command for each rank; they meet in ``folder``."""
+    """Start a command for each rank; they meet in ``folder``. ``size``: of all ranks, if others are started apart."""
     from torch.distributed.elastic import multiprocessing as elastic
 
     count = len(commands)
-    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment(), **queue_environment()}
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, cores() // (size or count))),
+        **launch_environment(),
+        **queue_environment(),
+    }
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()
