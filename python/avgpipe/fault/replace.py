@@ -34,8 +34,25 @@ from avgpipe.fault.generation import (
     waited_for,
 )
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
-from avgpipe.ranks.launch import BLAME_S, STOPPED, RanksFailed, Started, StoppedTimer, rank_environment, start
-from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, has_missed, is_asked, run_folder
+from avgpipe.ranks.launch import (
+    BLAME_S,
+    NOT_READY,
+    STOPPED,
+    RanksFailed,
+    Started,
+    StoppedTimer,
+    rank_environment,
+    start,
+)
+from avgpipe.ranks.process import (
+    ARGUMENTS,
+    PEER_LOST,
+    forget_ready,
+    has_missed,
+    is_asked,
+    run_folder,
+    unready,
+)
 from avgpipe.ranks.supervisor import LaunchPolicy, watch
 
 _POLL_S = 0.02
@@ -173,6 +190,8 @@ class Replacing(LaunchPolicy):
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
             if self._left:
                 raise self._failure(self._left[0], 0)
+            for rank in unready(self._folder, self._ranks):
+                raise self._failure(rank, 0, NOT_READY)
             self._lose(*self._missed[0])
         self._answer()
 
@@ -226,6 +245,7 @@ class Replacing(LaunchPolicy):
         if code >= 0 or self._generation >= _MOST or not self._ranks or self._left:
             raise failure  # a rank that has ended meets no other
         self._failed = failure
+        forget_ready(self._folder, rank)
         self._put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
         how = "a spare process"
