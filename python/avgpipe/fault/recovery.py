@@ -40,7 +40,7 @@ def _nothing() -> None:
     pass
 
 
-class _Call(NamedTuple):
+class _EarlyCall(NamedTuple):
     """A call before the first batch, which a process that replaces another makes, too.
 
     Attributes:
@@ -65,7 +65,7 @@ class Recovery(Policy):
         self._called = -1  # batches before the last call that no new process makes; -1: there is none
         self._has_begun = False  # a batch
         self._first = self._loads = 0  # the number of the first one; loads so far
-        self._calls: list[_Call] = []
+        self._calls: list[_EarlyCall] = []
         self._ahead: list[list[Any]] = []  # results of calls of others that this process has not made yet
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
 
@@ -159,7 +159,7 @@ class Recovery(Policy):
     ) -> None:
         """Note that all ranks have made a call, which a restart from an earlier batch would repeat.
 
-        ``count``: noted calls before it. ``found``: see :class:`_Call`. ``again``: makes it again, if that is possible.
+        ``count``: noted calls before it. ``found``: see :class:`_EarlyCall`. ``again``: makes it again, if it can be.
         """
         self._copies.ask_for_one()
         if self._has_begun:
@@ -167,7 +167,7 @@ class Recovery(Policy):
         elif len(self._calls) == count:  # else once() has noted its result
             if found or again is not None:
                 self._ahead = self._ahead[1:]
-                self._calls.append(_Call(found, again or _nothing))
+                self._calls.append(_EarlyCall(found, again or _nothing))
             else:
                 self._called = session.feed.next_batch + 1
 
@@ -176,12 +176,12 @@ class Recovery(Policy):
             return self._take()
         found = find()
         if not self._has_begun:
-            self._calls.append(_Call([found]))
+            self._calls.append(_EarlyCall([found]))
         return found
 
     def _take(self) -> Any:
         """Return what a call found that the others have made before."""
-        self._calls.append(_Call(self._ahead.pop(0)))
+        self._calls.append(_EarlyCall(self._ahead.pop(0)))
         return self._calls[-1].found[0]
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:

@@ -22,7 +22,7 @@ from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.group import OVER, Group
-from avgpipe.fault.joining import Joined, leave_address
+from avgpipe.fault.joining import TOO_FEW, Joined, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
@@ -33,7 +33,6 @@ _POLL_S = 0.02
 _AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
-TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 
 
 @dataclass(frozen=True)
@@ -350,19 +349,25 @@ class Supervisor:
     def _settle(self) -> None:
         """Decide which of those that left have reached the end of the run: all, unless others train on."""
         for number, group in list(self._settling.items()):
-            known = self._members.groups.get(number)
-            if known is not None and (is_done := self._members.is_done(number)) is None:
-                continue
-            if known is None and self._groups and not self._members.groups:
+            if (has_done_all := self._has_done_all(number)) is None:
                 continue
             del self._settling[number]
-            if (known is None and not self._members.groups) or (known is not None and is_done):
+            if has_done_all:
                 self._finished.add(group.pipeline)
             else:
+                known = self._members.groups.get(number)
                 at = "before the run began" if known is None else f"after {known.left_at} steps"
                 why = f"it has left {at}, and the others go on"
                 self._losses[number] = loss = LostPipeline(group.pipeline, why, (0,) * self._job.size)
                 self._replace(group, loss)
+
+    def _has_done_all(self, number: int) -> bool | None:
+        """Whether a group that left has reached the end of the run; None if that is not known yet."""
+        if number in self._members.groups:
+            return self._members.is_done(number)
+        if self._members.groups:
+            return False
+        return None if self._groups else True  # no group has trained at all
 
     def _look_for_stopped(self) -> None:
         """End pipelines with a stopped process that no other process waits for yet."""

@@ -213,12 +213,12 @@ class TrainingLoop:
         assert valid is not None
         value, of_loss = (None, False) if target is None else parse_target(target)
         decoded = value if of_loss and self.done.batches and not ends else None
-        batches = _Again(lambda: self._results.validating(valid(), self.course.valid_batches))
+        batches = _Reread(lambda: self._results.validating(valid(), self.course.valid_batches))
         return evaluate(self.pipeline, workload, batches, decoded)
 
 
 @dataclass(frozen=True)
-class _Again:
+class _Reread:
     """Batches that are read again if a rank is replaced meanwhile."""
 
     begin: Callable[[], Iterator[Any]]
