@@ -204,7 +204,17 @@ class Copies(Extension):
     def configure(self, options: TrainingOptions) -> TrainingOptions:
         if not (isinstance(self.every_s, int | float) and 0 < self.every_s < math.inf):
             raise ValueError(f"Copies(every_s) must be seconds above 0, not {self.every_s!r}")
-        return replace(options, copies_every_s=self.every_s)
+        return replace(options, copies=self)
+
+    def give(self, batches: int) -> Any:
+        """Return what a process that replaces a lost one must know of this one's loop, as JSON.
+
+        For subclasses. Called on each of the other ranks, in the midst of ``train`` or of another call, when all
+        have gone back to the state after ``batches`` batches.
+        """
+
+    def take(self, given: Any) -> None:
+        """Take, on a new rank, what the first of the others has given that gave anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
