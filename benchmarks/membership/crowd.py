@@ -389,7 +389,7 @@ class Crowd:
         is_idle = host.group == number and host.trains and not (host.is_frozen or host.hangs)
         if is_idle and self.left <= self.done - self._counted and self._position(host)[3] == host.begun:
             host.phase = "leaving"
-            self._say(host, "leave", host.begun)
+            self._say(host, "leave", host.begun, self._position(host)[4])
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ def test_one_that_waits_for_a_step_that_never_comes_does_not_make_the_others_lea
     members.receive(0, 0, "begun", [1, 5, 5, 5, {}], 1.0)
     assert members.history[1].first == 8
     members.receive(1, 0, "alive", ["the state", 5, 8, 8, 0], 2.0)
-    members.receive(0, 0, "leave", [5], 3.0)
+    members.receive(0, 0, "leave", [5, 5], 3.0)
     commands = members.receive(1, 0, "begun", [2, 8, 5, 8, {}], 3.0) + members.tick(3.1)
     assert Kill(1, None, OVER) in commands
     members.gone(1, 3.2)
