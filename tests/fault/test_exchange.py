@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.membership import Known
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.slots import Like, ProcessMemory
+from avgpipe.fault.speaker import Speaker
 from avgpipe.links.link import Mailbox
 from avgpipe_ext.ring import Bell, Memory
 
@@ -116,3 +118,17 @@ def test_sums_wait_for_readers_of_the_memory_that_they_overwrite(exchange: TurnE
     assert not exchange.may_sum(2), "the other one still reads the sums of step 0"
     mate.memory.applied_counts[0].ring()
     assert exchange.may_sum(2)
+
+
+def test_the_close_of_a_speaker_waits_for_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    halted = threading.Event()
+    monkeypatch.setattr(Speaker, "_run", lambda self: halted.wait())
+    own = SimpleNamespace(speaker_bell=SimpleNamespace(ring=halted.set))
+    exchange: Any = SimpleNamespace(membership=None, own=own)
+    before = set(threading.enumerate())
+    speaker = Speaker(exchange, Known(Roster(), {}))
+    (thread,) = set(threading.enumerate()) - before
+    assert thread.is_alive()
+    speaker.halt()
+    speaker.join()
+    assert not thread.is_alive()

@@ -133,6 +133,7 @@ class TurnExchange:
         self._is_broken = False  # the epoch has ended, and the next one is not known
         self._asked_alone = -1, membership.known, True
         self._speaker: Any = None
+        self._halted: list[Any] = []  # speakers of earlier epochs
         mailbox.sources.append(self._collect)
         membership.serve(self)
 
@@ -193,14 +194,17 @@ class TurnExchange:
     def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
         self._is_broken = self._is_broken or breaks
         if breaks and self._speaker is not None:
-            self._speaker.halt()
-            self._speaker = None
+            self._halt_speaker()
         for number in lost:
             if (there := self._there.get(number)) is not None and number not in self._caps:
                 self._capped[number] = next(t for t in count(self._next) if not self._whole_by(there, t))
                 self._caps[number] = there.published()
         whole = next(t for t in count(self._next) if not self._is_whole(t, [self.membership.rank]))
         return whole, {n: self._caps[n] for n in lost if n in self._caps}
+
+    def _halt_speaker(self) -> None:
+        self._speaker.halt()
+        self._halted, self._speaker = [*self._halted[-1:], self._speaker], None
 
     def _spans_hosts(self, roster: Roster) -> bool:
         return len({term.host for term in roster.terms if not term.was_lost}) > 1
@@ -417,5 +421,7 @@ class TurnExchange:
             self.membership.leave()
         self._mailbox.sources.remove(self._collect)
         if self._speaker is not None:
-            self._speaker.halt()
+            self._halt_speaker()
         self.membership.close()
+        for speaker in self._halted:
+            speaker.join()

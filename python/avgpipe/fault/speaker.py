@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("avgpipe")
 _LOOK_S = 1.0  # between checks whether it is to end
+_END_S = 5.0  # for its threads to end, as one inside gloo would abort the process at its end
 _LOOPBACK = "127.0.0.1"
 
 
@@ -38,7 +41,19 @@ class Speaker:
         self._lock = threading.Lock()
         self._groups: dict[str, HostGroup] = {}
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}
-        threading.Thread(target=self._run, name="avgpipe-speaker", daemon=True).start()
+        self._threads: list[threading.Thread] = []
+        self._start(self._run)
+
+    def _start(self, target: Callable[[], None]) -> None:
+        thread = threading.Thread(target=target, name="avgpipe-speaker", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def join(self) -> None:
+        """Wait until all its threads have ended; once it is halted."""
+        deadline = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def halt(self) -> None:
         """Abandon what is under way; no sum becomes whole from now on."""
@@ -47,7 +62,7 @@ class Speaker:
             groups = [*self._groups.values()]
         self._exchange.own.speaker_bell.ring()
         for group in groups:
-            threading.Thread(target=group.abort, daemon=True).start()
+            self._start(group.abort)
 
     def _goes_on(self) -> bool:
         return not self._is_halted and self._membership.failure is None
