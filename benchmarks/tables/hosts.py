@@ -32,8 +32,8 @@ def hosts_steps(record: Record) -> str:
             )
         )
     return table(
-        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | ms/step in warm-up: | over all-reduce: | MiB sent a step by each host: | received: | "
-        "gradients sent by the busiest: | received: | by all-reduce:",
+        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | ms/step in warm-up: | over all-reduce: | "
+        "MiB sent a step by each host: | received: | gradients sent by the busiest: | received: | by all-reduce:",
         rows,
     )
 

@@ -181,6 +181,8 @@ def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tm
             connection.send_bytes(encoded(["once", 7, "loss", 1, 5, 20]))
             if connection is first:
                 assert heard(first, "reply") == [7, {}]
+            else:
+                alive(connection)  # so that they ask in this order
         first.close()
         assert heard(second, "reply") == [7, {}]
         second.send_bytes(encoded(["done", "loss", 1, 5, 1.5]))
