@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -49,3 +50,35 @@ def test_the_makefile_the_workflow_and_the_guide_for_contributors_have_the_same_
     assert sorted(rows) == sorted(names)
     for part in parts.NIGHTLY:
         assert re.search(rf"--part {part}\b|nightly-{part}[ :]", MAKEFILE), part
+
+
+# Their promises start a single process, or none of a run; all of those below have one run, of a fixture.
+ALONE = (
+    *("avgpipe_ext/", "lab/workloads/", "measure/", "planning/", "tasks/", "timeline/"),
+    *("checkpoint/test_faults.py", "cli/test_checks.py", "cli/test_main.py", "lab/compare/test_command.py"),
+    *("ranks/test_process.py", "ranks/test_rendezvous.py", "ranks/test_signals.py", "ranks/test_watchdog.py"),
+    *("test_imports.py", "test_plugins.py", "test_size.py", "test_ways.py"),
+)
+SHARED = ("cli/test_train.py", "interop/test_torch_pipelining.py")
+
+
+def promises(path: Path) -> int:
+    """How many tests of a file are run for each commit; one without numbers of cells counts once."""
+    marks = [
+        mark
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef)
+        for mark in node.decorator_list
+        if ast.unparse(mark).startswith("pytest.mark.promise")
+    ]
+    return sum(max(1, len(mark.args)) if isinstance(mark, ast.Call) else 1 for mark in marks)
+
+
+def test_at_most_forty_tests_of_a_commit_start_the_processes_of_a_run() -> None:
+    count = 0
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        name = path.relative_to(ROOT / "tests").as_posix()
+        assert "pytestmark = pytest.mark.promise" not in path.read_text() or name == "test_parts.py", name
+        if not name.startswith(ALONE):
+            count += min(1, promises(path)) if name in SHARED else promises(path)
+    assert 30 <= count <= 40, count

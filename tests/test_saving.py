@@ -160,7 +160,7 @@ def _ask_a_clock(folder: str) -> int:
         return p.batches
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_clock_is_not_asked_where_pipelines_come_later(tmp_path: Path) -> None:
     run = Isolated(2, 1, _ask_a_clock, restarts=0, folder=str(tmp_path))
     assert list(run.results.values()) == [2, 2], run.failures
@@ -177,7 +177,7 @@ def _save_when_it_is_due(folder: str) -> list[int]:
         return found
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_all_ranks_find_alike_that_a_checkpoint_is_due(tmp_path: Path) -> None:
     first, second = run(2, _save_when_it_is_due, folder=str(tmp_path))
     assert first == second

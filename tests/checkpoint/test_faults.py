@@ -186,7 +186,7 @@ def _one_rank_has_no_room(folder: str, rank: int) -> None:
         p.save(folder)
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_ranks_agree_that_one_has_no_room(rank: int, tmp_path: Path) -> None:
     run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"), rank=rank)
@@ -220,7 +220,7 @@ def _one_rank_cannot_read(folder: str) -> None:
         losses(p)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_all_ranks_agree_that_one_cannot_read(saved: Path) -> None:
     next(saved.glob("stage-1-*")).write_bytes(b"short")
     run(2, _one_rank_cannot_read, folder=str(saved))

@@ -259,7 +259,7 @@ def _one_rank_has_no_room(folder: str) -> None:
         p.save(folder, wait=False)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_all_ranks_are_told_that_one_has_no_room(tmp_path: Path) -> None:
     run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"))
     assert verify_checkpoint(tmp_path / "c").batches == 4
@@ -279,7 +279,7 @@ def _train_while_the_disk_is_slow(folder: str) -> None:
             p.wait_for_save()  # until it is killed
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_killed_while_they_write_ranks_leave_the_checkpoint_before(tmp_path: Path) -> None:
     workers = Ranks(2, _train_while_the_disk_is_slow, folder=str(tmp_path / "c"))
     workers.wait_for(2, "writing")

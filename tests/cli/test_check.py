@@ -55,7 +55,7 @@ def test_a_loss_that_is_weighed_wrongly_ends_with_1(write_script: WriteScript) -
     assert found["compared"][0]["apart"] > 0.1
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_layers_that_draw_are_compared_with_one_stage_on_the_workers_too(write_script: WriteScript) -> None:
     result = invoke("check", f"{write_script(MAKE)}:noisy", "--batches", "3", "--json", "--pipelines", "1")
     assert result.exit_code == 0, result.stderr

@@ -17,8 +17,6 @@ from tests.lab.pages.folders import write_run
 from tests.patience import limit
 from tests.scripts import WriteScript
 
-pytestmark = pytest.mark.promise
-
 COMMAND = Path(sys.executable).with_name("avgpipe")
 LINE = ("--bandwidth", "1Gbit", "--latency", "1ms")
 MAKE = """
@@ -35,6 +33,7 @@ def said(*words: object) -> Any:
     return strict(done.stdout)
 
 
+@pytest.mark.promise
 def test_from_a_model_to_a_plan(write_script: WriteScript, tmp_path: Path) -> None:
     assert said("doctor")["links"]
     model, profile, plan = f"{write_script(MAKE)}:make", tmp_path / "profile.json", tmp_path / "plan.json"
@@ -51,6 +50,7 @@ def test_from_a_model_to_a_plan(write_script: WriteScript, tmp_path: Path) -> No
     assert simulated["makespan_s"] == pytest.approx(0.015)
 
 
+@pytest.mark.promise
 def test_a_plan_is_checked_in_one_process_and_on_its_workers(write_script: WriteScript) -> None:
     found = said("check", f"{write_script(MAKE)}:make", "--batches", "2", "--pipelines", "1")
     assert list(found) == ["in one process", "on 2 workers"]
@@ -59,6 +59,7 @@ def test_a_plan_is_checked_in_one_process_and_on_its_workers(write_script: Write
     assert alone == pytest.approx(apart)
 
 
+@pytest.mark.promise
 def test_from_runs_to_a_report(write_script: WriteScript, tmp_path: Path) -> None:
     model, out = f"{write_script(MAKE)}:make", tmp_path / "out"
     compared = said("compare", model, "--systems", "avgpipe,gpipe", "--validations", "2", "--out", out)
@@ -72,6 +73,7 @@ def test_from_runs_to_a_report(write_script: WriteScript, tmp_path: Path) -> Non
     assert b"batch 8" in watched.stdout
 
 
+@pytest.mark.promise(0)
 @pytest.mark.parametrize(
     "options",
     [

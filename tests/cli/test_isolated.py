@@ -258,7 +258,7 @@ def test_when_all_are_lost_the_first_is_named_and_the_run_resumes(start: Any) ->
     assert strict(again.stdout)["lost"] == []
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_run_ends_with_fewer_pipelines_than_it_must_have(start: Any) -> None:
     training = start("--min-pipelines", "2")
     training.trains(5)
@@ -296,7 +296,7 @@ def test_another_command_takes_the_place_of_a_lost_pipeline(start: Any) -> None:
     assert late.stderr == f"avgpipe: error: {training.out}: no run with --isolate is active there\n"
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: Any) -> None:
     training = start("--max-pipelines", "3", "--restarts", "0")
     training.trains(5)

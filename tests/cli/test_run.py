@@ -32,7 +32,7 @@ def finish(*arguments):
     return process.returncode, stdout, stderr
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_every_worker_runs_the_script_with_its_arguments(script):
     code, stdout, stderr = finish("--stages", "2", script, "--stages", "x")
     assert code == 0, stderr

@@ -143,7 +143,7 @@ def resume(group, rank, size):
     )
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_else_a_group_promises():
     for rank, out in enumerate(run(2, run_other_things)):
         assert out["first rank's"] == 0.0

@@ -58,7 +58,7 @@ def ends_of(faults: list[dict[str, Any]], **options: Any) -> Any:
     return [code for code, _ in ends], [(output.strip().splitlines() or [""])[-1] for _, output in ends]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_an_exception_is_told_to_all() -> None:
     codes, last = ends_of([{"kind": "exception", **HERE, "micro_batch": 1}])
     assert codes == [1, 1, 1]

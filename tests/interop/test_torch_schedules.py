@@ -141,7 +141,7 @@ def written(name: str, micro_batches: int) -> Schedule:
     return build_schedule(name, 2 if name in ("zero-bubble-h1", "advance-forward") else 4, micro_batches)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_we_write_runs_on_torchs_runtime_to_the_gradients_of_one_device() -> None:
     found = run(2, train, names=WRITTEN)
     for name, micro_batches in WRITTEN.items():

@@ -144,7 +144,7 @@ def trained(link: str, verify_wire: bool) -> Any:
     )
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 def test_training_is_the_same(link: str) -> None:
     (losses, state), *_ = run(2, trained, link=link, verify_wire=True)
@@ -187,6 +187,6 @@ def disagreeing() -> str:
     return str(caught.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_ranks_that_disagree_are_refused() -> None:
     assert all("verify_wire" in text for text in run(2, disagreeing))

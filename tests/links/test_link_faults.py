@@ -110,7 +110,7 @@ def refused(link: str, how: str) -> str:
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["limit", "memory"])
 def test_memory_that_is_refused_is_an_error_on_every_rank(how: str) -> None:
     texts = run(2, refused, link="shm", how=how)
@@ -150,7 +150,7 @@ def joined(link: str) -> str:
         return str(error)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_shared_memory_needs_one_host() -> None:
     for text in run(3, elsewhere, link="shm"):
         assert "link 'shm' cannot join ranks 0 and 1: not on this host; use 'auto' or 'gloo'" in text
@@ -160,7 +160,7 @@ def test_shared_memory_needs_one_host() -> None:
     assert len({text.partition("] ")[2] for text in texts}) == 1
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_an_inbox_that_is_refused_is_an_error_on_every_rank_or_another_link() -> None:
     for text in run(3, no_inbox, link="shm"):
         assert "link 'shm' cannot join ranks 0 and 1: no " in text
@@ -188,7 +188,7 @@ def disagree(what: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.promise(0, 3)
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "what", ["stages", "micro_batches", "schedule", "link", "wire_dtype", "clip_grad_norm"]
 )
@@ -220,7 +220,7 @@ def changing(link: str) -> Any:
         return losses, p.evaluate(batches).loss, p.predict(batches[5][0])
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_shapes_may_change_in_mid_run() -> None:
     found = [rank for link in LINKS for rank in run(2, changing, link=link)]
     for losses, evaluated, predicted in found:

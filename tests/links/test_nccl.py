@@ -83,7 +83,7 @@ def exchange(both_ways: bool) -> list[Any]:
     return [[x.detach().clone(), x.requires_grad, *map(str, rest)] for x, *rest in reversed(got)]
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("both_ways", [True, False])
 def test_messages_of_all_channels_arrive_in_any_order_of_taking(both_ways: bool) -> None:
     for rank in run(2, exchange, both_ways=both_ways):

@@ -69,7 +69,7 @@ def workers_of(folder, count=2):
     return [int(path.read_text()) for path in folder.iterdir() if path.read_text()][:count]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_every_rank_answers():
     said = []
     answers = run_on_ranks(f"{HERE}:adds", 2, {"a": 1, "b": 2}, timeout_s=60, say=said.append)
@@ -142,7 +142,7 @@ def test_a_stopped_rank_is_to_blame_and_delays_no_other(tmp_path):
     assert time.monotonic() - begin < limit(20)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
     with pytest.raises(RanksFailed, match="worker 1 of 2 was stopped by a signal") as failure:
@@ -171,7 +171,7 @@ def test_a_rank_that_was_never_ready_is_to_blame(replaces):
         Replacing(tied("stderr", *command), 2, 0, {}, print).run() if replaces else run_command(command, 2)
 
 
-@pytest.mark.promise(0, 3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("kills", [False, True])
 @pytest.mark.parametrize(
     ("script", "why"),
@@ -237,7 +237,7 @@ def test_workers_go_with_their_parent(tmp_path, number):
         parent.kill()
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_nothing_waits_when_a_worker_cannot_be_started():
     begin = time.monotonic()
     with pytest.raises(PipelineError, match=r"No module named 'tests\.nothing'"):

@@ -533,7 +533,7 @@ def _alone() -> tuple[int, int, list[float]]:
         return p.world.rank, p.world.size, [r.loss for r in p.train(token_batches(2, 8))]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_rank_can_be_alone() -> None:
     first, second = run(2, _alone)
     assert first[:2] == (0, 1)
@@ -549,7 +549,7 @@ def _first_two() -> float:
     return float(total)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_some_ranks_can_be_a_group() -> None:
     assert run(3, _first_two) == [2.0, 2.0, 0.0]
 
@@ -567,7 +567,7 @@ def _own_group() -> list[float]:
     return losses
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_the_callers_own_group_stays() -> None:
     first, second = run(2, _own_group)
     assert first == second

@@ -66,7 +66,7 @@ sys.exit(1)
 """
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_stopped_rank_is_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _STOPS, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 0 of 2 was stopped by a signal") as failure:
@@ -95,7 +95,7 @@ def test_a_rank_that_is_stopped_for_too_long_is_replaced() -> None:
     assert said == ["rank 0 was stopped by a signal; a new process takes its place"]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_ranks_that_are_all_stopped_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
@@ -234,7 +234,7 @@ os.kill(os.getpid(), signal.SIGKILL)
         Replacing(tied("stderr", sys.executable, "-c", script), 2, 0, {}, print).run()
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = Replacing._start
 
@@ -267,7 +267,7 @@ sys.exit(1)
 """
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_has_only_missed_another_one_is_not_to_blame(tmp_path: Path) -> None:
     command = tied("stderr", sys.executable, "-c", _MISSES, str(tmp_path))
     with pytest.raises(RanksFailed, match="worker 1 of 2 failed with exit code 1"):

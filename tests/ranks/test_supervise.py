@@ -51,7 +51,7 @@ def supervised(folder: Path, until: str, isolation: IsolatedCounts, *more: str) 
     return said
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

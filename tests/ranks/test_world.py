@@ -32,7 +32,7 @@ def _gathered() -> Any:
     return [ours.gather(value) for value in mine], gather(rank), ours.gather(VALUES[: 3 * rank])
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_values_of_unequal_length_come_back_whole() -> None:
     first, *others = run(3, _gathered)
     for n, found in enumerate(first[0]):
@@ -66,7 +66,7 @@ def _too_large() -> str:
     return str(error.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_is_too_large_is_refused_on_all_ranks() -> None:
     for text in run(2, _too_large):
         assert "ranks would gather [2, 1002] bytes" in text
@@ -85,7 +85,7 @@ def _several() -> list[Any]:
     return [str(first.reported()), str(second.reported()), *seen, *names, second.is_first("notice")]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_pipelines_of_one_process_are_kept_apart() -> None:
     ranks = run(2, _several)
     assert [found[0] for found in ranks] == ["None", "rank 1 stops because of rank 0: ValueError: broken"]
@@ -106,7 +106,7 @@ def _differing() -> str:
     return str(error.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_differs_is_refused_on_all_ranks() -> None:
     for text in run(3, _differing):
         assert text.startswith("the shape differs between ranks: ranks [1, 2] disagree with rank 0: ")

@@ -83,7 +83,7 @@ def test_pipelines_share_all_of_it(name: str) -> None:
     check({"stages": 2, "micro_batches": 2, "pipelines": 2, "staleness": 0}, name, clip_grad_norm=1e9)
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("N", [1, 2])
 def test_an_update_is_that_of_one_batch_on_ranks(N: int) -> None:
     plan = {"stages": 2, "micro_batches": 2, "pipelines": N, "staleness": 0}

@@ -96,7 +96,7 @@ def test_adapters_alone_train_as_on_one_device(K: int, N: int) -> None:
     train(K, N)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_adapters_train_on_ranks() -> None:
     first, second = run(2, train, K=2)
     assert first == second

@@ -216,7 +216,7 @@ def used(what: str) -> str:
     return ""
 
 
-@pytest.mark.promise(0, 3)
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("what", WHAT)
 def test_what_differs_between_ranks_ends_the_run_and_is_named_on_both(what: str) -> None:
     told = run(2, used, what=what)
@@ -252,7 +252,7 @@ def refused_on_one(rank_that_refuses: int) -> list[str]:
     return found
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_refuses_ends_the_pipeline_on_the_others_and_the_next_one_trains(rank: int) -> None:
     found = run(2, refused_on_one, rank_that_refuses=rank)

@@ -57,7 +57,7 @@ def test_auto_chooses_once_and_changes_no_loss(N: int) -> None:
     assert (losses, None, None) == train(2, N, None)
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 def test_ranks_choose_alike(link: str) -> None:
     results = run(3, train, K=3, N=2, advance="auto", link=link)

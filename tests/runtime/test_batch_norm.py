@@ -85,7 +85,7 @@ def check_on_ranks() -> bool:
     return True
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_on_ranks() -> None:
     assert run(2, check_on_ranks) == [True, True]
 

@@ -40,7 +40,7 @@ def on_ranks(options: dict[str, Any]) -> list[float]:
     return found
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_all_ranks_learn_them() -> None:
     first, *others = run(Plan(**SHAPES[1]).workers, on_ranks, options=SHAPES[1])
     assert all(other == first for other in others)

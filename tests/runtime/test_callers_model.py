@@ -84,7 +84,7 @@ def touch_on_ranks(folder: str) -> bool:
     return True
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_is_done_to_the_callers_model_changes_nothing_on_ranks(tmp_path: Path) -> None:
     assert run(2, touch_on_ranks, folder=str(tmp_path)) == [True, True]
 
@@ -165,7 +165,7 @@ def freeze_on_ranks(plan: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("plan", [{"stages": 2}, {"stages": 2, "replication": [1, 2], "schedule": "1f1b"}])
 def test_freezing_midway_on_ranks(plan: dict[str, Any]) -> None:
     ranks = sum(plan.get("replication", [1, 1]))

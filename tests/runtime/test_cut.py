@@ -128,7 +128,7 @@ def check_on_ranks() -> bool:
         return ("384 B" in str(pipeline)) == (pipeline.world.rank == 0)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_rank_knows_what_it_sends() -> None:
     assert run(2, check_on_ranks, timeout_s=110) == [True, True]
 

@@ -98,7 +98,7 @@ def on_ranks(options: dict[str, Any]) -> tuple[float, list[float], Any]:
     return found.norm, list(found.to_reference), found.between
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[4]], ids=str)
 def test_all_ranks_learn_them(options: dict[str, Any]) -> None:
     first, *others = run(Plan(**options).workers, on_ranks, options=options)

@@ -76,7 +76,7 @@ def test_it_is_torchs_average_of_one_device(plan: dict[str, Any]) -> None:
     check(plan)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "plan"), [(2, PLANS[3]), (3, PLANS[2]), (4, PLANS[4])], ids=["pipelines", "replicas", "spread"]
 )

@@ -168,7 +168,7 @@ def norms_of_ranks() -> list[tuple[int, int, int]]:
     return norms.seen
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_each_rank_sees_its_own_stages() -> None:
     for stage, seen in enumerate(run(2, norms_of_ranks)):
         assert sorted(map(tuple, seen)) == [(batch, i, stage) for batch in range(2) for i in range(2)]

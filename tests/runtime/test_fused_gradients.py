@@ -122,7 +122,7 @@ def on_ranks(plan: dict[str, Any]) -> Any:
     return train(plan)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_replicas_on_ranks_sum_what_their_products_have_added_up() -> None:
     expected_losses, expected = train_on_one_device(model(), batches(), LOSS, adamw)
     for losses, state in run(3, on_ranks, plan=PLANS["replicas"]):

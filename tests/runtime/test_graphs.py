@@ -332,7 +332,7 @@ ON_RANKS: list[tuple[int, dict[str, Any]]] = [
 
 
 @pytest.mark.ranks
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.host
 @pytest.mark.parametrize("link", ["shm", "gloo"])
 @pytest.mark.parametrize(("ranks", "plan"), ON_RANKS, ids=str)
@@ -358,7 +358,7 @@ def isolated(graphs: bool, plan: dict[str, Any]) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.host
 @pytest.mark.parametrize(
     "plan",

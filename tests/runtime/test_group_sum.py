@@ -306,7 +306,7 @@ def backends(devices: Sequence[str | None]) -> list[str]:
     return named
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("devices", "named"),
     [("abcd", ["nccl", "nccl"]), ("abcc", ["nccl", "gloo"]), (["a", None, "b", "c"], ["gloo", "nccl"])],

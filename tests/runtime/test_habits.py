@@ -161,7 +161,7 @@ def test_hooks_of_parameters_see_the_gradient_of_the_whole_batch(
     train_with_hooks(plan, clip)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_hooks_of_parameters_on_ranks() -> None:
     assert run(2, train_with_hooks, plan={"stages": 2, "micro_batches": 4}, clip=0.05) == [True, True]
 
@@ -269,7 +269,7 @@ def ddp_on_ranks() -> bool:
     return True
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_distributed_data_parallel_is_refused_at_once_on_ranks() -> None:
     assert run(2, ddp_on_ranks, timeout_s=30) == [True, True]
 

@@ -221,7 +221,7 @@ def learn(folder):
     return from_files, from_values, read
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_each_rank_asks_for_no_more_than_its_stages_hold(tmp_path):
     model = build("LlamaForCausalLM")
     model.save_pretrained(tmp_path)
@@ -251,6 +251,6 @@ def learn_unlike():
     return str(refused.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_ranks_that_fill_a_tied_parameter_unlike_are_all_told():
     assert all("'0.weight'" in message for message in run(2, learn_unlike))

@@ -218,13 +218,13 @@ def on_ranks(options: dict[str, Any], rank: int, what: str) -> str:
         return found(p, token_batches(9, 8), spoils)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_bit_of_a_tied_weight_on_another_rank() -> None:
     for text in run(2, on_ranks, options={}, rank=1, what="weights"):
         assert "'0.weight' of pipeline 0 has other bits on stage 1 (rank 1) than on stage 0 (rank 0)" in text
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_bit_of_a_reference_of_dedicated_pipelines() -> None:
     options = {"stages": 1, "pipelines": 3, "spread": True, "batch": "per-pipeline", "rule": "avgpipe"}
     for text in run(3, on_ranks, options=options, rank=1, what="reference"):
@@ -256,7 +256,7 @@ def isolated(options: dict[str, Any], spoiled: int, what: str) -> list[float]:
     return losses
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", [{}, {"batch": "per-pipeline", "rule": "avgpipe"}], ids=str)
 def test_of_isolated_pipelines_the_one_with_another_reference_is_lost_alone(options: dict[str, Any]) -> None:
     options = {"stages": 1, "pipelines": 3, **options}
@@ -269,7 +269,7 @@ def test_of_isolated_pipelines_the_one_with_another_reference_is_lost_alone(opti
     assert {pipeline for pipeline, _ in run.results} == {0, 2}
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_an_isolated_pipeline_compares_its_own_copies() -> None:
     options = {"stages": 2, "pipelines": 2, "batch": "per-pipeline", "rule": "avgpipe"}
     run = Isolated(2, 2, isolated, restarts=0, options=options, spoiled=1, what="weights")
@@ -352,6 +352,6 @@ def disagreeing() -> str:
     return str(caught.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_ranks_that_disagree_are_refused() -> None:
     assert all("verify_every" in text for text in run(2, disagreeing))

@@ -299,7 +299,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
 
 
-@pytest.mark.promise(2)
+@pytest.mark.ranks
 @pytest.mark.parametrize("staleness", [1, 0])
 @pytest.mark.parametrize(
     ("K", "more", "optimizer"),
@@ -322,7 +322,7 @@ def test_who_has_no_batch_in_a_turn_keeps_step_with_the_others(
     assert_as_emulated(run, options, optimizer, each=3, decay=0.9)
 
 
-@pytest.mark.promise(0, 4, 15)
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("far", [(), (1,), (0, 1)], ids="far {}".format)
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES, ids=str)
 def test_one_is_lost_and_comes_again(
@@ -342,7 +342,7 @@ def test_one_is_lost_and_comes_again(
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
 
 
-@pytest.mark.promise(3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("is_far", [False, True])
 @pytest.mark.parametrize(("K", "options", "optimizer"), CASES[::2], ids=str)
 def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer: str, is_far: bool) -> None:
@@ -356,7 +356,7 @@ def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer:
     assert set(run.results) == {(i, k) for i in range(N + 1) for k in range(K)}
 
 
-@pytest.mark.promise(0, 1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"] * 2)
 def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(batch: str) -> None:
     options = {"pipelines": 3, "micro_batches": 6, "batch": batch}
@@ -398,7 +398,7 @@ def test_a_layer_that_hangs_costs_its_pipeline_alone(staleness: int, clip_grad_n
     assert re.match(f"{by_others}|{by_its_own}", run.why[0])
 
 
-@pytest.mark.promise(0, 4)
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (1,), (0, 1, 2)], ids="far {}".format)
 @pytest.mark.parametrize("seed", range(6))
 def test_many_are_lost_at_any_time(seed: int, far: tuple[int, ...]) -> None:
@@ -448,7 +448,7 @@ def use(folder: str, dies: Any = None) -> Any:
         return losses, seen, output, p.state_dict(), p.distances().to_reference
 
 
-@pytest.mark.promise
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("far", [(), (0,)], ids="far {}".format)
 def test_evaluation_and_checkpoints_are_one_pipeline_s_work_and_all_know(
     tmp_path: Any, far: tuple[int, ...]
@@ -489,7 +489,7 @@ def go_back(folder: str) -> Any:
         return seen, losses
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
     run = Isolated(2, 2, go_back, restarts=0, folder=str(tmp_path / "saved"))
     assert not run.failures, run.failures
@@ -500,7 +500,7 @@ def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
         assert all(torch.isfinite(torch.tensor(losses[1])))
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
     whole = Isolated(2, 2, use, folder=str(tmp_path / "whole"))
     run = Isolated(2, 2, use, restarts=0, folder=str(tmp_path / "saved"), dies=(0, 0))
@@ -526,7 +526,7 @@ def save_in_turn(folder: str) -> int:
         return p.batches
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_pipelines_save_into_one_folder_in_turn(tmp_path: Path) -> None:
     run = Isolated(2, 1, save_in_turn, restarts=0, folder=str(tmp_path))
     assert set(run.results.values()) == {2}, run.failures
@@ -577,7 +577,7 @@ def preempt_first() -> tuple[list[Any], bool, int]:
         return list(p.train(3 * data)), p.preempted, p.batches
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_is_preempted_before_the_run_has_begun_ends_without_a_batch() -> None:
     run = Isolated(2, 1, preempt_first, restarts=0)
     assert run.results == {(0, 0): ([], True, 0), (1, 0): ([], True, 0)}, run.failures
@@ -590,7 +590,7 @@ def refuse(isolate: bool) -> str:
     return str(refusal.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_plans_and_launchers_must_agree() -> None:
     assert "start it with avgpipe run --isolate" in refuse(True)
     run = Isolated(2, 1, refuse, isolate=False)
@@ -611,7 +611,7 @@ def differ(what: str) -> Any:
     return "nothing was said"
 
 
-@pytest.mark.promise
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("what", ["plan", "weights", "loader"])
 def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     run = Isolated(2, 1, differ, restarts=0, what=what)
@@ -621,7 +621,7 @@ def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     assert any(said in text for text in run.results.values()), run.results
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
     options = {"pipelines": 2, "micro_batches": 6} | ({} if batch == "global" else {"batch": batch})
@@ -653,7 +653,7 @@ def come(ahead: int) -> int:
         return p.batches
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_who_comes_with_a_loader_that_begins_too_late_ends_alone_and_says_why() -> None:
     run = Isolated(2, 1, come, restarts=0, joins=[2], ahead=40)
     assert set(run.results) == {(0, 0), (1, 0)}

@@ -66,7 +66,7 @@ def test_training_goes_on_from_them_as_from_the_beginning(plan: dict[str, Any]) 
     check(plan)
 
 
-@pytest.mark.promise(2)
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("ranks", "plan"), [(2, PLANS[4]), (3, PLANS[3]), (2, {**PLANS[5], "stages": 1, "spread": True})]
 )
@@ -141,7 +141,7 @@ def read_here() -> tuple[set[str], set[str]]:
         return read, {name for k in stages for entry in p._spec.model.entries[k] for name in entry.names}
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_rank_reads_what_its_stages_need() -> None:
     for read, own in run(2, read_here):
         assert read <= own < set(other_weights())
@@ -197,7 +197,7 @@ def refused_on_every_rank() -> str:
         return str(raised.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_every_rank_refuses_what_one_of_them_cannot_load() -> None:
     first, second = run(2, refused_on_every_rank)
     assert first == second

@@ -187,7 +187,7 @@ def check_replicas_on_ranks(replication: list[int]) -> bool:
     return True
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("replication", REPLICATED)
 def test_where_stages_have_replicas_on_ranks(replication: list[int]) -> None:
     ranks = sum(replication)
@@ -206,7 +206,7 @@ def spread_on_ranks() -> Any:
     return elastic(True, ignoring)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_several_pipelines_and_schedules_without_a_flush_agree_with_cross_entropy() -> None:
     """nn.CrossEntropyLoss says by its targets what micro-batches weigh: the same numbers, found in another way."""
     known = nn.CrossEntropyLoss(ignore_index=IGNORED)

@@ -136,7 +136,7 @@ def check_on_ranks(plan: dict[str, Any]) -> bool:
 REPLICATED = {"stages": 2, "micro_batches": 3, "replication": [1, 2], "schedule": "1f1b"}
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "plan", [{"stages": 2, "micro_batches": 3}, {"stages": 3, "micro_batches": 2}, REPLICATED]
 )
@@ -187,7 +187,7 @@ def test_a_batch_has_the_scale_that_was_there_when_its_weights_were_made() -> No
     assert LossScale(8.0, versioned=False).at(0) == 8.0
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw"])
 def test_without_a_flush_scales_do_not_depend_on_timing(schedule: str) -> None:
     """Nor on how many processes there are: see on_ranks below."""

@@ -205,7 +205,7 @@ def other_weights() -> dict[str, torch.Tensor]:
     return {name: 0.9 * value for name, value in model_of_blocks().state_dict().items()}
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_several_batches_make_an_update_of_weights_from_outside(how: str) -> None:
@@ -457,7 +457,7 @@ WORDS = [
 ]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_what_cannot_be_is_refused_in_words() -> None:
     for messages in run(2, refusals):
         for message, words in zip(messages, WORDS, strict=True):
@@ -538,7 +538,7 @@ def die(how: str) -> str:
     return "went on"
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("how", ["replicate", "shard"])
 def test_ranks_of_all_pipelines_end_when_one_dies(how: str) -> None:
     started = Ranks(4, die, how=how)

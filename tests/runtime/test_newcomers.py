@@ -65,7 +65,7 @@ def use_at_once(K: int, what: str, folder: str) -> Any:
         return states
 
 
-@pytest.mark.promise(4, 6)
+@pytest.mark.ranks
 @pytest.mark.parametrize("what", ["state", "own state", "output", "distances", "evaluation", "checkpoint"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
@@ -121,7 +121,7 @@ def begin(K: int, folder: str, first: str, resumes: bool) -> Any:
         return found, p.state_dict()
 
 
-@pytest.mark.promise(2, 13)
+@pytest.mark.ranks
 @pytest.mark.parametrize("first", ["", "state", "load", "enter"])
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
@@ -155,7 +155,7 @@ def train_behind(K: int) -> Any:
         return found, p.state_dict()
 
 
-@pytest.mark.promise(3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
 @pytest.mark.parametrize("K", [1, 2])
 def test_who_is_behind_is_told_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
@@ -186,7 +186,7 @@ def use_then_train() -> Any:
         return batches, seen
 
 
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
 def test_a_loader_goes_on_where_it_was_made_though_the_model_was_used_before(far: tuple[int, ...]) -> None:
     run = Isolated(2, 1, use_then_train, restarts=0, joins=[2], joins_after=6, far=far)
@@ -213,7 +213,7 @@ def step_by_step(enters: bool) -> int:
         return len(DATA) - first
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("enters", [True, False])
 def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
     run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], joins_after=6, enters=enters)
@@ -248,7 +248,7 @@ def change(K: int, how: str, folder: str) -> Any:
         return losses, p.state_dict()
 
 
-@pytest.mark.promise(3, 5)
+@pytest.mark.promise(3)
 @pytest.mark.parametrize("how", ["load", "load_state_dict", "rate"])
 @pytest.mark.parametrize("K", [1, 2])
 def test_who_comes_with_the_next_turn_has_what_the_others_changed_before_it(

@@ -124,7 +124,7 @@ def _on_a_rank(plan: dict[str, Any], bad: tuple[int, ...]) -> None:
     assert all(bool(value.isfinite().all()) for value in state.values())
 
 
-@pytest.mark.promise(0, 7)
+@pytest.mark.ranks
 @pytest.mark.parametrize("bad", [(0, 1, 2, 3, 4, 5), (2, 3)], ids=str)
 @pytest.mark.parametrize("name", ["gpipe", "stash", "double-buffer", "replicas", "two pipelines", "spread"])
 def test_all_ranks_leave_out_the_same(name: str, bad: tuple[int, ...]) -> None:
@@ -216,7 +216,7 @@ def _tells(plan: dict[str, Any]) -> None:
     train(plan, batches(6, bad=(2, 3, 4)), skip_nonfinite=False)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["gpipe", "double-buffer", "replicas", "two pipelines", "spread"])
 def test_one_rank_of_all_tells_it(name: str) -> None:
     world = Plan(**{"stages": 2, "micro_batches": 2, **PLANS[name]}).workers

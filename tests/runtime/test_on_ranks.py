@@ -95,7 +95,7 @@ def learn_tied(wire: str | None, replication: list[int] | None = None) -> torch.
         return next(w.detach().clone() for w in held if w.shape == (11, 8))
 
 
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("replication", [None, [1, 2], [2, 2]], ids=str)
 def test_gradients_of_tied_weights_are_rounded_for_all_that_hold_them(replication: list[int] | None) -> None:
     ranks = sum(replication or [1, 1])

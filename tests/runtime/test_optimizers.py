@@ -273,7 +273,7 @@ def test_evaluation_has_the_weights_that_the_optimizer_has_for_it(plan: dict[str
     check_modes(plan)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("plan", [{"stages": 2, "micro_batches": 3}], ids=str)
 def test_evaluation_has_its_weights_on_ranks(plan: dict[str, Any]) -> None:
     run(2, check_modes, plan=plan)

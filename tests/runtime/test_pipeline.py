@@ -317,7 +317,7 @@ def disagree(K: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_ranks_with_different_plans_are_refused_on_every_rank() -> None:
     assert all("[1] disagree with rank 0" in text for text in run(2, disagree, K=2))
 

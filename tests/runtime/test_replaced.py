@@ -622,7 +622,7 @@ def test_copies_that_batches_wait_for_leave_as_many_of_them_begun(options: dict[
 
 
 @pytest.mark.ranks
-@pytest.mark.promise(0)
+@pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize(("options", "dies_in"), [(SHARED, 12), (BY_TURNS, 11)], ids=str)
 def test_who_is_killed_in_a_call_is_replaced_by_one_that_makes_it(
@@ -849,7 +849,7 @@ def test_a_silent_line_between_ranks_that_are_there_ends_them_in_time() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.promise(1)
+@pytest.mark.ranks
 @pytest.mark.parametrize("copies", [None, 0.01])
 def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | None) -> None:
     ranks = Ranks(

@@ -92,7 +92,7 @@ def on_ranks(options: dict[str, Any]) -> bool:
     return True
 
 
-@pytest.mark.promise(0, 7)
+@pytest.mark.promise(0)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",

@@ -199,7 +199,7 @@ def test_shares_weigh_by_what_their_loss_counts(staleness: int) -> None:
     assert_as_emulated(run(2, {"N": 3, "M": 6, "staleness": staleness}, loss_fn=IGNORING))
 
 
-@pytest.mark.promise
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("case", [CASES[0], CASES[3], CASES[11], CASES[12], CASES[15]], ids=str)
 def test_on_ranks_it_is_the_same(case: dict[str, Any]) -> None:
     workers = plan_of(2, case).workers

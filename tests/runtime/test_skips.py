@@ -446,7 +446,7 @@ def on_ranks() -> list[tuple[str, int, int, int]]:
     return log
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_stages_between_receive_nothing_of_a_skipped_tensor() -> None:
     logs = run(4, on_ranks, timeout_s=60)
     sent = [row for log in logs for row in log if row[0] in "FBXYE"]

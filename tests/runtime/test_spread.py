@@ -96,7 +96,7 @@ def _alone(kind: str, options: dict[str, Any]) -> Any:
         os.environ["RANK"] = rank
 
 
-@pytest.mark.promise
+@pytest.mark.promise(0)
 @pytest.mark.parametrize("options", [SHAPES[1], SHAPES[2], SHAPES[3]], ids=str)
 def test_on_ranks(options: dict[str, Any], tmp_path: Any) -> None:
     workers = Plan(**options, spread=True).workers

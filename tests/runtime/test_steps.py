@@ -120,7 +120,7 @@ def test_metrics_are_those_of_the_whole_batch(name: str, plan: dict[str, Any]) -
     check(name, plan, clip_grad_norm=math.inf)
 
 
-@pytest.mark.promise(0, 3)
+@pytest.mark.ranks
 @pytest.mark.parametrize("link", LINKS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_rank_learns_them_with_the_loss(name: str, link: str) -> None:
@@ -129,7 +129,7 @@ def test_every_rank_learns_them_with_the_loss(name: str, link: str) -> None:
     assert first == second
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_replicas_of_the_last_stage_add_them_up() -> None:
     plan = {"stages": 2, "micro_batches": 4, "schedule": "1f1b", "replication": [1, 2]}
     for name in LOSSES:
@@ -137,7 +137,7 @@ def test_replicas_of_the_last_stage_add_them_up() -> None:
         assert found == found[:1] * 3
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
 def test_ranks_without_a_part_in_a_batch_learn_all_of_its_result(batch: str) -> None:
     plan = {"stages": 1, "micro_batches": 2, "pipelines": 2, "spread": True, "batch": batch, "staleness": 0}
@@ -163,7 +163,7 @@ def results_of(plan: dict[str, Any], halves: bool = False) -> Any:
         return [(r.loss, r.metrics, r.grad_norm, r.lr) for r in p.train(token_batches(4, 8))]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_narrow_wire_rounds_neither_losses_nor_metrics() -> None:
     first, second = run(2, on_a_narrow_wire)
     assert first == second

@@ -174,7 +174,7 @@ def spread_account(staleness):
         return account.rows, dict(fake.current_stream().clock)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_updates_that_other_processes_tell_are_of_the_same_chain(staleness):
     """They are taken in whenever the scheduler looks, outside of any step. On a device a step is only issued then, so

@@ -92,7 +92,7 @@ def on_two_ranks() -> Any:
     return [train(2, 2, adamw, together, torch.float32, 0.1) for together in (True, False)]
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_trains_as_in_turn_on_two_ranks() -> None:
     for mine, theirs in run(2, on_two_ranks):
         assert mine[0] == theirs[0]

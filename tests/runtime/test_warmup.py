@@ -50,7 +50,7 @@ def test_it_goes_on_as_after_a_drain(options: dict[str, Any]) -> None:
     assert train(3, warmup_rounds=4, **options) == train(3, drained=4, **options)
 
 
-@pytest.mark.promise(0, 5)
+@pytest.mark.ranks
 @pytest.mark.parametrize("options", LATE, ids=str)
 def test_on_ranks_as_in_one_process(options: dict[str, Any]) -> None:
     expected = train(2, warmup_rounds=4, **options)

@@ -479,7 +479,7 @@ def apart() -> bool:
     return True
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_asynchronous_data_parallelism_adds_up_what_each_has_learnt() -> None:
     assert apart()
     assert run(2, apart) == [True] * 2

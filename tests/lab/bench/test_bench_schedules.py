@@ -57,7 +57,7 @@ def test_json_is_one_object_with_bounds_and_all_rows():
     assert all(row["median_ms"] > 4 for row in section["rows"])
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_person_reads_a_table():
     result = invoke(*SHORT, "--rows", "1f1b,torch-gpipe")
     assert result.exit_code == 0, result.stderr

@@ -327,7 +327,7 @@ def test_one_stage_sends_nothing_that_could_be_cut():
     assert drawn == set(KINDS).difference(OF_LINES)
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_it_runs_for_some_seconds_and_says_how_to_repeat_it():
     options = (
         "--seed",

@@ -471,7 +471,7 @@ def test_a_refusal_in_json_is_one_object():
 # ---- for real --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_tuned_plans_of_two_seeds_for_real(text, tmp_path):
     out = tmp_path / "out"
     process = avgpipe(

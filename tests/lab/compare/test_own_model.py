@@ -50,7 +50,7 @@ def test_systems_of_two_workers_train_the_same_and_are_compared(tmp_path):
     assert all((tmp_path / name).stat().st_size > 3_000 for name in ("bars.png", "curves.png"))
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_target_ends_runs_and_a_limit_has_plans_tuned(tmp_path):
     given = {"systems": ("avgpipe", "gpipe"), "memory_limit_bytes": 2**32, "validations": 24}
     found = compared(own_models.to_target, out=tmp_path / "kept", **given)
