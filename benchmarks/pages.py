@@ -172,6 +172,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(faults.faults_pauses, faults.faults_lost_pipeline, faults.faults_lost_worker),
         *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
         *(exchange.exchange_seconds, exchange.exchange_bytes),
+        *(exchange.members_promises, exchange.members_seconds, exchange.members_cost, exchange.members_sizes),
         *(hosts.hosts_steps, hosts.hosts_speeds),
         *(gpu.gpu_state, gpu.gpu_stages, gpu.gpu_verdicts, gpu.gpu_kernels, gpu.gpu_counters),
         *(gpu.gpu_pipelines, gpu.gpu_actions, gpu.gpu_answers),

@@ -34,7 +34,7 @@ def layers() -> list[str]:
     """Return the packages and modules of avgpipe from the lowest layer up, as pyproject.toml has them."""
     text = (ROOT / "pyproject.toml").read_text()
     block = text.partition("\nlayers = [")[2].partition("]")[0]
-    names = [name for row in re.findall(r'"([^"]+)"', block) for name in row.split(" : ")]
+    names = [name for row in re.findall(r'"([^"]+)"', block) for name in re.split(" [:|] ", row)]
     return names[::-1]
 
 

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python -m benchmarks.faults.hosts
 
 Two pipelines of one process each, A B C A B C: both on one host; the second on another host, which has joined over a
-line of 1 Gbit/s, and of 10 (emulated: network namespaces on this machine, as root). They share each batch, and tell
-each other a model's gradient of ``--mib`` MiB in every step, which counts a step later. Timed are steps of both; memory
+line of 1 Gbit/s, and of 10 (emulated: network namespaces on this machine, as root). They share each batch, and exchange
+a model's gradient of ``--mib`` MiB in every step, which counts a step later. Timed are steps of both; memory
 is what each host's command has resident, with its share of what processes share.
 """
 

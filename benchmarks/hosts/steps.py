@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.hosts.steps
 
 One pipeline on each of 2, 3 and 4 hosts, emulated by network namespaces on this machine, as root; each host sends at
-``--rate``. The model computes next to nothing, so a step is the exchange of its gradient of ``--mib`` MiB. Beside it,
-in turns on the same hosts: gloo's all-reduce of a tensor of this size. Bytes are those of the hosts' devices, headers
-included.
+``--rate``. The model computes for less time than its gradient of ``--mib`` MiB takes to be exchanged. Beside it, in
+turns on the same hosts: gloo's all-reduce of a tensor of this size, and the steps of the plan's warm-up, which end
+with their sums, so that nothing is computed meanwhile. Bytes are those of the hosts' devices, headers included.
 """
 
 from __future__ import annotations
@@ -60,9 +60,11 @@ def _summary(turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for way in ("sent", "received"):
             by_host = zip(*(turn[f"{way}_bytes"] for turn in each))
             found[f"{name}_{way}_bytes"] = [statistics.median(of) for of in by_host]
-    # Of a turn and the one beside it, as the machine's speed changes.
-    pairs = zip(turns["avgpipe"], turns["gloo"])
-    return {**found, "over_gloo": statistics.median(a["median_s"] / b["median_s"] for a, b in pairs)}
+    for name, ratio in (("avgpipe", "over_gloo"), ("warmup", "warmup_over_gloo")):
+        # Of a turn and the one beside it, as the machine's speed changes.
+        pairs = zip(turns[name], turns["gloo"])
+        found[ratio] = statistics.median(a["median_s"] / b["median_s"] for a, b in pairs)
+    return found
 
 
 def _sum(net: Network, asked: argparse.Namespace) -> dict[str, Any]:

@@ -334,10 +334,17 @@ class Process:
         self.say("begun", number, self.begun, self.batches, whole, seen)
 
     def _take(
-        self, terms: Any, facts: Any, epoch: int, resume: int, owed: Mapping[str, Any], stop: int | None
+        self,
+        terms: Any,
+        facts: Any,
+        since: int,
+        epoch: int,
+        resume: int,
+        owed: Mapping[str, Any],
+        stop: int | None,
     ) -> None:
         was_member = any(term.number == self.group for term in self.roster.terms)
-        self.roster = Roster.from_json(terms)
+        self.roster = self.roster.changed(terms, since)
         self.frozen = self.is_broken = False
         own = next((term for term in self.roster.terms if term.number == self.group), None)
         if own is not None and not was_member:

@@ -21,6 +21,8 @@ def hosts_steps(record: Record) -> str:
                 ms(row["avgpipe_s"]),
                 ms(row["gloo_s"]),
                 against(row["over_gloo"], most=_OVER_GLOO),
+                ms(row["warmup_s"]),
+                f"{row['warmup_over_gloo']:.2f}",
                 *(
                     "/".join(f"{b / MIB:.1f}" for b in row[f"avgpipe_{w}_bytes"])
                     for w in ("sent", "received")
@@ -30,7 +32,7 @@ def hosts_steps(record: Record) -> str:
             )
         )
     return table(
-        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | MiB sent a step by each host: | received: | "
+        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | ms/step in warm-up: | over all-reduce: | MiB sent a step by each host: | received: | "
         "gradients sent by the busiest: | received: | by all-reduce:",
         rows,
     )

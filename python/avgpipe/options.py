@@ -39,9 +39,11 @@ class Precision(Extension):
             "dynamic", by the rule and the defaults of ``torch.amp.GradScaler``, for each pipeline; a number; None:
             "dynamic" under ``autocast=torch.float16``, else none. An update is left out if scaled gradients
             overflow on any stage, and ``skipped_updates`` counts it.
-        wire_dtype: torch.bfloat16 or torch.float16 halves the data sent between stages of different workers,
-            for less exact activations and gradients; None sends them unchanged. Gradients of tied weights,
-            exchanged after all backwards, are sent as bfloat16 only.
+        wire_dtype: torch.bfloat16 or torch.float16: the dtype of messages, for half the bytes and less exact
+            values; None sends all in their own dtype. It casts float32 and float64 tensors of training: the
+            activations and gradients that go between workers (gradients of tied weights only to bfloat16),
+            and the updates of isolated pipelines that go between hosts, with their sums. Sums are computed in
+            the tensors' own dtype. Updates within a host, weights, norms and evaluations are not cast.
         skip_nonfinite: a batch whose gradients have infinities or NaN, on any stage, changes neither weights
             nor statistics, and ``skipped_updates`` counts it. An accelerator decides this by itself, as with
             ``loss_scale``, for elastic pipelines with SGD, Adam or AdamW, and for a lone pipeline whose
@@ -202,7 +204,17 @@ class Copies(Extension):
     def configure(self, options: TrainingOptions) -> TrainingOptions:
         if not (isinstance(self.every_s, int | float) and 0 < self.every_s < math.inf):
             raise ValueError(f"Copies(every_s) must be seconds above 0, not {self.every_s!r}")
-        return replace(options, copies_every_s=self.every_s)
+        return replace(options, copies=self)
+
+    def give(self, batches: int) -> Any:
+        """Return what a process that replaces a lost one must know of this one's loop, as JSON.
+
+        For subclasses. Called on each of the other ranks, in the midst of ``train`` or of another call, when all
+        have gone back to the state after ``batches`` batches.
+        """
+
+    def take(self, given: Any) -> None:
+        """Take, on a new rank, what the first of the others has given that gave anything."""
 
 
 @dataclass(frozen=True, kw_only=True)

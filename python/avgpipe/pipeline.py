@@ -153,7 +153,7 @@ class Pipeline(Inspection, Keeping):
         )
         if extensions:
             options = named("avgpipe.options:configured")(options, plan)
-        policy = _policy(plan, options.copies_every_s)
+        policy = _policy(plan, options.copies)
         spec = Spec.of(
             model,
             plan,
@@ -439,12 +439,12 @@ def _prepare_process(spec: Spec) -> None:
         spec.options.loss_fn.to(spec.device)
 
 
-def _policy(plan: Plan, copies_every_s: float | None) -> Policy:
+def _policy(plan: Plan, copies: Any) -> Policy:
     """Return the policy for lost processes."""
     if plan.isolate or pipeline_here() is not None:
         return cast(Policy, named("avgpipe.fault.isolation:Isolation")(plan))
-    if copies_every_s is not None:
-        return cast(Policy, named("avgpipe.fault.recovery:Recovery")(copies_every_s))
+    if copies is not None:
+        return cast(Policy, named("avgpipe.fault.recovery:Recovery")(copies))
     return Policy()
 
 

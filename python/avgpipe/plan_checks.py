@@ -3,17 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from avgpipe.errors import check_name
 from avgpipe.rules import CORRECTIONS
 from avgpipe.schedule import WEIGHTS, Schedule
 
-if TYPE_CHECKING:
-    from avgpipe.plan import Plan
+
+class CheckedOptions(Protocol):
+    """The options of a Plan that are checked here, which is below it: a Plan imports this module, not the reverse."""
+
+    @property
+    def stages(self) -> int: ...
+    @property
+    def pipelines(self) -> int: ...
+    @property
+    def shares(self) -> int: ...
+    @property
+    def micro_batches(self) -> int: ...
+    @property
+    def schedule(self) -> str: ...
+    @property
+    def advance(self) -> int | Sequence[int] | str | None: ...
+    @property
+    def weights(self) -> str | None: ...
+    @property
+    def correction(self) -> str | None: ...
+    @property
+    def replication(self) -> Sequence[int] | None: ...
+    @property
+    def spread(self) -> bool: ...
+    @property
+    def isolate(self) -> bool: ...
+    @property
+    def staleness(self) -> int | str: ...
 
 
-def check(plan: Plan, schedule: Schedule) -> bool:
+def check(plan: CheckedOptions, schedule: Schedule) -> bool:
     """Raise ValueError for options that do not fit each other; return whether the weights are predicted."""
     _check_weights(plan, schedule)
     _check_correction(plan)
@@ -24,7 +50,7 @@ def check(plan: Plan, schedule: Schedule) -> bool:
     return plan.weights == "predicted"
 
 
-def _check_weights(plan: Plan, schedule: Schedule) -> None:
+def _check_weights(plan: CheckedOptions, schedule: Schedule) -> None:
     check_name("weights", plan.weights, WEIGHTS)
     if schedule.flush != (plan.weights == "flush"):
         fitting = "'flush'" if schedule.flush else f"one of {', '.join(map(repr, WEIGHTS[1:]))}"
@@ -55,7 +81,7 @@ def _check_weights(plan: Plan, schedule: Schedule) -> None:
         )
 
 
-def _check_correction(plan: Plan) -> None:
+def _check_correction(plan: CheckedOptions) -> None:
     if plan.correction is not None:
         check_name("correction", plan.correction, tuple(CORRECTIONS))
     if plan.weights == "flush" and plan.correction is not None:
@@ -70,7 +96,7 @@ def _check_correction(plan: Plan) -> None:
         )
 
 
-def _check_replication(plan: Plan, schedule: Schedule, replication: Sequence[int]) -> None:
+def _check_replication(plan: CheckedOptions, schedule: Schedule, replication: Sequence[int]) -> None:
     least = max(replication) * plan.shares
     if least > plan.micro_batches:
         raise ValueError(
@@ -88,7 +114,7 @@ def _check_replication(plan: Plan, schedule: Schedule, replication: Sequence[int
         )
 
 
-def _check_isolation(plan: Plan) -> None:
+def _check_isolation(plan: CheckedOptions) -> None:
     if not isinstance(plan.isolate, bool):
         raise ValueError(f"isolate must be True or False, not {plan.isolate!r}")
     if plan.pipelines == 1:

@@ -45,7 +45,7 @@ class Checkpoints:
         self._saved_at = time.monotonic()
         self._source: str | None = None  # the one loaded instead of newer ones, until another is written
         self._has_saved = False  # since that load
-        self._shares_state = False  # whether pipelines that join get standing()
+        self._shares_state = False  # whether processes that join get standing()
 
     @property
     def batches_to_agreement(self) -> int:
@@ -58,7 +58,8 @@ class Checkpoints:
         ValueError with ``Copies`` and ``isolate``: a process that joins later does not know when they
         last did.
         """
-        if self._pipeline.has_copies or (self._pipeline.plan.isolate and not self._shares_state):
+        may_join_later = self._pipeline.has_copies or self._pipeline.plan.isolate
+        if may_join_later and not self._shares_state:
             raise ValueError(
                 "due() reads a clock, and a process that joins later does not know since when: with Copies or "
                 "isolate=True save by the number of a batch, as if result.batch % 1000 == 999"
@@ -73,13 +74,13 @@ class Checkpoints:
         return self._pace.due(batches, float(elapsed_s))
 
     def standing(self) -> dict[str, Any]:
-        """Return the state of :meth:`due`, for JSON, for pipelines that join."""
+        """Return the state of :meth:`due`, for JSON, for processes that join."""
         self._shares_state = True
         elapsed_s = time.monotonic() - self._saved_at
         return {"pace": asdict(self._pace), "batches": self._batches, "elapsed_s": elapsed_s}
 
     def go_on(self, standing: dict[str, Any], ago_s: float) -> None:
-        """Make :meth:`due` agree with pipelines that had the state ``standing`` ``ago_s`` seconds ago."""
+        """Make :meth:`due` agree with processes that had the state ``standing`` ``ago_s`` seconds ago."""
         self._shares_state = True
         self._pace, self._batches = Timetable(**standing["pace"]), standing["batches"]
         self._saved_at = time.monotonic() - standing["elapsed_s"] - ago_s

@@ -3,7 +3,7 @@
 import math
 
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder
+from avgpipe.cli.folder import RunFolder, rows_until
 from avgpipe.files import strict_json
 from avgpipe.plan import Plan
 from avgpipe.report.course import read_metrics
@@ -43,7 +43,7 @@ def write(path, rows, end=""):
 def resumed(path, batches):
     """The rows with which a run goes on after this many batches."""
     folder = RunFolder(path)
-    folder.open(TrainConfig(workload="awd-lstm", resume=True), Plan(), batches)
+    folder.open(TrainConfig(workload="awd-lstm"), Plan(), rows_until(path, batches))
     folder.close()
     return read_metrics(path)
 

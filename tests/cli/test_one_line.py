@@ -17,8 +17,7 @@ from avgpipe.cli.config import IsolationOptions
 from avgpipe.cli.output import CommandFailed
 from avgpipe.errors import PipelineError
 from avgpipe.fault.group import OVER
-from avgpipe.fault.joining import NoPlace
-from avgpipe.fault.supervise import TOO_FEW
+from avgpipe.fault.joining import TOO_FEW, NoPlace, RunEnded
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke
 from tests.cli.test_isolated import refused
@@ -167,14 +166,10 @@ def test_restarts_are_counted_in_a_row(attempted: Any) -> None:
 
 
 def test_who_starts_again_as_the_run_ends_has_ended_well(attempted: Any) -> None:
-    over = f"pipeline 1 was ended: {OVER}"
-    assert attempted(Attempts(PipelineError(over)), restarts=3) is None
-    assert attempted(Attempts(lost(), silent(), NoPlace(f"head:7000: {OVER}")), restarts=3) is None
-    with pytest.raises(PipelineError):
-        attempted(Attempts(PipelineError(f"pipeline 1 was ended: {TOO_FEW}"), 1), restarts=3)
-    with pytest.raises(CommandFailed) as failed:
-        attempted(Attempts(lost(), NoPlace(f"head:7000: {TOO_FEW}"), 1), restarts=3)
-    assert failed.value.exit_code == 1
+    assert attempted(Attempts(RunEnded("head:7000", OVER)), restarts=3) is None
+    assert attempted(Attempts(lost(), silent(), RunEnded("head:7000", OVER)), restarts=3) is None
+    with pytest.raises(RunEnded):
+        attempted(Attempts(RunEnded("pipeline 1 was ended", TOO_FEW), 1), restarts=3)
 
 
 @pytest.fixture
@@ -204,7 +199,7 @@ def test_a_command_that_has_joined_never_begins_the_run_itself(
     def join_once(address: str, token: str, say: Any) -> int:
         assert (address, token) == (f"127.0.0.1:{free}", SECRET)
         if said:
-            raise NoPlace(f"{address}: {OVER}")
+            raise RunEnded(address, OVER)
         first.close()
         raise lost()
 

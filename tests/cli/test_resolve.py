@@ -184,7 +184,7 @@ def test_an_attempt_of_torchrun_begins_anew_where_the_one_before_saved_nothing(t
     check_folder(settings)
     assert not settings.resume
     folder = RunFolder(out)
-    folder.open(settings, settings.to_plan(), 0)
+    folder.open(settings, settings.to_plan(), [])
     folder.close()
     assert (out / "metrics.jsonl").read_text() == ""
 

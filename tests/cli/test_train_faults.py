@@ -8,7 +8,9 @@ import time
 import pytest
 
 from avgpipe.checkpoint import verify_checkpoint
-from tests.cli.command import alive, avgpipe, children, rank_of, rows, strict
+from avgpipe.faults.fault import Fault, to_json
+from avgpipe.ranks.environment import VARIABLE
+from tests.cli.command import alive, avgpipe, children, invoke, rank_of, rows, strict
 from tests.patience import limit, wait_until
 
 pytestmark = [
@@ -234,3 +236,40 @@ def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
     assert process.returncode == 130
     assert "SIGINT: all workers are ended" in stderr
     assert not any(alive(pid) for pid in pids)
+
+
+PLACES = {
+    "start": {"phase": "start"},
+    "first validation": {"phase": "evaluation"},
+    "first save": {"phase": "save", "action": "written"},
+    "first epoch": {"phase": "training", "batch": 50},
+    "second epoch": {"phase": "update", "batch": 110},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_replaced_and_the_record_is_that_of_the_undisturbed_run(
+    rank, place, tmp_path, options, whole
+):
+    fault = to_json([Fault("kill", rank=rank, restart=0, **PLACES[place])])
+    arguments = ["--spares", "1", "--checkpoint-minutes", "10", "--out", str(tmp_path / "run"), "--json"]
+    process = avgpipe("train", "awd-lstm", *options, *arguments, **{VARIABLE: fault})
+    stdout, stderr = process.communicate(timeout=limit(150))
+    assert process.returncode == 0, stderr
+    assert stderr.count("takes its place") == 1
+    assert losses(rows(tmp_path / "run")) == losses(whole.rows)
+    summary = strict(stdout)
+    assert summary["metric"] == whole.summary["metric"]
+    assert (summary["epochs"], summary["batches"], summary["samples"]) == (2, 130, 520)
+
+
+def test_spares_are_refused_where_no_process_could_replace_another(tmp_path, options):
+    for more, says in (
+        (["--isolate"], "--spare-pipelines"),
+        (["--stages", "1"], "with one worker"),
+    ):
+        found = invoke("train", "awd-lstm", *options, *more, "--spares", "1", "--out", str(tmp_path / "run"))
+        assert found.exit_code == 2
+        assert says in found.stderr

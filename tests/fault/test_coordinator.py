@@ -259,7 +259,7 @@ def test_a_run_that_is_to_stop_before_it_has_begun_begins_and_stops_at_once(tmp_
         for connection in (first, second):
             assert enter(connection) == {}
         for connection in (first, second):
-            terms, _, _, _, _, stop, _ = heard(connection, "roster")
+            terms, *_, stop, _ = heard(connection, "roster")
             assert [term[0] for term in terms] == [0, 1]
             assert stop == 0
 

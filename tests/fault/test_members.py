@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from avgpipe.fault.group import OVER, Kill
+from avgpipe.fault.members import Members
 from benchmarks.membership.world import SAMPLES, World
 
 _BATCHES = 6
@@ -126,3 +136,67 @@ def _drawn(examples: int, steps: int) -> Any:
 
 
 TestMembers = _drawn(300, 60)
+
+
+def _enter(members: Members, number: int, period: int) -> None:
+    """A pipeline of one process, on a host of its own."""
+    about = {"name": f"pipeline {number}", "pipeline": number, "size": 1, "period": period}
+    members.started(number, 0.0)
+    members.hello(number, 0, {**about, "host": f"host {number}", "timeout_s": 10.0}, 0.0)
+    members.receive(number, 0, "enter", [1, ["plan", "weights"], {}], 0.0)
+
+
+def test_one_that_waits_for_a_step_that_never_comes_does_not_make_the_others_leave_early() -> None:
+    members = Members(1, "host 0")
+    _enter(members, 0, period=4)
+    members.receive(0, 0, "alive", ["a step", 5, 5, 5, 5], 1.0)
+    _enter(members, 1, period=4)
+    members.receive(0, 0, "begun", [1, 5, 5, 5, {}], 1.0)
+    assert members.history[1].first == 8
+    members.receive(1, 0, "alive", ["the state", 5, 8, 8, 0], 2.0)
+    members.receive(0, 0, "leave", [5, 5], 3.0)
+    commands = members.receive(1, 0, "begun", [2, 8, 5, 8, {}], 3.0) + members.tick(3.1)
+    assert Kill(1, None, OVER) in commands
+    members.gone(1, 3.2)
+    assert members.is_done(0) is True
+
+
+def test_what_a_lost_one_has_begun_does_not_grow_by_those_that_wait_to_begin() -> None:
+    members = Members(2, "host 0")
+    for number in (0, 1):
+        _enter(members, number, period=8)
+    _enter(members, 2, period=8)
+    for number in (0, 1):
+        members.receive(number, 0, "begun", [1, 9, 9, 8, {}], 1.0)
+    assert members.history[2].first == 16
+    members.closed(1, 0, 2.0)
+    for number, begun in ((0, 10), (2, 16)):
+        members.receive(number, 0, "begun", [2, begun, 9, 9 if number == 0 else 16, {}], 2.0)
+    assert (members.history[1].published, members.history[1].end) == (9, 10)
+
+
+_NIGHTLY = 10_000
+
+
+class Counted(Drawn):
+    """As `Drawn`, and counts the steps of all that are made."""
+
+    steps = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        Counted.steps -= 1  # the first look follows the beginning, which is no step
+
+    @invariant()
+    def is_a_step(self) -> None:
+        Counted.steps += 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_promises_hold_over_ten_thousand_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    long = settings(max_examples=200, stateful_step_count=100, deadline=None)
+    while Counted.steps < _NIGHTLY:
+        run_state_machine_as_test(Counted, settings=long)
+    with capsys.disabled():
+        print(f"\n{Counted.steps:,} drawn steps of the membership")

@@ -71,4 +71,14 @@ def test_what_is_over_is_forgotten_and_the_rest_travels() -> None:
     assert len(roster.terms) == 3
     roster.forget(7)
     assert [term.number for term in roster.terms] == [0, 2]
-    assert Roster.from_json(json.loads(json.dumps(roster.to_json()))).terms == roster.terms
+    assert Roster().changed(json.loads(json.dumps(roster.to_json())), 7).terms == roster.terms
+
+
+def test_changed_terms_make_the_same_roster_of_one_that_is_known() -> None:
+    roster, known = begun(0, 1, 2), begun(0, 1, 2)
+    gone = roster.leave(1, published=5, begun=7)
+    roster.enter(Term(1, 3, first=9, donor=0))
+    known = known.changed(Roster([gone, roster.terms[-1]]).to_json(), roster.since)
+    assert known.terms == roster.terms
+    roster.forget(8)
+    assert known.changed([], roster.since).terms == roster.terms

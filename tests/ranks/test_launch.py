@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from avgpipe.errors import PipelineError
+from avgpipe.fault.replace import Replacing
 from avgpipe.ranks import launch, supervisor
 from avgpipe.ranks.environment import cores
 from avgpipe.ranks.launch import (
@@ -148,6 +149,26 @@ def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, mon
         run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
     assert failure.value.exit_codes == (0, -signal.SIGKILL)
     assert not alive(int((tmp_path / "process").read_text()))
+
+
+# Rank 1 never reaches its Pipeline, where rank 0 waits for it.
+HANGS_AT_ITS_START = """
+import os, signal
+if os.environ["RANK"] == "1":
+    signal.pause()
+from avgpipe.ranks.process import report_lost_peers
+from avgpipe.ranks.rendezvous import join
+report_lost_peers()
+join(0.5, "gloo")
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_rank_that_was_never_ready_is_to_blame(replaces):
+    command = [sys.executable, "-c", HANGS_AT_ITS_START]
+    with pytest.raises(RanksFailed, match="worker 1 of 2 did not reach its Pipeline"):
+        Replacing(tied("stderr", *command), 2, 0, {}, print).run() if replaces else run_command(command, 2)
 
 
 @pytest.mark.promise(0, 3)

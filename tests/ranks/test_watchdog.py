@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from avgpipe import Pipeline, Plan
+from avgpipe import Audit, Pipeline, Plan
 from avgpipe.errors import PeerLost
 from avgpipe.links.link import Key, Mailbox
 from avgpipe.ranks.met import Watchdog
@@ -83,7 +83,7 @@ def test_what_this_rank_does_is_published_when_it_changes(watched: Any) -> None:
     wait_until(lambda: world.noted == ["F0", "B0"])
 
 
-@pytest.mark.promise
+@pytest.mark.ranks
 def test_a_failure_of_another_rank_ends_every_wait(watched: Any) -> None:
     world, box, _, _ = watched
     world.failure = PeerLost("rank 0 stops because of rank 1: ValueError: broken")
@@ -154,15 +154,24 @@ class _Hook(torch.autograd.Function):
 
 
 def train(
-    K: int, stage: int, at: int, where: str, link: str, timeout_s: float = 60, N: int = 1, count: int = 3
+    K: int,
+    stage: int,
+    at: int,
+    where: str,
+    link: str,
+    timeout_s: float = 60,
+    N: int = 1,
+    count: int = 3,
+    audit: str = "off",
 ) -> list[float]:
-    """Of two layers a stage, the first on ``stage`` is the one that waits."""
+    """Of two layers a stage, the second on ``stage`` is the one that waits."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(4, 4) for _ in range(2 * K)]
     layers[2 * stage + 1] = nn.Sequential(nn.Linear(4, 4), Waits(at, where))
     plan = Plan(stages=K, pipelines=N, partition=[2 * k for k in range(1, K)])
     batches = [(torch.ones(4, 4), torch.zeros(4, dtype=torch.long))] * count
     options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": momentum}
+    options["extensions"] = [Audit(audit)]  # which may run all layers on the first rank, before training
     with Pipeline(nn.Sequential(*layers), plan, **options, link=link, timeout_s=timeout_s) as p:
         losses = [r.loss for r in p.train(batches)]
     touch("done")
@@ -207,3 +216,15 @@ def test_a_hung_layer_is_named_on_every_rank(link: str, stage: int) -> None:
         assert "was last seen" in last
         assert f"F0 of batch 0, pipeline 0, stage {stage}" in last or "waiting for the" in last, last
     assert any(f"F0 of batch 0, pipeline 0, stage {stage}" in ends[rank][1] for rank in others), ends
+
+
+@pytest.mark.ranks
+def test_a_hung_layer_is_named_where_the_first_batch_is_compared_with_the_model() -> None:
+    workers = Ranks(
+        2, train, K=2, stage=1, at=1, where="forward", link="shm", timeout_s=3.0, audit="first-batch"
+    )
+    workers.processes[1].join(limit(60))
+    workers.kill(0)
+    last = workers.join(10)[1][1].strip().split("\n")[-1]
+    assert "rank 0 was last seen" in last
+    assert "comparing the stages with the model, for Audit" in last

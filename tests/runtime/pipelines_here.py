@@ -110,11 +110,11 @@ class Here:
         self.roster.enter(Term(pipeline, next(self._numbers), first, donor))
         self.living[pipeline] = One(self, pipeline, first, donor is not None)
 
-    def lose(self, pipeline: int) -> list[int]:
-        """Lose a pipeline, and those that have joined too late to know what it has lost; return them all."""
+    def lose(self, pipeline: int, leaves: bool = False) -> list[int]:
+        """Lose a pipeline, or have it leave; return it, and those that joined too late to know what it has lost."""
         one = self.living.pop(pipeline)
         begun = max(self.begun, one.membership.begun)
-        term = self.roster.leave(pipeline, one.published, begun)
+        term = self.roster.leave(pipeline, one.published, begun, was_lost=not leaves)
         lost = term.end - term.published // self.plan.period * self.plan.period
         self._clean = max(self._clean, begun) + lost
         late = [i for i, other in self.living.items() if term.published < other.first < self._clean]
@@ -246,6 +246,7 @@ class One:
         here = self.here
         worker: Any = SimpleNamespace(
             placement=SimpleNamespace(pipelines=(self.pipeline,)),
+            world=SimpleNamespace(rank=0),
             running=_running,
             look=lambda batch, given: None,
             alike=SimpleNamespace(end=lambda batches: None),

@@ -117,10 +117,10 @@ def test_a_loader_that_ends_early_is_seen_by_who_goes_on_and_by_who_ends_later()
     ranks.alike[1].batch(1, [torch.ones(1)], [torch.ones(1)])
     ranks.alike[1].look()
     (failure,) = ranks.failures
-    assert "the loader of rank 0 has ended before batch 1, and that of rank 1 ends later" in str(failure)
-    with pytest.raises(
-        PipelineError, match="rank 0 has ended before batch 1, and that of rank 1 ends at batch 2"
-    ):
+    assert "loaders of train differ in length: rank 0 has 1 batches, rank 1 has at least 2. Give" in str(
+        failure
+    )
+    with pytest.raises(PipelineError, match=r"rank 0 has 1 batches, rank 1 has 2\. Give all"):
         ranks.alike[1].end(2)
 
 
@@ -175,10 +175,10 @@ WHAT = {
     "other values": r"batch 0 of train is not the same .*: its inputs and targets differ \(other values of \[6, 4\]",
     "other targets": r"batch 0 of train is not the same .*: its targets differ",
     "other sizes": r"batch 0 of train .*\(\[[36], 4\] float32 and \[[36], 4\] float32\)",
-    "rank 0 ends early": r"the loader of rank 0 has ended before batch 3, and that of rank 1 ends later",
-    "rank 1 ends early": r"the loader of rank 1 has ended before batch 3, and that of rank 0 ends later",
+    "rank 0 ends early": r"rank 0 has 3 batches, rank 1 has at least 4\. Give all ranks one",
+    "rank 1 ends early": r"rank 1 has 3 batches, rank 0 has at least 4\. Give all ranks one",
     "other evaluation": r"batch 0 of evaluation 0 is not the same .*: its inputs differ",
-    "short evaluation": r"has ended before batch [23], and that of rank [01] ends",
+    "short evaluation": r"of evaluation 0 differ in length: rank [01] has [23] batches, rank [01] has",
     "other step": r"batch 5 of step is not the same",
     "other prediction": r"batch 3 of predict is not the same",
 }

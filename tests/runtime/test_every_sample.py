@@ -158,3 +158,28 @@ def test_what_is_lost_of_the_last_steps_is_trained_on_after_the_loader(case: dic
     here.lose(1)
     here.run()
     assert moved_as(here, rule)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.parametrize("batch", ["global", "per-pipeline"])
+def test_batches_that_one_pipeline_lacks_are_trained_on_with_a_warning_if_it_has_left(
+    batch: str, leaves: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    here, rule = here_of({"batch": batch}, 2, "mean", 12)
+    here.run(4)
+    here.lose(1, leaves=leaves)
+    here.run()
+    assert moved_as(here, rule)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == leaves
+    at = 4 if batch == "global" else 9  # of the fifth step
+    assert all(f"pipeline 1 has left at batch {at}, and the loader here has more" in text for text in said)
+
+
+def test_pipelines_that_leave_at_the_loaders_end_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    here, rule = here_of({"batch": "global"}, 2, "mean", 6)
+    here.run(5)
+    here.lose(1, leaves=True)
+    here.run()
+    assert moved_as(here, rule)
+    assert not caplog.records

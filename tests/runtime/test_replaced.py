@@ -247,8 +247,9 @@ def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
         seven = p.once("seven", lambda: 7)
         policy = p._session.policy
         assert isinstance(policy, Recovery)
-        assert policy._called == 0
-        calls = json.loads(json.dumps(policy._found))
+        state = p.state_dict()
+        calls = json.loads(json.dumps([call.found for call in policy._calls]))
+        assert calls[1:] == [[None], [7], []]  # all make the last one again
     with made() as p:
         policy = p._session.policy
         assert isinstance(policy, Recovery)
@@ -256,11 +257,13 @@ def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
         assert p.evaluate(given(2)) == found
         p.wait_for_save()
         assert p.once("seven", lambda: 8) == seven
+        assert p.state_dict().keys() == state.keys()
         assert p.once("eight", lambda: 8) == 8
-        assert policy._found == [*calls, 8]
-        assert policy._called == 0
-        p.state_dict()  # which is not passed on, so that nobody goes back to before it
-        assert policy._called == 1
+        assert [call.found for call in policy._calls] == [*calls, [8]]
+        assert policy._called == -1
+        with pytest.raises(ValueError, match="weights must be"):
+            p.evaluate(iter(given(2)), weights=7)
+        assert policy._called == 1  # an iterator is not read again, so no process goes back to before it
 
 
 def die_early(phase: str, rank: int, end: str) -> None:
@@ -312,6 +315,64 @@ def test_who_is_killed_before_the_first_copy_is_replaced_and_all_begin_anew(phas
     assert (none, count) == (0, 1)
     for losses, first, weights in run:
         assert (losses, first) == expected[:2]
+        assert all(torch.equal(value, weights[name]) for name, value in expected[2].items())
+
+
+def save_three_batches(folder: str) -> None:
+    with made() as p:
+        list(p.train(given(3)))
+        p.save(folder)
+
+
+def train_after_calls(folder: str | None, dies_before: str = "", rank: int = 1) -> Any:
+    """Losses by batch, a prediction, and weights; where a rank ends between the calls before the first copy.
+
+    Args:
+        folder: of a checkpoint to resume from; None: weights are set.
+    """
+    losses = dict[int, float]()
+
+    def at(call: str) -> None:
+        if call == dies_before:
+            dies(rank)
+
+    with made() as p:
+        predicted = None
+        if not p.batches:
+            with pytest.raises(CheckpointError):
+                p.load(Path(os.environ["TEST_FOLDER"], "missing"))
+            if folder is not None:
+                p.load(folder)
+            at("state_dict")
+            state = p.state_dict()
+            at("predict")
+            predicted = p.predict(given(1)[0][0])
+            if folder is None:
+                p.load_state_dict({name: value * 0.5 for name, value in state.items()})
+            at("train")
+        for result in p.train(given(8)[p.batches :]):
+            losses[result.batch] = result.loss
+        return losses, predicted, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("dies_before", ["state_dict", "predict", "train"])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_a_rank_that_is_lost_between_loads_and_predictions_is_replaced(
+    resumes: bool, dies_before: str, rank: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "saved") if resumes else None
+    if resumes:
+        replaced(2, function=save_three_batches, folder=folder)
+    arguments: Any = {"function": train_after_calls, "folder": folder}
+    (expected, _), none = replaced(2, **arguments)
+    run, count = replaced(2, **arguments, dies_before=dies_before, rank=rank)
+    assert (none, count) == (0, 1)
+    for losses, predicted, weights in run:
+        assert losses == expected[0]
+        assert torch.equal(predicted, expected[1])
         assert all(torch.equal(value, weights[name]) for name, value in expected[2].items())
 
 

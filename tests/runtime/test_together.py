@@ -261,6 +261,34 @@ def test_a_step_of_each_parameter_by_itself_is_not(what: str, caplog: pytest.Log
     assert warned_of(APART[what], caplog) == []
 
 
+OF_TORCH = [
+    kind
+    for name, kind in sorted(vars(torch.optim).items())
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and name not in ("Optimizer", "LBFGS")
+]
+
+
+@pytest.mark.parametrize("kind", OF_TORCH)
+def test_torchs_optimizers_are_known_and_only_a_hook_makes_them_step(
+    kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stepped: list[object] = []
+    monkeypatch.setattr(kind, "step", lambda *_: stepped.append(1))
+    parameters = {"a": torch.ones(2, 2), "b": torch.ones(3, 2)}
+    warn_of_steps(kind, [["a"], ["b"]], parameters)
+    assert not stepped
+
+    def hooked(params: Any) -> torch.optim.Optimizer:
+        made = kind(params)
+        made.register_step_post_hook(lambda *_: None)
+        return made
+
+    warn_of_steps(hooked, [["a"], ["b"]], parameters)
+    assert stepped
+
+
 @pytest.mark.parametrize(
     ("K", "check", "times"), [(1, "first-batch", 0), (2, "first-batch", 1), (2, "off", 0)]
 )

@@ -19,6 +19,7 @@ from avgpipe.systems import SYSTEMS
 from avgpipe.tasks import LR_SCALINGS, OPTIMIZERS, BuildOptions, is_script, workload_names
 from avgpipe.units import parse_bytes, parse_names, parse_numbers, parse_rate, parse_seconds
 
+NO_SPARES = "isolated pipelines replace each other and go on at once: use --spare-pipelines for whole ones"
 DEFAULT_STAGES, DEFAULT_PIPELINES, DEFAULT_MICRO_BATCHES = 2, 2, 4
 
 
@@ -153,7 +154,8 @@ class LearningOptions(WorkloadOptions):
         valid_batches: Validate on this many first batches of the validation data. Default: all of them.
         target: Stop when the metric of a validation reaches this value, or, as in loss=2.1, its loss.
         link: How tensors travel between workers.
-        wire_dtype: Wire dtype for activations and gradients; none keeps their dtype.
+        wire_dtype: Wire dtype for activations and gradients, and for updates between hosts; none keeps their
+            dtype.
         skip_nonfinite: Skip updates whose gradients have infinities or NaN.
         timeout_s: Seconds to wait for another worker.
     """
@@ -316,6 +318,9 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions, QueueOptions):
         wait_for_checkpoints: Pause training while a checkpoint is written. It then needs no copy in main
             memory.
         preemption_seconds: Seconds that the run has after SIGTERM to save and end, before it is killed.
+        spares: Spare processes, each of which can replace a worker that is killed; with 0, a new process is
+            started then. Workers keep copies of each other's state in main memory. Default: a worker that is killed
+            ends the run.
         launch: Name that torchrun or Slurm gave the launch of the workers.
         is_restart: Whether one of them has restarted the workers of this run.
     """
@@ -329,6 +334,7 @@ class TrainConfig(LearningOptions, PlanOptions, IsolationOptions, QueueOptions):
     keep: Count = 1
     wait_for_checkpoints: bool = False
     preemption_seconds: Positive = 30.0
+    spares: CountOrNone | None = None
     launch: str | None = internal(None)
     is_restart: bool = internal(False)
 

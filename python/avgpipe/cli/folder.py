@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
@@ -27,13 +28,11 @@ class RunFolder:
     def is_open(self) -> bool:
         return self._metrics is not None
 
-    def open(self, config: TrainConfig, plan: Plan, batches: int) -> None:
-        """Make the folder and begin its files; a resumed run keeps the rows up to batch ``batches``."""
+    def open(self, config: TrainConfig, plan: Plan, kept: Iterable[Mapping[str, Any]]) -> None:
+        """Make the folder and begin its files, metrics.jsonl with the rows in ``kept``."""
         make_folder(self.path)
         self.write(RUN_FILE, config.to_json())
         plan.save(self.path / "plan.json")
-        # An attempt that saved nothing may have left rows.
-        kept = rows_until(self.path, batches) if config.resume else []
         self.write("metrics.jsonl", "".join(strict_json(row) + "\n" for row in kept))
         # Line by line, so that what a killed run has written stays.
         self._metrics = (self.path / "metrics.jsonl").open("ab", buffering=0)

@@ -25,9 +25,7 @@ from avgpipe.cli.config import IsolationOptions, JoinConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import parse_address
-from avgpipe.fault.group import OVER
-from avgpipe.fault.joining import NoPlace, join, join_far
-from avgpipe.fault.supervise import TOO_FEW
+from avgpipe.fault.joining import NoPlace, RunEnded, join, join_far
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.queues import queue_environment
@@ -188,8 +186,8 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
     """Attempt to join, and again after a loss; return what an attempt has returned, None at the run's end.
 
     Args:
-        attempt: gets whether it has joined before; raises NoPlace where it may succeed later, PipelineError
-            where its pipeline was lost.
+        attempt: gets whether it has joined before; raises NoPlace where it may succeed later, RunEnded
+            where that is certain to fail, PipelineError where its pipeline was lost.
         restarts: how many times in a row it is tried again after a loss within a minute of the attempt.
         wait_s, again_s: how long a run is waited for, at first and after a loss.
     """
@@ -200,12 +198,12 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
         try:
             os.chdir(here)  # the attempt before has changed to its launcher's folder
             return attempt(is_again)
+        except RunEnded as end:
+            if not end.is_done:
+                raise
+            note(str(end))
+            return None
         except NoPlace as error:
-            if str(error).endswith(OVER):
-                note(str(error))
-                return None
-            if str(error).endswith(TOO_FEW):
-                raise CommandFailed(str(error), FAILED) from None
             if time.monotonic() > until:
                 if not said:
                     raise
@@ -215,11 +213,8 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
                 said = True
             time.sleep(_ASK_S)
         except PipelineError as error:
-            if str(error).endswith(OVER):
-                note(str(error))
-                return None
             left = restarts if time.monotonic() - begin > _LIMIT_S else left
-            if not left or str(error).endswith(TOO_FEW):
+            if not left:
                 raise
             left, said, is_again = left - 1, False, True
             until = time.monotonic() + max(again_s, _LIMIT_S)

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from avgpipe.checkpoint.folder import FolderLocks
 from avgpipe.cli.config import TrainConfig
-from avgpipe.cli.folder import RunFolder, number
+from avgpipe.cli.folder import RunFolder, number, rows_until
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.cli.progress import ProgressBar
 from avgpipe.fault.joining import ADDRESS
 from avgpipe.fault.membership import Membership
 from avgpipe.files import strict_json
+from avgpipe.options import Copies
 from avgpipe.plan import Plan
 from avgpipe.report.course import Totals, read_metrics
 from avgpipe.report.loggers import Loggers
 from avgpipe.report.loop import Results
 from avgpipe.report.pictures import Curve, plot_curves
+
+_LATEST = 64  # rows, more than batches can be in flight
 
 
 class Record(Results):
@@ -49,10 +53,16 @@ class WrittenRecord(Record):
     Args:
         done: Totals of the run before this process.
         total: Batches of the whole run.
+        rows: Of metrics.jsonl before this process; by default those of a resumed run.
     """
 
-    def __init__(self, config: TrainConfig, done: Totals, total: int) -> None:
+    def __init__(
+        self, config: TrainConfig, done: Totals, total: int, rows: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
         self._config, self._begun = config, done.batches
+        if rows is None:  # an attempt that saved nothing may have left some
+            rows = rows_until(Path(config.out), done.batches) if config.resume else []
+        self._rows = rows
         self.folder = RunFolder(Path(config.out))
         self.progress = ProgressBar(total, done.batches)
         self._loggers = Loggers({}, self.note)  # until the folder exists
@@ -64,7 +74,7 @@ class WrittenRecord(Record):
     def open(self, plan: Plan) -> None:
         about, folder = self._config.complete, self.folder.path
         self._loggers = Loggers.opened(self._config.logger, folder, about, self._begun, self.note)
-        self.folder.open(self._config, plan, self._begun)
+        self.folder.open(self._config, plan, self._rows)
 
     def batch(self, row: Mapping[str, Any], samples: int, seconds: float) -> None:
         is_new = row["batch"] > self._newest
@@ -101,6 +111,47 @@ class WrittenRecord(Record):
         self.progress.close()
         self._loggers.close()
         self.folder.close()
+
+
+# ---- replaced ranks --------------------------------------------------------------------------------------------------
+
+
+class Standing(Copies):
+    """Copies of the state by which a process that replaces another also learns where the others' loop is.
+
+    Attributes:
+        given: What they gave this process, if it replaces one; None before the first segment.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        super().__init__(every_s)
+        self.given: dict[str, Any] | None = None
+        self._segment: dict[str, Any] | None = None
+        self._rows: deque[dict[str, Any]] = deque(maxlen=_LATEST)
+
+    def segment(self, values: dict[str, Any]) -> None:
+        """Note the segment that begins."""
+        self._segment = {
+            "segment": values,
+            "begun_at": time.monotonic(),
+        }  # one clock for all processes of a host
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Note the row of a batch, which the first rank may not have written when it is lost."""
+        self._rows.append({"kind": "train", **row})
+
+    def give(self, batches: int) -> dict[str, Any] | None:
+        return None if self._segment is None else {**self._segment, "rows": [*self._rows]}
+
+    def take(self, given: dict[str, Any] | None) -> None:
+        self.given = given
+
+    def rows(self, folder: Path, batches: int) -> list[dict[str, Any]]:
+        """Return the rows of the run's first ``batches`` batches, for a process that replaces another."""
+        found = rows_until(folder, batches)
+        newest = max((row["batch"] for row in found if row["kind"] == "train"), default=-1)
+        missing = [] if self.given is None else self.given["rows"]
+        return [*found, *(row for row in missing if newest < row["batch"] < batches)]
 
 
 # ---- isolated pipelines ----------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from avgpipe.cli.config import (
     DEFAULT_MICRO_BATCHES,
     DEFAULT_PIPELINES,
     DEFAULT_STAGES,
+    NO_SPARES,
     TrainConfig,
     WorkloadOptions,
 )
@@ -71,6 +72,8 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         raise ValueError(
             "--isolate under torchrun: it starts the processes of its pipelines itself, run avgpipe train alone"
         )
+    if config.spares is not None:
+        _check_spares(plan)
     if plan.stages > facts.layers:
         model = f"{source.name} {facts.preset}".rstrip()
         raise ValueError(
@@ -94,6 +97,19 @@ def resolve(asked: TrainConfig) -> TrainConfig:
         is_restart=is_restart,
         given=(),
     )
+
+
+def _check_spares(plan: Plan) -> None:
+    """Refuse ``--spares`` where no process could replace another."""
+    why = None
+    if plan.isolate:
+        why = f"with --isolate: {NO_SPARES}"
+    elif joined_ranks() is not None:
+        why = "under torchrun: it replaces processes that it has started itself, run avgpipe train alone"
+    elif plan.workers == 1:
+        why = "with one worker: no other one has a copy of its state, use --stages 2 or more"
+    if why is not None:
+        raise ValueError(f"--spares {why}")
 
 
 def _absolute(path: str | None) -> str | None:

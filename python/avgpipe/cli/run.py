@@ -11,7 +11,7 @@ from pathlib import Path
 
 import typer
 
-from avgpipe.cli.config import IsolationOptions, RunConfig
+from avgpipe.cli.config import NO_SPARES, IsolationOptions, RunConfig
 from avgpipe.cli.hosts import (
     Beginning,
     become_rank,
@@ -78,7 +78,7 @@ def _check(config: RunConfig, place: HostPlace | None) -> None:
         if place is not None:
             _check_rank(config, place)
     elif config.spares is not None:
-        raise ValueError("--spares with --isolate: isolated pipelines replace each other, use one of the two")
+        raise ValueError(f"--spares with --isolate: {NO_SPARES}")
     elif place is not None and "pipelines" in config.given:
         raise ValueError(
             f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a host "

@@ -47,10 +47,11 @@ from avgpipe.cli.resolve import (
     resolve,
 )
 from avgpipe.cli.run import isolation_of, refuse_isolation
+from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
 from avgpipe.ranks.environment import SHARES
-from avgpipe.ranks.launch import Job, RanksFailed, run_on_ranks, same_modules
+from avgpipe.ranks.launch import Job, RanksFailed, run_on_ranks, same_modules, tied
 from avgpipe.ranks.process import run_folder
 from avgpipe.ranks.signals import GRACE_S, ending_on_signals
 from avgpipe.ranks.supervisor import Interrupted
@@ -120,6 +121,10 @@ def train_on_workers(config: TrainConfig) -> bool:
     asked = {"config": config.to_json()}
     try:
         preemption_s = config.preemption_seconds
+        if config.spares is not None:
+            command, added = tied("stderr", _WORKER), same_modules()
+            replacing = Replacing(command, plan.workers, config.spares, added, note, asked)
+            return replacing.run(preemption_s)
         ends = run_on_ranks(
             _WORKER, plan.workers, asked, threads=None, captures=False, preemption_s=preemption_s
         )

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import rows_until
 from avgpipe.cli.output import CommandFailed, arguments, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
-from avgpipe.cli.record import Record, RemoteRecord, WrittenRecord
+from avgpipe.cli.record import Record, RemoteRecord, Standing, WrittenRecord
 from avgpipe.cli.resolve import pipeline_options, prepare
-from avgpipe.errors import CheckpointError, PeerLost
+from avgpipe.errors import CheckpointError, PeerLost, PipelineError
 from avgpipe.pipeline import Pipeline
 from avgpipe.ranks.process import PEER_LOST
 from avgpipe.ranks.signals import Answers, answering
 from avgpipe.report.course import Course, Totals, target_text
 from avgpipe.report.loop import ENDLESS, TrainingLoop, TrainingSegment, batches_of_run
+from avgpipe.report.rows import of_all
 from avgpipe.saving import Checkpoints
 from avgpipe.tasks import Workload
+
+_COPIES_S = 10.0  # of work are lost at most, about, where a rank is replaced
 
 
 def run_rank(config: TrainConfig) -> bool:
@@ -64,24 +69,35 @@ class TrainingRun(TrainingLoop):
     def __init__(self, config: TrainConfig) -> None:
         self.config = config
         workload, plan = prepare(config)
+        options = pipeline_options(config, workload)
+        self._standing = None if config.spares is None else Standing(_COPIES_S)
+        if self._standing is not None:
+            options["extensions"].append(self._standing)
         with log_records() as logged:
-            pipeline = Pipeline(workload.layers, plan, **pipeline_options(config, workload))
-        world, launcher = pipeline.world, pipeline.launcher
-        joins_late = launcher is not None and launcher.has_begun
+            pipeline = Pipeline(workload.layers, plan, **options)
+        launcher, replaces_one = pipeline.launcher, pipeline.batches > 0
+        joins_late = replaces_one or (launcher is not None and launcher.has_begun)
         # Workers that were started one by one may have chosen the name of their folder at different times.
-        self.out = Path(world.gather(config.out)[0])
+        self.out = Path(config.out if replaces_one else of_all(pipeline, "folder", config.out)[0])
         every_s = 60 * config.checkpoint_minutes
         self._checkpoints = Checkpoints(pipeline, self.out / "checkpoints", every_s=every_s, keep=config.keep)
         done = Totals(workload.lower_is_better, config.target)
         if config.resume and not joins_late:
             self._checkpoints.load()
             done = _recalled(done, pipeline, self.out)
+        rows = None
+        if self._standing is not None and replaces_one:
+            rows = self._standing.rows(self.out, pipeline.batches)
+            _take_rows(done, rows, pipeline.batches)
         course = Course.of(config)
-        self.record = _record(config, pipeline, done, batches_of_run(workload, course))
+        self.record = _record(config, pipeline, done, batches_of_run(workload, course), rows)
         super().__init__(pipeline, workload, course, self.record, done, warnings_of(logged))
         self._saver = Saver(pipeline, self._checkpoints, self.record, config.wait_for_checkpoints)
         self._resumed_at = done.batches
-        links = links_line(world.gather(links_of(logged)))
+        if replaces_one:
+            self.record.open(pipeline.plan)
+            return
+        links = links_line(of_all(pipeline, "links", links_of(logged)))
         if not joins_late:
             self._begin([*links, *warnings_of(logged)])
 
@@ -140,7 +156,13 @@ class TrainingRun(TrainingLoop):
         segment = super().begin_segment(epoch, start, left, min(most, self._checkpoints.batches_to_agreement))
         segment = replace(segment, checkpoints=self._checkpoints.standing())
         self.record.segment(asdict(segment))
+        if self._standing is not None:
+            self._standing.segment(asdict(segment))
         return segment
+
+    def note_row(self, row: Mapping[str, Any]) -> None:
+        if self._standing is not None:
+            self._standing.row(row)
 
     def is_save_due(self, segment: TrainingSegment) -> bool:
         return self._checkpoints.due(segment.count)
@@ -156,7 +178,9 @@ class TrainingRun(TrainingLoop):
         return is_best
 
     def _catch_up(self) -> TrainingSegment | None:
-        """Enter the run; if isolated pipelines already train, return the segment that they are in."""
+        """Enter the run; if others already train, return the segment that they are in."""
+        if self._standing is not None:
+            return self._segment_of(self._standing.given)
         results, batches, launcher = self.pipeline.enter(), self.pipeline.batches, self.pipeline.launcher
         if launcher is None or not launcher.is_late:
             return None
@@ -166,6 +190,14 @@ class TrainingRun(TrainingLoop):
         self.done = replace(Totals(**standing["done"]), batches=batches)
         self._checkpoints.go_on(segment.checkpoints, standing["segment_s"])
         self.rows.go_on(self.done, self.steps())
+        return segment
+
+    def _segment_of(self, given: Mapping[str, Any] | None) -> TrainingSegment | None:
+        """Return the segment that the other ranks are in, for a process that replaces one."""
+        if given is None or not self.pipeline.batches:
+            return None
+        segment = TrainingSegment(**given["segment"])
+        self._checkpoints.go_on(segment.checkpoints, time.monotonic() - given["begun_at"])
         return segment
 
     # ---- what is printed and written ---------------------------------------------------------------------------------
@@ -201,7 +233,18 @@ def _recalled(done: Totals, pipeline: Pipeline, out: Path) -> Totals:
         for row in rows_until(out, pipeline.batches):
             done.take(row)
         done.batches = pipeline.batches
-    return Totals(**pipeline.world.gather(asdict(done))[0])
+    return Totals(**of_all(pipeline, "totals", asdict(done))[0])
+
+
+def _take_rows(done: Totals, rows: Iterable[Mapping[str, Any]], batches: int) -> None:
+    """Add the rows of a run's first ``batches`` batches; PipelineError if some are missing."""
+    for row in rows:
+        done.take(row)
+    if done.batches != batches:
+        raise PipelineError(
+            f"this process replaces one after {batches} batches, and metrics.jsonl has {done.batches} of them: resume "
+            "from the last checkpoint"
+        )
 
 
 def _position(done: Totals, workload: Workload, pipeline: Pipeline) -> tuple[int, int]:
@@ -218,12 +261,18 @@ def _position(done: Totals, workload: Workload, pipeline: Pipeline) -> tuple[int
     return done.epoch, start
 
 
-def _record(config: TrainConfig, pipeline: Pipeline, done: Totals, total: int) -> Record:
+def _record(
+    config: TrainConfig,
+    pipeline: Pipeline,
+    done: Totals,
+    total: int,
+    rows: Sequence[Mapping[str, Any]] | None = None,
+) -> Record:
     if pipeline.world.rank:
         return Record()
     if pipeline.launcher is not None:
         return RemoteRecord(pipeline.launcher, done, total)
-    return WrittenRecord(config, done, total)
+    return WrittenRecord(config, done, total, rows)
 
 
 class Saver:

@@ -7,12 +7,13 @@ end is known at once, whatever its cause.
 from __future__ import annotations
 
 import os
+import selectors
 import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from typing import Any
 
 from avgpipe.fault.common import CommonResults
@@ -78,6 +79,7 @@ class Coordinator:
         self._unknown: set[Connection] = set()  # that have not identified themselves
         self._known: dict[Connection, tuple[int, int]] = {}  # group and rank
         self._connections: dict[tuple[int, int], Connection] = {}
+        self._selector = selectors.DefaultSelector()  # of all connections
         self._deaf: set[Connection] = set()  # that were cut, as they took no message
 
     @property
@@ -93,6 +95,7 @@ class Coordinator:
         self._door.close()
         for connection in (*self._unknown, *self._known):
             connection.close()
+        self._selector.close()
         with suppress(OSError):
             os.unlink(self.address)
 
@@ -100,13 +103,12 @@ class Coordinator:
 
     def serve(self, timeout_s: float) -> None:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
-        self._unknown.update(self._door.entered())
-        connections = [*self._unknown, *self._known]
-        if not connections:
-            time.sleep(timeout_s)
-        for one in wait(connections, timeout_s):
-            if isinstance(one, Connection) and not one.closed:
-                self._receive(one)
+        for one in self._door.entered():
+            self._unknown.add(one)
+            self._selector.register(one, selectors.EVENT_READ)
+        for key, _ in self._selector.select(timeout_s):
+            if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
+                self._receive(key.fileobj)
         self._common.choose(self._is_near, self._may_ask_near)
         self._do(self.members.tick(time.monotonic(), self._common.computed_at))
 
@@ -127,12 +129,18 @@ class Coordinator:
         self._do(self.members.gone(number, time.monotonic()))
 
     def _do(self, commands: list[Command]) -> None:
+        last: Any = None
+        text = b""
         for command in commands:
             if isinstance(command, Send):
                 connection = self._connections.get((command.group, command.rank))
                 if connection is not None:
-                    message = command.message
-                    self._send(connection, *message, *([self._here] if message[0] == "roster" else []))
+                    if (
+                        command.message is not last
+                    ):  # else it is the same for many: a roster of a thousand hosts
+                        last = message = command.message
+                        text = encoded([*message, self._here] if message[0] == "roster" else message)
+                    self._send_text(connection, text)
             elif isinstance(command, Kill):
                 self._lost(command.group, command.rank, command.why)
             elif isinstance(command, Say):
@@ -180,6 +188,8 @@ class Coordinator:
             self._do(self.members.closed(*known, time.monotonic()))
 
     def _forget(self, connection: Connection) -> None:
+        if not connection.closed:
+            self._selector.unregister(connection)
         self._deaf.discard(connection)
         known = self._known.pop(connection, None)
         if known is not None:
@@ -194,8 +204,10 @@ class Coordinator:
             if is_far:
                 self._here = end.getsockname()[0]
         if kind == JOIN and self._let_join is not None:
+            reply = self._let_join(connection, {**about, "is_far": is_far})
             self._unknown.discard(connection)
-            self._send(connection, "welcome", self._let_join(connection, {**about, "is_far": is_far}))
+            self._selector.unregister(connection)
+            self._send(connection, "welcome", reply)
             return
         place = int(about["group"]), int(about["rank"])
         progress = self.members.progress()
@@ -205,8 +217,11 @@ class Coordinator:
         self._send(connection, "welcome", {**progress, "spans_hosts": self._far is not None})
 
     def _send(self, connection: Connection, *message: Any) -> None:
+        self._send_text(connection, encoded(message))
+
+    def _send_text(self, connection: Connection, text: bytes) -> None:
         try:
-            connection.send_bytes(encoded(message))
+            connection.send_bytes(text)
         except OSError as error:  # the closed connection will show it
             if isinstance(error, BlockingIOError):
                 self._deaf.add(connection)

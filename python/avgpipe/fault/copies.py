@@ -279,13 +279,13 @@ class StateCopies:
     ) -> int:
         """Restore the newest state that all ranks can have; return the batches before it. Collective.
 
-        Before the first copy is whole that is the initial state, in which ``worker`` is. PipelineError where
-        there is none.
+        Before the first copy is whole that is the initial state, in which ``worker`` is: 0 batches. PipelineError
+        where there is none.
 
         Args:
-            earliest: batches before the last call that cannot be repeated.
+            earliest: batches before the last call that a new rank does not make; -1 if there is none.
             latest: batches after which a new rank would miss what this one does; infinity on a new one.
-            has_all: whether this rank has all batches since the first one.
+            has_all: whether this rank has all batches and calls since the beginning.
         """
         theirs = [of.batches for of in self._theirs.values() if of.is_whole and of.batches is not None]
         said = world.gather([self._batches, theirs, earliest, latest, has_all])
@@ -295,7 +295,7 @@ class StateCopies:
         usable = set.intersection(*map(set, common)) if common else set()
         _, _, begins, ends, have_all = zip(*said)
         usable = {batches for batches in usable if max(begins) <= batches <= min(ends)}
-        if not usable and all(have_all) and not any(begins):
+        if not usable and all(have_all):
             self._begin_again(Snapshot(), None)
             return 0
         if not usable:

@@ -77,7 +77,6 @@ class Process:
         digests: of what must be the same in all pipelines, and of the initial weights.
         facts: what other processes must know of it.
         has_state: whether it has the state that it begins with.
-        late: the step on which it timed out, the timeout in seconds, and when it said so.
         reported_late: the last step on which it timed out although every pipeline had published it.
     """
 
@@ -93,7 +92,6 @@ class Process:
     facts: Any = None
     has_state: bool = False
     answer: Answer | None = None
-    late: tuple[int, float, float] | None = None
     reported_late: int = -1
 
 
@@ -106,6 +104,7 @@ class Group:
         size: the number of processes.
         period: the number of steps from one published update to the next.
         host: names the host of its processes.
+        first: the first step of which it is a member; 0 before that is decided.
         ready_at: when its processes wanted to enter, or to leave.
         left_at: the number of steps that it had begun when it left.
         is_lost: whether its processes have ended, or are ended.
@@ -117,6 +116,7 @@ class Group:
     period: int
     host: str
     processes: dict[int, Process] = field(default_factory=dict)
+    first: int = 0
     ready_at: float = _NEVER
     left_at: int | None = None
     is_lost: bool = False
@@ -124,6 +124,10 @@ class Group:
 
     def all_want(self, what: str) -> bool:
         return len(self.processes) == self.size and all(p.wants == what for p in self.processes.values())
+
+    def has_state(self) -> bool:
+        """Whether all its processes have the state that they began with."""
+        return all(p.has_state for p in self.processes.values()) or self.published() > 0
 
     def published(self) -> int:
         """Return how many steps all its processes have reported as published."""

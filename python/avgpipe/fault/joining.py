@@ -36,6 +36,21 @@ _ANSWER_S = 60.0  # for a launcher to answer
 _END_S = 3.0  # for processes to end, after the order to do so; their place is free then
 
 
+TOO_FEW = "too few pipelines are left"  # why the last ones are ended
+
+
+class RunEnded(PipelineError):
+    """The run that a command joins has ended.
+
+    Attributes:
+        is_done: whether all its work is done; else too few pipelines were left.
+    """
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(f"{what}: {why}")
+        self.is_done = why == OVER
+
+
 class NoPlace(ValueError):
     """A run accepts no other pipeline just now, or its host does not answer; it may later."""
 
@@ -107,6 +122,7 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
     Raises:
         ValueError: there is no such run.
         NoPlace: it accepts no other pipeline.
+        RunEnded: the run has ended.
         PipelineError: the pipeline has failed, or was ended before the run was over.
         Interrupted: a signal arrived; the processes have been ended.
     """
@@ -167,6 +183,8 @@ def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
         _, welcome = received(connection)
     except (OSError, EOFError) as error:
         raise NoPlace(f"{run.name}: its launcher has not answered: {reason(error)}") from None
+    if (why := welcome.get("why")) in (OVER, TOO_FEW):
+        raise RunEnded(run.name, why)
     if "why" in welcome:
         raise NoPlace(f"{run.name}: {welcome['why']}")
     return dict(welcome)
@@ -193,6 +211,8 @@ def _run(
                     why = _why(connection)
                     if why == OVER:
                         return pipeline
+                    if why == TOO_FEW:
+                        raise RunEnded(f"pipeline {pipeline} was ended", why)
                     if why:  # else their exit codes say it
                         raise PipelineError(f"pipeline {pipeline} was ended: {why}")
         if isinstance(end, RanksFailed):

@@ -27,6 +27,7 @@ _JUDGE_S = 1.5  # after a process is late, for the others to report how far they
 _BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lost; after one has left, for the others
 _TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
 _NEVER = float("inf")
+_HEARD = ("heard",)
 
 
 class Members:
@@ -58,12 +59,21 @@ class Members:
         self._started: dict[int, float] = {}  # groups that have not entered, and when they were started
         self._freezes = 0
         self._frozen: Freeze | None = None
+        self._unanswered: set[tuple[int, int]] = set()  # groups and ranks that have been asked
+        self._has_news = False  # since the last look for changes; there are many more messages than changes
+        self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
+        # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
+        self._left: list[Group] = []  # the groups that have left
+        self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
+        self._asked_at = -_NEVER  # when all were last asked to report
+        self._silent_at = -_NEVER  # the earliest time at which a process may have been silent for too long
+        self._sent: dict[int, Term] = {}  # terms as the members know them
         self._begun = self._clean = 0  # steps at the last change; by which all lost samples are trained on
         self._resume = 0  # the first step whose sum is made in this epoch
         self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
         self._broken_at: float | None = None  # when a sum of this epoch has failed
         self._broken_by: set[int] = set()  # groups that reported it
-        self._in_vain = 0  # epochs since a sum was whole
+        self._in_vain = 0  # epochs since a sum was whole, that no loss explains
         self._is_to_stop = False
         self._stop: int | None = None  # the first step that has no batches
 
@@ -77,7 +87,7 @@ class Members:
     @property
     def training(self) -> set[int]:
         """The pipelines that train, or have left with the last step and may still be about to exit."""
-        done = (g for g in self.groups.values() if g.left_at is not None and not g.has_ended)
+        done = (g for g in self._left if not g.has_ended)
         return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
 
     @property
@@ -109,7 +119,7 @@ class Members:
         return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
 
     def term_of(self, group: Group) -> Term:
-        return next(term for term in self.roster.present if term.number == group.number)
+        return self.history[group.number]
 
     def living(self) -> list[Group]:
         """Return the groups that are members and not lost."""
@@ -133,6 +143,7 @@ class Members:
         if group.is_lost or rank in group.processes or not 0 <= rank < group.size:
             raise ValueError(f"the processes started together with {about['name']} have ended")
         self.timeout_s = float(about["timeout_s"])
+        self._silent_at = -_NEVER
         group.processes[rank] = Process(str(about["name"]), now)
 
     def receive(self, number: int, rank: int, kind: str, values: Sequence[Any], now: float) -> list[Command]:
@@ -140,19 +151,7 @@ class Members:
         group = self.groups[number]
         process = group.processes[rank]
         process.heard_at = now
-        handlers: dict[str, Callable[..., None]] = {
-            "alive": self._alive,
-            "begun": self._answered,
-            "enter": self._enter,
-            "leave": self._leave,
-            "late": self._late,
-            "broken": self._broken,
-            "unseen": self._unseen,
-            "has state": self._has_state,
-            "gives up": self._gives_up,
-            "stop": self._stops,
-        }
-        handlers[kind](group, rank, process, now, *values)
+        _HANDLERS[kind](self, group, rank, process, now, *values)
         return self._changed(now)
 
     def closed(self, number: int, rank: int, now: float) -> list[Command]:
@@ -181,6 +180,7 @@ class Members:
                 group.is_lost = True
             if number not in self.history:  # it was no member: nothing of it is needed
                 del self.groups[number]
+        self._has_news = True
         return self._changed(now)
 
     def tick(self, now: float, computed_at: float = -_NEVER) -> list[Command]:
@@ -190,14 +190,12 @@ class Members:
         one is computing. That has no timeout, and a pipeline that joins may wait for its first step
         meanwhile: the timeout of the others begins then.
         """
-        self._find_silent(now)
+        if now > self._silent_at:
+            self._find_silent(now)
         self._find_overdue(now)
+        if self._late_ones:
+            self._judge(now, computed_at)
         self._find_unfinished(now)
-        for group in self.living():
-            for process in group.processes.values():
-                if process.late is not None and self._may_judge(process.late, now, computed_at):
-                    (turn, waited_s, _), process.late = process.late, None
-                    self._end_late(group, process, turn, waited_s)
         return self._changed(now)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -205,8 +203,10 @@ class Members:
     def _alive(self, group: Group, rank: int, process: Process, now: float, doing: str, *counts: int) -> None:
         process.doing = str(doing)
         process.batches, process.begun, process.ended, process.published = map(int, counts)
-        self.reached = max(self.reached, process.begun)
-        self._out.append(Send(group.number, rank, ["heard"]))
+        if process.begun > group.first:  # else it waits for its first step, which may never come
+            self.reached = max(self.reached, process.begun)
+        self._has_news = self._has_news or bool(self._leavers)  # which wait for the ends of steps
+        self._out.append(Send(group.number, rank, _HEARD))
 
     def _answered(
         self,
@@ -223,6 +223,9 @@ class Members:
         counts = {int(number): int(count) for number, count in seen.items()}
         process.answer = Answer(int(freeze), int(begun), int(whole), counts)
         process.begun, process.batches = int(begun), int(batches)
+        if process.answer.freeze == self._freezes:
+            self._unanswered.discard((group.number, rank))
+            self._has_news = self._has_news or not self._unanswered or bool(self._leavers)
 
     def _enter(
         self,
@@ -237,30 +240,42 @@ class Members:
         """Admit a process with the plan and model of the others, and at the start with their weights."""
         for other in self.groups.values():
             theirs = () if other.is_lost or rank not in other.processes else other.processes[rank].digests
-            if theirs and (theirs[0] != digests[0] or (not self.has_begun and theirs != digests)):
+            if not theirs:
+                continue
+            if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
                 what = "plan or model" if theirs[0] != digests[0] else "initial weights"
                 why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
                 self._out.append(Send(group.number, rank, ["reply", request, {"why": why}]))
                 return
+            break  # it is like all others
         process.digests, process.facts, process.wants = digests, facts, "enter"
-        group.ready_at = now
+        group.ready_at, self._has_news = now, True
         self._out.append(Send(group.number, rank, ["reply", request, {}]))
 
     def _leave(
         self, group: Group, rank: int, process: Process, now: float, begun: int, published: int
     ) -> None:
-        process.wants, process.begun, process.published = "leave", int(begun), int(published)
-        self.reached = max(self.reached, process.begun)
+        process.wants, process.begun, self._has_news = "leave", int(begun), True
+        process.published = int(published)
+        if process.begun > group.first:
+            self.reached = max(self.reached, process.begun)
         group.ready_at = now
-        if group.number not in self.members and group.all_want("leave"):
+        if not group.all_want("leave"):
+            return
+        if group.number in self.members:
+            self._leavers[group.number] = max(p.begun for p in group.processes.values())
+        else:
             group.left_at = self.reached  # no step was its to take part in
+            self._left.append(group)
             self._release(group)
 
     def _late(
         self, group: Group, rank: int, process: Process, now: float, turn: int, waited_s: float
     ) -> None:
-        process.late = int(turn), float(waited_s), now
-        self._out += [Send(g.number, r, ["report"]) for g in self.living() for r in g.processes]
+        self._late_ones[group.number, rank] = int(turn), float(waited_s), now
+        if now > self._asked_at + _JUDGE_S:  # they report by themselves, too
+            self._asked_at = now
+            self._out += [Send(g.number, r, ["report"]) for g in self.living() for r in g.processes]
 
     def _broken(self, group: Group, rank: int, process: Process, now: float, epoch: int) -> None:
         if epoch == self.epoch and group.number in self.members:
@@ -279,7 +294,7 @@ class Members:
         self._lose(group, None, str(why))
 
     def _stops(self, group: Group, rank: int, process: Process, now: float) -> None:
-        self._is_to_stop = True
+        self._is_to_stop = self._has_news = True
 
     def _release(self, group: Group) -> None:
         self._out += [Send(group.number, rank, ["released"]) for rank in group.processes]
@@ -287,12 +302,9 @@ class Members:
     # ---- losses ------------------------------------------------------------------------------------------------------
 
     def _lose(self, group: Group, rank: int | None, why: str) -> None:
-        if not group.is_lost and group.number not in self._left():
-            group.is_lost = True
+        if not group.is_lost and group.left_at is None:
+            group.is_lost = self._has_news = True
             self._out.append(Kill(group.number, rank, why))
-
-    def _left(self) -> set[int]:
-        return {n for n, group in self.groups.items() if group.left_at is not None}
 
     def _find_silent(self, now: float) -> None:
         """End processes that send nothing, such as stopped ones: the others would wait for them."""
@@ -302,6 +314,9 @@ class Members:
                 if process.heard_at < now - self.timeout_s and is_waited_for:
                     silence = f"{process.name} sent no message for {self.timeout_s:g} s"
                     self._lose(group, rank, f"{silence}, when it was at {process.doing}")
+        living = (g for g in self.groups.values() if not g.is_lost and g.left_at is None)
+        heard = min((p.heard_at for g in living for p in g.processes.values()), default=now)
+        self._silent_at = max(heard, now - self.timeout_s) + self.timeout_s
 
     def _find_overdue(self, now: float) -> None:
         """End groups that keep living ones waiting for longer than the timeout before the run begins."""
@@ -322,35 +337,54 @@ class Members:
 
     def _find_unfinished(self, now: float) -> None:
         """End pipelines that have left in the midst of a step, where others go on."""
-        for group in self.living():
-            is_over = now > group.ready_at + _BLAME_S
-            if is_over and self._leaves_unfinished(group) and not self._may_leave(group):
+        leavers = (self.groups[number] for number in self._leavers)
+        over = [g for g in leavers if now > g.ready_at + _BLAME_S and self._leaves_unfinished(g)]
+        leaving = self._leaving() if over else []
+        for group in over:
+            if group not in leaving:
                 self._lose(group, None, "it has left before the end of a step, and the others go on")
 
-    def _may_judge(self, late: tuple[int, float, float], now: float, computed_at: float) -> bool:
-        """Whether all have reported since a process was late, or would have."""
-        _, waited_s, at = late
-        heard = min(p.heard_at for group in self.living() for p in group.processes.values())
-        return now >= computed_at + waited_s and (heard > at or now > at + _JUDGE_S)
+    def _judge(self, now: float, computed_at: float) -> None:
+        """Find the cause for processes that are late, once all have reported since, or would have."""
+        heard = min((p.heard_at for g in self.living() for p in g.processes.values()), default=now)
+        found: dict[int, tuple[dict[int, Group], bool]] = {}  # by step: all wait for the same one
+        for (number, rank), (turn, waited_s, at) in list(self._late_ones.items()):
+            group = self.groups.get(number)
+            if group is None or group.is_lost or number not in self.members:
+                del self._late_ones[number, rank]
+            elif now >= computed_at + waited_s and (heard > at or now > at + _JUDGE_S):
+                del self._late_ones[number, rank]
+                if self.term_of(group).first <= turn:
+                    if turn not in found:
+                        found[turn] = self._behind(turn), len(self.roster.speakers(turn)) <= 1
+                    self._end_late(group, group.processes[rank], turn, waited_s, *found[turn])
 
-    def _end_late(self, group: Group, process: Process, turn: int, waited_s: float) -> None:
-        """End the pipelines whose step a process waits for, or its own if all have published it."""
-        counting = self.roster.counting(turn)
-        if group.pipeline not in counting:
-            return
-        late = {
+    def _behind(self, turn: int) -> dict[int, Group]:
+        """Return the pipelines that have not published a step, as far as they have reported."""
+        return {
             pipeline: self.groups[term.number]
-            for pipeline, term in counting.items()
+            for pipeline, term in self.roster.counting(turn).items()
             if term.number in self.members and term.first + self.groups[term.number].published() <= turn
         }
+
+    def _end_late(
+        self,
+        group: Group,
+        process: Process,
+        turn: int,
+        waited_s: float,
+        late: Mapping[int, Group],
+        is_alone: bool,
+    ) -> None:
+        """End the pipelines whose step a process waits for, or its own if all have published it."""
         waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
         for pipeline, other in late.items():
             doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
             self._lose(other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
-        if not late and process.reported_late == turn and len(self.roster.speakers(turn)) == 1:
+        if not late and process.reported_late == turn and is_alone:
             why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
             self._lose(group, None, f"{why}{process.doing}")
-        elif not late and len(self.roster.speakers(turn)) > 1:
+        elif not late and not is_alone:
             self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
             self._broken_by.add(group.number)
         elif not late:
@@ -360,16 +394,23 @@ class Members:
 
     def _changed(self, now: float) -> list[Command]:
         """Make the changes that are due; return all commands."""
-        self._change(now)
+        breaks = self._frozen is not None and self._frozen.breaks
+        if self._has_news or (self._is_broken(now) and not breaks):
+            self._has_news = False
+            self._change(now)
         out, self._out = self._out, []
         return out
 
+    def _is_broken(self, now: float) -> bool:
+        return self._broken_at is not None and now > self._broken_at + _BLAME_S
+
     def _change(self, now: float) -> None:
         lost = frozenset(n for n in self.members if self.groups[n].is_lost)
-        leaving = [group for group in self.living() if self._may_leave(group)]
+        leaving = self._leaving() if self._leavers else []
+        left = {group.number for group in leaving}
         joining = [] if self._stop is not None else self._ready()  # else nothing is left to train on
         stops = self._is_to_stop and self._stop is None
-        is_broken = self._broken_at is not None and now > self._broken_at + _BLAME_S
+        is_broken = self._is_broken(now)
         if not self.has_begun:
             if len(joining) >= self.wanted:
                 self._apply(lost, [], joining)
@@ -377,16 +418,17 @@ class Members:
         is_due = bool(lost or leaving or is_broken or ((joining or stops) and self.members))
         if self._frozen is None and not is_due:
             return
-        asked = [
-            (g.number, rank, p) for g in self.living() if g not in leaving for rank, p in g.processes.items()
-        ]
+        staying = [g for g in self.living() if g.number not in left]
+        asked = [(g.number, rank, p) for g in staying for rank, p in g.processes.items()]
         breaks = bool(lost) or is_broken or self._leaves_early(leaving)
         if self._frozen is None or self._frozen.lost != lost or (breaks and not self._frozen.breaks):
             self._freezes += 1
             self._frozen = Freeze(self._freezes, lost, breaks)
+            self._unanswered = {(number, rank) for number, rank, _ in asked}
+            message = ["freeze", self._freezes, sorted(lost), breaks]
             for number, rank, process in asked:
                 process.answer = None
-                self._out.append(Send(number, rank, ["freeze", self._freezes, sorted(lost), breaks]))
+                self._out.append(Send(number, rank, message))
         if all(p.answer is not None and p.answer.freeze == self._freezes for _, _, p in asked):
             self._apply(lost, leaving, joining)
 
@@ -396,15 +438,22 @@ class Members:
         ready = {g.pipeline: g for g in free if g.all_want("enter")}
         return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
-    def _may_leave(self, group: Group) -> bool:
-        """Whether a member wants to leave, and no other one needs it or its host for steps that it has begun."""
-        if not group.all_want("leave"):
-            return False
-        if self._leaves_unfinished(group):
-            return all(p.wants == "leave" for g in self.living() for p in g.processes.values())
-        left_at = max(p.begun for p in group.processes.values())
-        others = [g for g in self.living() if g.host != group.host]
-        return all(p.ended >= left_at or p.wants == "leave" for g in others for p in g.processes.values())
+    def _leaving(self) -> list[Group]:
+        """Return the members that want to leave, if no other one needs them or their host for steps that have begun."""
+        ended: dict[str, int] = {}  # by host, by all that do not want to leave
+        for group in self.living():
+            for process in group.processes.values():
+                if process.wants != "leave":
+                    ended[group.host] = min(process.ended, ended.get(group.host, process.ended))
+        slowest = sorted(ended, key=lambda host: ended[host])[:2]
+        leavers = ((self.groups[number], left_at) for number, left_at in self._leavers.items())
+        return [
+            group
+            for group, left_at in leavers
+            if not group.is_lost
+            and not (ended and self._leaves_unfinished(group))
+            and all(ended[h] >= left_at for h in slowest if h != group.host)
+        ]
 
     def _leaves_unfinished(self, group: Group) -> bool:
         """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
@@ -419,17 +468,23 @@ class Members:
         frozen, self._frozen = self._frozen, None
         begins = not self.has_begun
         gone = [self.groups[n] for n in sorted(lost)]
-        staying = [g for g in self.living() if g not in leaving]
+        left = {group.number for group in leaving}
+        staying = [g for g in self.living() if g.number not in left]
         if frozen is not None and frozen.breaks:
             self._begin_epoch(staying, gone)
         published = {g.number: self._published_by(g, staying) for g in gone}
         for group in leaving:
-            group.left_at = published[group.number] = max(p.begun for p in group.processes.values())
-        answers = [p.answer for g in staying for p in g.processes.values() if p.answer is not None]
-        self._begun = begun = max([self._begun, *published.values(), *(answer.begun for answer in answers)])
+            group.left_at = published[group.number] = self._leavers[group.number]
+            self._left.append(group)
+        # Those that wait for their first step, which is to come, have begun none.
+        answers = [(g, p.answer) for g in staying for p in g.processes.values() if p.answer is not None]
+        counts = [answer.begun for g, answer in answers if answer.begun > g.first]
+        counts += [steps for n, steps in published.items() if steps > self.groups[n].first]
+        self._begun = begun = max([self._begun, *counts])
         self.reached = max(self.reached, begun)
         for group in (*gone, *leaving):
             del self.members[group.number]
+            self._leavers.pop(group.number, None)
         for group in (*gone, *leaving):
             self._apply_end(group, published[group.number], begun)
         for group in leaving:
@@ -439,6 +494,7 @@ class Members:
         self._admit(joining, begun, begins)
         self._forget(begun)
         self._send_roster()
+        self._has_news = True  # such as a pipeline that was refused for now
 
     def _begin_epoch(self, staying: Sequence[Group], gone: Sequence[Group]) -> None:
         """Decide which sums are whole, and who lacks the last of them.
@@ -457,7 +513,7 @@ class Members:
         most = max((max(hosts.values()) for hosts in whole.values()), default=self._resume)
         if any(max(hosts.values()) < most for hosts in whole.values()):
             most -= 1
-        self._in_vain = 0 if most > self._resume else self._in_vain + 1
+        self._in_vain = 0 if most > self._resume or gone else self._in_vain + 1
         for number in sorted(self._broken_by) if self._in_vain > _TRIES else ():
             if number in self.members and self.groups[number].host != self._home:
                 self._lose(self.groups[number], None, "it cannot exchange updates with the others")
@@ -492,7 +548,7 @@ class Members:
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             donor = None if begins else near[0].pipeline
             term = Term(group.pipeline, group.number, first, donor, host=group.host)
-            self.history[group.number] = term
+            self.history[group.number], group.first = term, first
             self.roster.enter(term)
             self.members[group.number] = group.pipeline
             self._started.pop(group.number, None)
@@ -514,8 +570,7 @@ class Members:
             self._out.append(Say(line))
         for other in self.roster.present:
             joined = self.groups[other.number]
-            has_state = all(p.has_state for p in joined.processes.values()) or joined.published() > 0
-            needs = other.donor == group.pipeline and not has_state
+            needs = other.donor == group.pipeline and not joined.has_state()
             changed = self.roster.change_donor(other.number) if needs else None
             if needs and changed is None:
                 why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
@@ -536,11 +591,33 @@ class Members:
         }
 
     def _send_roster(self) -> None:
+        """Send all terms to new members; to the others those that have changed."""
+        terms = {term.number: term for term in self.roster.terms}
+        changed = [term for number, term in terms.items() if self._sent.get(number) != term]
+        about = [self.roster.since, self.epoch, self._resume, self._owed, self._stop]
+        whole, part = (["roster", *self._shown(some), *about] for some in ([*terms.values()], changed))
+        for group in self.living():
+            message = part if group.number in self._sent else whole
+            self._out += [Send(group.number, rank, message) for rank in group.processes]
+        self._sent = terms
+
+    def _shown(self, terms: Sequence[Term]) -> list[Any]:
         facts = {
             term.number: {rank: p.facts for rank, p in sorted(self.groups[term.number].processes.items())}
-            for term in self.roster.terms
+            for term in terms
         }
-        about = [self.epoch, self._resume, self._owed, self._stop]
-        for group in self.living():
-            for rank in group.processes:
-                self._out.append(Send(group.number, rank, ["roster", self.roster.to_json(), facts, *about]))
+        return [Roster(terms).to_json(), facts]
+
+
+_HANDLERS: dict[str, Callable[..., None]] = {
+    "alive": Members._alive,
+    "begun": Members._answered,
+    "enter": Members._enter,
+    "leave": Members._leave,
+    "late": Members._late,
+    "broken": Members._broken,
+    "unseen": Members._unseen,
+    "has state": Members._has_state,
+    "gives up": Members._gives_up,
+    "stop": Members._stops,
+}

@@ -340,6 +340,7 @@ class Membership:
         self,
         terms: list[Any],
         facts: Mapping[str, Mapping[str, Any]],
+        since: int,
         epoch: int,
         resume: int,
         owed: Mapping[str, Any],
@@ -347,11 +348,11 @@ class Membership:
         here: str,
     ) -> None:
         was_member = self._own_first() is not None
-        about = {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
+        roster = self.known.roster.changed(terms, since)
+        about = {n: self.known.facts[n] for n in roster.numbers() & self.known.facts.keys()}
+        about |= {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
         own = owed.get(str(self.rank))
-        self.known = Known(
-            Roster.from_json(terms), about, epoch, resume, None if own is None else (own[0], own[1]), here
-        )
+        self.known = Known(roster, about, epoch, resume, None if own is None else (own[0], own[1]), here)
         self._stop = stop
         first = self._own_first()
         if not was_member and first is not None:

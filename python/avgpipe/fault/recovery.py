@@ -7,8 +7,11 @@ import logging
 import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from contextlib import suppress
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 from avgpipe.checkpoint.snapshot import may_run
@@ -27,25 +30,43 @@ from avgpipe.runtime.spec import Spec
 
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
+_REFUSALS = CheckpointError, ValueError  # raised on all ranks, which can all go on
 _LOST_TIMEOUT_S, _FAILED_TIMEOUT_S = 0.0, 0.5  # for links to lost ranks, and for a checkpoint
 # For the launcher to report a lost or stopped process; else a connection was lost, and no rank is replaced.
 _LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
+
+
+def _nothing() -> None:
+    pass
+
+
+class _EarlyCall(NamedTuple):
+    """A call before the first batch, which a process that replaces another makes, too.
+
+    Attributes:
+        found: its result for that process, in a list; empty if all make it again together.
+        repeat: makes it again.
+    """
+
+    found: list[Any]
+    repeat: Callable[[], None] = _nothing
 
 
 class Recovery(Policy):
     """Keeps copies of each process's state in its neighbour's memory, from which a lost process is replaced.
 
     Args:
-        every_s: about how many seconds of work are lost at most.
+        asked: the user's ``avgpipe.Copies``.
     """
 
-    def __init__(self, every_s: float) -> None:
-        self._every_s = every_s
-        self._copies = StateCopies(every_s)
-        self._called = 0  # batches before the last call that cannot be repeated
-        # What calls before the first batch have found: a process that replaces one makes them, too.
-        self._found: list[Any] = []
-        self._ahead: list[Any] = []  # the same, of calls that others have made, and this process has not yet
+    def __init__(self, asked: Any) -> None:
+        self._asked = asked
+        self._copies = StateCopies(asked.every_s)
+        self._called = -1  # batches before the last call that no new process makes; -1: there is none
+        self._has_begun = False  # a batch
+        self._first = self._loads = 0  # the number of the first one; loads so far
+        self._calls: list[_EarlyCall] = []
+        self._ahead: list[list[Any]] = []  # results of calls of others that this process has not made yet
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
 
     def check(self, spec: Spec) -> None:
@@ -74,16 +95,22 @@ class Recovery(Policy):
     def loaded(self, session: Session) -> None:
         feed = _feed(session)
         if feed.kept is not None:
+            self._loads += 1
             self._copies.forget()
             feed.kept.clear()
-            self._called = max(1, feed.next_batch)
+            if self._has_begun:
+                self._called = feed.next_batch
+            else:
+                self._first = feed.next_batch
 
     # ---- copies ------------------------------------------------------------------------------------------------------
 
     def before_batch(self, session: Session) -> None:
         """Take a copy of the state before the next batch, if all are to take one."""
-        self._ahead = []
-        if session.world.size == 1 or not session.loader.has_more:
+        if not session.loader.has_more:
+            return
+        self._has_begun, self._ahead = True, []
+        if session.world.size == 1:
             return
         feed, copies, plan = _feed(session), self._copies, session.spec.running
         copies.collect()
@@ -97,52 +124,65 @@ class Recovery(Policy):
             session.settle()
         assert feed.kept is not None
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
+        if copies.oldest > self._first:
+            self._calls = []
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
     def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
         """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
-        if self._ahead and self._ahead[0] is None:
+        if self._ahead and self._ahead[0] == [None]:
             return cast(T, self._take())
         # A repeated call must draw the same random numbers, such as a loader's seed.
         begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
+        again = None if any(isinstance(value, Iterator) for value in given) else partial(_repeat, act, begin)
+        count, loads = len(self._calls), self._loads
         while True:
-            count = len(self._found)
             try:
                 found = act()
             except LOST as loss:
-                if any(isinstance(value, Iterator) for value in given):
+                if again is None:
                     raise  # the iterator is partly consumed
+                del self._calls[count:]
                 self.recover(session, loss, in_call=True)
-                for generator, state in begin:
-                    generator.set_state(state)
-            except CheckpointError:  # on every rank; all continue
-                self._note_call(session)
+                _set(begin)
+            except _REFUSALS:  # on every rank; all continue
+                self._note_call(session, count, [], again)
                 raise
             else:
-                self._note_call(session)
-                if not session.feed.next_batch and len(self._found) == count:
-                    self._found.append(None)
-                    self._called = 0 if found is None else 1  # only JSON is passed on
+                changes_nothing = found is None and self._loads == loads
+                self._note_call(session, count, [None] if changes_nothing else [], again)
                 return found
 
-    def _note_call(self, session: Session) -> None:
-        """Note that all ranks have made a call, which a restart from an earlier batch would repeat."""
-        self._called = max(self._called, session.feed.next_batch)
+    def _note_call(
+        self, session: Session, count: int, found: list[Any], again: Callable[[], None] | None
+    ) -> None:
+        """Note that all ranks have made a call, which a restart from an earlier batch would repeat.
+
+        ``count``: noted calls before it. ``found``: see :class:`_EarlyCall`. ``again``: makes it again, if it can be.
+        """
         self._copies.ask_for_one()
+        if self._has_begun:
+            self._called = max(self._called, session.feed.next_batch)
+        elif len(self._calls) == count:  # else once() has noted its result
+            if found or again is not None:
+                self._ahead = self._ahead[1:]
+                self._calls.append(_EarlyCall(found, again or _nothing))
+            else:
+                self._called = session.feed.next_batch + 1
 
     def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
-        if self._ahead:
+        if self._ahead and self._ahead[0]:
             return self._take()
         found = find()
-        if not session.feed.next_batch:
-            self._found.append(found)
+        if not self._has_begun:
+            self._calls.append(_EarlyCall([found]))
         return found
 
     def _take(self) -> Any:
         """Return what a call found that the others have made before."""
-        self._found.append(self._ahead.pop(0))
-        return self._found[-1]
+        self._calls.append(_EarlyCall(self._ahead.pop(0)))
+        return self._calls[-1].found[0]
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
         """Restore a copy of the state that all ranks have, and repeat the batches up to the last result.
@@ -179,6 +219,9 @@ class Recovery(Policy):
                     with session.worker.running():
                         self._go_back(session, before, latest)
                 before = _feed(session)
+                if not self._has_begun:
+                    for call in [*self._calls]:
+                        call.repeat()
                 self._train_again(session, returned)
                 return
             except LOST as another:  # one more rank is lost, or stopped while all meet
@@ -186,8 +229,7 @@ class Recovery(Policy):
 
     def _draw_as_at_first(self) -> None:
         """Have initial weights drawn once more as when the first session was opened."""
-        for generator, state in self._generators:
-            generator.set_state(state)
+        _set(self._generators)
 
     def _await_generation(self, session: Session, loss: PeerLost | PipelineTimeout, has_waited: bool) -> None:
         """Close what there is, and wait for the next generation; raise ``loss`` where none follows."""
@@ -223,10 +265,14 @@ class Recovery(Policy):
         self._set_flags = max(world.gather(self._set_flags), key=len)
         for names, flag in self._set_flags:
             set_requires_grad(worker, find_parameters(model, names), flag)
-        has_all = len(before.kept) == before.next_batch
+        has_all = self._called < 0 and len(before.kept) == before.next_batch - self._first
         batches = self._copies.go_back(world, model, worker, self._called, latest, has_all)
-        found = max(world.gather(self._found), key=len)
-        self._ahead = [] if batches else found[len(self._found) :]
+        found = max(world.gather([call.found for call in self._calls]), key=len)
+        self._has_begun = batches > 0
+        self._ahead = [] if batches else found[len(self._calls) :]
+        given = world.gather(None if latest == math.inf else self._asked.give(batches))
+        if latest == math.inf:
+            self._asked.take(next((value for value in given if value is not None), None))
         private_store().set(restored(generation()), "")
         count = max(0, before.next_batch - batches)  # none where this rank is new
         session.loader.give_back(before.kept[len(before.kept) - count :])
@@ -240,6 +286,22 @@ class Recovery(Policy):
             session.train_on()
             if session.feed.results:
                 session.feed.results.popleft()
+
+
+def _set(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
+    for generator, state in states:
+        generator.set_state(state)
+
+
+def _repeat(act: Callable[[], object], begin: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:
+    """Make a call again, with the random numbers that it drew the first time."""
+    now = [(generator, generator.get_state()) for generator, _ in begin]
+    _set(begin)
+    try:
+        with suppress(*_REFUSALS):
+            act()
+    finally:
+        _set(now)
 
 
 def _feed(session: Session) -> BatchFeed:

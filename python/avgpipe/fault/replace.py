@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from avgpipe.errors import reason
 from avgpipe.fault.generation import (
@@ -34,8 +34,25 @@ from avgpipe.fault.generation import (
     waited_for,
 )
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
-from avgpipe.ranks.launch import BLAME_S, STOPPED, RanksFailed, Started, StoppedTimer, rank_environment, start
-from avgpipe.ranks.process import has_missed, is_asked, run_folder
+from avgpipe.ranks.launch import (
+    BLAME_S,
+    NOT_READY,
+    STOPPED,
+    RanksFailed,
+    Started,
+    StoppedTimer,
+    rank_environment,
+    start,
+)
+from avgpipe.ranks.process import (
+    ARGUMENTS,
+    PEER_LOST,
+    forget_ready,
+    has_missed,
+    is_asked,
+    run_folder,
+    unready,
+)
 from avgpipe.ranks.supervisor import LaunchPolicy, watch
 
 _POLL_S = 0.02
@@ -54,6 +71,7 @@ class Replacing(LaunchPolicy):
         spares: how many processes wait to replace one.
         added: variables for all of them.
         say: prints a line for the user.
+        arguments: of the function that the command names instead of a program, see ``ranks.process``.
     """
 
     def __init__(
@@ -63,7 +81,9 @@ class Replacing(LaunchPolicy):
         spares: int,
         added: Mapping[str, str],
         say: Callable[[str], None],
+        arguments: Mapping[str, Any] | None = None,
     ) -> None:
+        self._arguments = arguments
         self._command, self._size, self._added, self._say = command, size, added, say
         self._wanted = spares
         self._ranks: dict[int, Started] = {}
@@ -80,8 +100,11 @@ class Replacing(LaunchPolicy):
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
 
-    def run(self) -> None:
-        """Run to the end.
+    def run(self, preemption_s: float | None = None) -> bool:
+        """Run to the end; return whether the ranks were notified of a preemption, after a SIGTERM.
+
+        Args:
+            preemption_s: the time limit for their end then, in seconds. None: SIGTERM ends them.
 
         Raises:
             RanksFailed: a rank failed by itself.
@@ -94,9 +117,12 @@ class Replacing(LaunchPolicy):
         with ExitStack() as stack:
             self._folder = stack.enter_context(run_folder())
             self._board = Board(FileStore(str(self._folder / "store")))
-            watch(self, poll_s=_POLL_S)
+            if self._arguments is not None:
+                (self._folder / ARGUMENTS).write_text(json.dumps(dict(self._arguments)))
+            is_preempted = watch(self, preemption_s, poll_s=_POLL_S)
             if self._starting and self._failed is not None:
                 raise self._failed  # no rank is left to continue with
+        return is_preempted
 
     def begin(self) -> None:
         for rank in range(self._size):
@@ -122,7 +148,7 @@ class Replacing(LaunchPolicy):
         folder = self._folder / f"process-{self._made}"
         folder.mkdir()
         place = {**self._place(rank), STORE_FILE: str(self._folder / "store")}
-        return start([self._command], folder, {**self._added, **place, **others})
+        return start([self._command], folder, {**self._added, **place, **others}, size=self._size)
 
     def _place(self, rank: int) -> dict[str, str]:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
@@ -155,7 +181,8 @@ class Replacing(LaunchPolicy):
             if not isinstance(end, RanksFailed):
                 self._left.append(rank)
                 continue
-            if end.exit_codes[0] > 0 and has_missed(self._folder, rank) and not self._is_blame_known():
+            missed = end.exit_codes[0] == PEER_LOST or has_missed(self._folder, rank)
+            if end.exit_codes[0] > 0 and missed and not self._is_blame_known():
                 self._missed.append((rank, end))
                 self._blame_by = min(self._blame_by, time.monotonic() + BLAME_S)
             else:
@@ -163,6 +190,8 @@ class Replacing(LaunchPolicy):
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
             if self._left:
                 raise self._failure(self._left[0], 0)
+            for rank in unready(self._folder, self._ranks):
+                raise self._failure(rank, 0, NOT_READY)
             self._lose(*self._missed[0])
         self._answer()
 
@@ -216,6 +245,7 @@ class Replacing(LaunchPolicy):
         if code >= 0 or self._generation >= _MOST or not self._ranks or self._left:
             raise failure  # a rank that has ended meets no other
         self._failed = failure
+        forget_ready(self._folder, rank)
         self._put(prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
         how = "a spare process"

@@ -9,7 +9,8 @@ Every process of every pipeline has the same roster, and decides the same from i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 _NEVER = 2**62
@@ -44,11 +45,18 @@ class Term:
         return self.end != _NEVER
 
 
-class Roster:
-    """The known terms of all pipelines."""
+_values = attrgetter(*(field.name for field in fields(Term)))
 
-    def __init__(self, terms: Sequence[Term] = ()) -> None:
-        self.terms = list(terms)
+
+class Roster:
+    """The known terms of all pipelines.
+
+    Attributes:
+        since: terms that ended before this step are not known.
+    """
+
+    def __init__(self, terms: Sequence[Term] = (), since: int = -1) -> None:
+        self.terms, self.since = list(terms), since
 
     def members(self, turn: int) -> list[int]:
         """Return the members of a step, in ascending order."""
@@ -82,6 +90,9 @@ class Roster:
         """The terms whose end is not known."""
         return [term for term in self.terms if not term.has_ended]
 
+    def numbers(self) -> set[int]:
+        return {term.number for term in self.terms}
+
     # ---- changes -----------------------------------------------------------------------------------------------------
 
     def enter(self, term: Term) -> None:
@@ -113,13 +124,18 @@ class Roster:
 
     def forget(self, turn: int) -> None:
         """Drop the terms that ended before step ``turn``."""
+        self.since = turn
         self.terms = [term for term in self.terms if term.end > turn]
 
     # ---- over the wire -----------------------------------------------------------------------------------------------
 
     def to_json(self) -> list[Any]:
-        return [astuple(term) for term in self.terms]
+        return [_values(term) for term in self.terms]
 
-    @classmethod
-    def from_json(cls, values: Sequence[Any]) -> Roster:
-        return cls([Term(*value) for value in values])
+    def changed(self, values: Sequence[Any], since: int) -> Roster:
+        """Return the roster with terms as another one's :meth:`to_json` has shown them, from a step on."""
+        terms = {term.number: term for term in self.terms}
+        terms |= {term.number: term for term in (Term(*value) for value in values)}
+        known = Roster([*terms.values()])
+        known.forget(since)
+        return known

@@ -22,7 +22,7 @@ from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.generation import assign_place, pipe_of
 from avgpipe.fault.group import OVER, Group
-from avgpipe.fault.joining import Joined, leave_address
+from avgpipe.fault.joining import TOO_FEW, Joined, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
@@ -34,7 +34,6 @@ _END_S = 10.0  # for processes to end by themselves, after one has closed its co
 _AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
-TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 
 
 @dataclass(frozen=True)

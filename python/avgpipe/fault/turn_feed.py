@@ -95,6 +95,7 @@ class TurnFeed(Feed):
         self._unfinished = Unfinished(plan.period)
         self._queued_terms: set[int] = set()  # ended terms whose lost parts are queued
         self._lost: deque[FeedPart] = deque()  # queued
+        self._left: dict[int, int] = {}  # by pipeline that has left lately, its first batch without an update
         self._before: dict[int, int] = {}  # batches before steps in flight
         self._divisor = plan.pipelines  # of the sum of updates of a period
         self.is_member = False
@@ -242,6 +243,7 @@ class TurnFeed(Feed):
             else:
                 while len(found) < most and (following := self._loader.next()) is not None:
                     found.append(self._part_of(*following, self._is_shared))
+                self._warn_of_length(found)
             if found and most == 1:
                 (whole,) = found
                 found = whole.shares(self._counts(turn, members, len(whole.sizes)))
@@ -266,8 +268,21 @@ class TurnFeed(Feed):
         roster = self._membership.known.roster
         ended = [term for term in roster.terms if term.end <= turn and term.number not in self._queued_terms]
         for term in ended:
+            part = self._unfinished.of(term.published).get(term.pipeline)
+            if not term.was_lost:
+                self._left[term.pipeline] = self.next_batch if part is None else part.batch
             self._lost.extend(self._unfinished.take(term))
         self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
+
+    def _warn_of_length(self, found: list[FeedPart]) -> None:
+        """Warn of pipelines that have left, if there are batches of the loader after their last ones."""
+        for i, batch in self._left.items() if found and not self._worker.world.rank else []:
+            _log.warning(
+                "pipeline %d has left at batch %d, and the loader here has more, which the others train on without "
+                "it. If its loader has ended, give all pipelines one loader, without a sampler or shard by pipeline",
+                *(i, batch),
+            )
+        self._left.clear()
 
     def _start(self, turn: int, parts: dict[int, FeedPart]) -> None:
         part = parts.get(self._pipeline)

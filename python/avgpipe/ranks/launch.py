@@ -18,13 +18,22 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
-from avgpipe.ranks.process import ARGUMENTS, PEER_LOST, PROGRESS, WRONG_ARGUMENTS, has_missed, run_folder
+from avgpipe.ranks.process import (
+    ARGUMENTS,
+    PEER_LOST,
+    PROGRESS,
+    WRONG_ARGUMENTS,
+    has_missed,
+    run_folder,
+    unready,
+)
 from avgpipe.ranks.queues import queue_environment
 from avgpipe.ranks.supervisor import POLL_S, Interrupted, signal_name, watch
 
 BLAME_S = 2.0  # after ranks have missed a peer, for that peer to end
 _STOPPED_S = 8.0  # for which processes may be stopped while no other one waits for them
 STOPPED = "was stopped by a signal"
+NOT_READY = "did not reach its Pipeline while others waited for it there"
 LEFT = "ended with exit code 0 before the others were done"
 
 
@@ -206,6 +215,7 @@ class Started:
         self._first: int | None = None  # the rank that failed first, when the others were killed
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self._left: list[int] = []  # ranks that ended with 0, in their order
+        self._awaited: list[int] = []  # ranks that were not ready when others had missed one
         self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
 
     def poll(self) -> RanksFailed | bool | None:
@@ -224,7 +234,8 @@ class Started:
             first = self._to_blame(ends)
         said = _last_line(result.stderrs[first]) if self._captures else ""
         all_codes = [codes.get(rank, 0) for rank in range(self._count)]
-        return RanksFailed(all_codes, first, said, STOPPED if first in self._stopped else None)
+        why = STOPPED if first in self._stopped else NOT_READY if first in self._awaited else None
+        return RanksFailed(all_codes, first, said, why)
 
     def poll_or_kill(self) -> RanksFailed | bool | None:
         """Do the same as :meth:`poll`, but once one has failed kill the others, without waiting for them."""
@@ -244,9 +255,12 @@ class Started:
         return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
 
     def _to_blame(self, ends: Mapping[int, tuple[int, int]]) -> int:
-        """Return the rank to blame: if others have only missed one, the first that left without an error."""
+        """Return the rank to blame: if others have only missed one, the first that left, or is not ready."""
         first = first_to_fail(ends, self._stopped)
-        return self._left[0] if self._left and ends[first][0] == PEER_LOST else first
+        if ends[first][0] != PEER_LOST:
+            return first
+        self._awaited = [rank for rank in unready(self.folder, range(self._count)) if rank not in self._left]
+        return [*self._left, *self._awaited, first][0]
 
     def _code(self, rank: int, code: int) -> int:
         """Return the exit code of a failed rank; PEER_LOST also for a script that has missed a peer."""
@@ -319,13 +333,21 @@ class StoppedTimer:
 
 
 def start(
-    commands: Sequence[Sequence[str]], folder: Path, added: Mapping[str, str], captures: bool = False
+    commands: Sequence[Sequence[str]],
+    folder: Path,
+    added: Mapping[str, str],
+    captures: bool = False,
+    size: int = 0,
 ) -> Started:
-    """Start a command for each rank; they meet in ``folder``."""
+    """Start a command for each rank; they meet in ``folder``. ``size``: of all ranks, if others are started apart."""
     from torch.distributed.elastic import multiprocessing as elastic
 
     count = len(commands)
-    shared = {"OMP_NUM_THREADS": str(max(1, cores() // count)), **launch_environment(), **queue_environment()}
+    shared = {
+        "OMP_NUM_THREADS": str(max(1, cores() // (size or count))),
+        **launch_environment(),
+        **queue_environment(),
+    }
     shared = {name: value for name, value in shared.items() if name not in os.environ}
     environment = {**shared, **private_meeting(folder), **added}
     _quieten_torch()
@@ -405,6 +427,8 @@ class _EndAll:
             raise RanksFailed(codes, still[0], reason=STOPPED)
         if time.monotonic() > self._deadline:
             late = f"the workers were not done after {self._timeout_s:.0f} s and were ended"
+            if missing := unready(started.folder, range(self._size)):
+                late += f"; rank {', '.join(map(str, missing))} {NOT_READY}"
             raise PipelineError(f"{late}; rank 0 was at: {self._said or 'its start'}")
         return True
 

@@ -22,7 +22,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("avgpipe")
 # Beside it, as only their user may read the folder.
 ARGUMENTS, PROGRESS, _MISSED, _ASKED, _OWNER = "arguments.json", "progress", "missed", "asked", "owner"
+_READY = "ready"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
@@ -93,6 +94,24 @@ def report_lost_peers() -> None:
         before(kind, error, trace)
 
     sys.excepthook = report
+
+
+def report_ready() -> None:
+    """Report to the launcher, if it has started this process, that this is at its Pipeline, to meet the others."""
+    if os.environ.get(STORE_FILE):
+        with suppress(OSError):
+            (_folder() / f"{_READY}-{os.environ['RANK']}").touch()
+
+
+def unready(folder: Path, ranks: Iterable[int]) -> list[int]:
+    """Return the ranks of processes, started in ``folder``, that have not reported it; none if none has."""
+    found = [rank for rank in ranks if not (folder / f"{_READY}-{rank}").exists()]
+    return found if any(folder.glob(f"{_READY}-*")) else []
+
+
+def forget_ready(folder: Path, rank: int) -> None:
+    """Forget the report of a process that was lost."""
+    (folder / f"{_READY}-{rank}").unlink(missing_ok=True)
 
 
 def has_missed(folder: Path, rank: int) -> bool:

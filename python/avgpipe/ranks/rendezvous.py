@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
 from avgpipe.ranks.environment import STORE_FILE, generation, is_replaceable, named
+from avgpipe.ranks.process import report_ready
 
 _ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text
@@ -278,6 +279,7 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     if size == 1:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         return
+    report_ready()
     deadline = time.monotonic() + timeout_s
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
     store, coming = open_store(timeout_s), replacements()

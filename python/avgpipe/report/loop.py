@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -154,6 +154,9 @@ class TrainingLoop:
     def segment_ended(self, saves: bool) -> None:
         """Called after a segment, and its validation, that does not end its epoch; ``saves``: a checkpoint is due."""
 
+    def note_row(self, row: Mapping[str, Any]) -> None:
+        """Called with the row of each batch."""
+
     def steps(self) -> int:
         """Return how many batches have begun, as timelines count them; for isolated pipelines, steps of all."""
         launcher = self.pipeline.launcher
@@ -170,7 +173,9 @@ class TrainingLoop:
         for result in self.pipeline.train(self._until_preempted(batches)):
             now = time.perf_counter()
             done.note_batch(result.samples, now - clock)
-            self._results.batch(self.rows.batch(self.pipeline, result, done), result.samples, now - clock)
+            row = self.rows.batch(self.pipeline, result, done)
+            self.note_row(row)
+            self._results.batch(row, result.samples, now - clock)
             clock = now
         done.batches = self.pipeline.batches
         return done.batches - before
@@ -204,12 +209,22 @@ class TrainingLoop:
         To translate or generate, too, may take as long as the training between two validations, so with a loss as
         target it is done only at both ends of the run.
         """
-        workload, target = self.workload, self.done.target
-        assert workload.valid_batches is not None
+        workload, target, valid = self.workload, self.done.target, self.workload.valid_batches
+        assert valid is not None
         value, of_loss = (None, False) if target is None else parse_target(target)
         decoded = value if of_loss and self.done.batches and not ends else None
-        batches = self._results.validating(workload.valid_batches(), self.course.valid_batches)
+        batches = _Reread(lambda: self._results.validating(valid(), self.course.valid_batches))
         return evaluate(self.pipeline, workload, batches, decoded)
+
+
+@dataclass(frozen=True)
+class _Reread:
+    """Batches that are read again if a rank is replaced meanwhile."""
+
+    begin: Callable[[], Iterator[Any]]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.begin()
 
 
 def evaluate(

@@ -23,6 +23,15 @@ _OF_PLAN = ("system", "stages", "pipelines", "micro_batches", "schedule")
 _OF_WORKLOAD = ("preset", "batch_size", "metric_name", "lower_is_better", "title")
 
 
+def of_all(pipeline: Pipeline, what: str, value: Any) -> list[Any]:
+    """Return a small value of every rank; it is gathered again if a rank is replaced meanwhile."""
+
+    def gather() -> list[Any]:
+        return pipeline.world.gather(value)
+
+    return pipeline.once(what, gather) if pipeline.has_copies else gather()
+
+
 class RowMaker:
     """Makes the rows and the summary of a run; every rank calls its methods, in one order.
 
@@ -95,7 +104,7 @@ class RowMaker:
     def of_ranks(self, pipeline: Pipeline) -> tuple[int, list[int]]:
         """Return how many updates were skipped since this process began, and the ranks' peaks of memory."""
         own = pipeline.skipped_updates, peak_memory_bytes(pipeline.device)
-        skipped, peaks = zip(*pipeline.world.gather(own))
+        skipped, peaks = zip(*of_all(pipeline, "skipped updates and peaks", own))
         # Every rank with a stage of a pipeline counts the skipped updates of that pipeline.
         plan, ranks = pipeline.plan, pipeline.world.size
         apart = plan.pipelines if plan.spread and ranks > 1 else 1

@@ -157,7 +157,7 @@ class Alike(Loops):
         loop.has_ended = True
         rank, at = self._first(loop.end, number)
         if at != number:
-            raise self._other_end(rank, at, f"at batch {number}")
+            raise self._other_end(rank, at, str(number))
 
     def look(self) -> None:
         """Check whether this rank has begun a batch that another one lacks; called regularly by a thread."""
@@ -168,10 +168,11 @@ class Alike(Loops):
             text = self._world.noted(loop.end)
             if text is not None and json.loads(text)[1] < loop.begun:
                 rank, at = json.loads(text)
-                self._fail(self._other_end(rank, at, "later"))
+                self._fail(self._other_end(rank, at, f"at least {loop.begun}"))
 
     def _other_end(self, rank: int, at: int, mine: str) -> PipelineError:
         return PipelineError(
-            f"the loader of rank {rank} has ended before batch {at}, and that of rank {self._world.rank} ends {mine}: "
-            f"{_ADVICE}"
+            f"the loaders of {self.here.name} differ in length: rank {rank} has {at} batches, rank {self._world.rank} "
+            f"has {mine}. Give all ranks one loader, without a sampler or shard by rank, or end all at the length of "
+            f"the shortest one, as by itertools.islice: {_ADVICE}"
         )

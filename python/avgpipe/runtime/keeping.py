@@ -38,6 +38,7 @@ class Keeping:
         with session.idle():
             return gather_state(self._spec.model, session.worker, which)
 
+    @recovering
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> LoadedKeys:
         """Set weights and buffers, of all pipelines and the reference, from the next batch on; every rank calls it.
 
@@ -105,6 +106,7 @@ class Keeping:
         """
         self._saving.wait()
 
+    @recovering
     def load(self, directory: str | Path) -> None:
         """Resume from a checkpoint: bit for bit under the same plan, else from weights and optimizer states.
 
@@ -132,6 +134,7 @@ class Keeping:
         """
         return self._saving.sharded_state()  # type: ignore[no-any-return]
 
+    @recovering
     def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume, on every rank, from a :meth:`sharded_state_dict` that ``dcp.load`` has filled.
 
@@ -167,7 +170,7 @@ class Keeping:
     @property
     def has_copies(self) -> bool:
         """Whether a lost process may be replaced from a copy of its state: see ``avgpipe.Copies``."""
-        return self._spec.options.copies
+        return self._spec.options.copies is not None
 
     def loader_state(self, loader: Any) -> Any:
         """Return ``loader.state_dict()`` after the batches that were trained on, to be saved beside :meth:`save`.

@@ -250,7 +250,7 @@ def _stepped(
 
 def _is_known(optimizer: torch.optim.Optimizer) -> bool:
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    is_torchs = type(optimizer).__module__.startswith("torch.optim.") and "step" not in vars(optimizer)
+    is_torchs = f"{type(optimizer).__module__}.".startswith("torch.optim.") and "step" not in vars(optimizer)
     return is_torchs and not any(hooks)
 
 

@@ -31,7 +31,7 @@ SchedulerFn = Callable[[torch.optim.Optimizer], Any]
 
 _SHARED = (
     *("link", "wire_dtype", "clip_grad_norm", "skip_nonfinite", "autocast", "loss_scale"),
-    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies_every_s", "check", "batch_dims"),
+    *("accumulate", "ema_decay", "verify_wire", "verify_every", "copies", "check", "batch_dims"),
 )
 
 Callers = Mapping[str, ref[torch.Tensor]]  # parameters of the model that was given, by name
@@ -50,7 +50,7 @@ class TrainingOptions:
         verify_wire: whether messages between processes carry checksums.
         verify_every: after how many batches copies are compared; None: never.
         compile: arguments of torch.compile for layers; None: they are not compiled.
-        copies_every_s: about how many seconds of work are lost at most; None: processes keep no copies of state.
+        copies: the ``avgpipe.Copies`` by which processes keep copies of each other's state; None: they keep none.
         memory_limit_bytes: of a worker, for ``advance="auto"``.
         weights_from: the source of values of a model on the meta device.
         names_of: the model that names parameters; None: the one that was given.
@@ -84,7 +84,7 @@ class TrainingOptions:
     wire_dtype: torch.dtype | None = None
     measures: bool = False
     accumulate: int = 1
-    copies_every_s: float | None = None
+    copies: Any = None
     memory_limit_bytes: int | None = None
     weights_from: Any = None
     names_of: nn.Module | None = None
@@ -100,11 +100,6 @@ class TrainingOptions:
     callers: Callers = field(default_factory=dict)
     groups: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     extensions: tuple[Extension, ...] = ()
-
-    @property
-    def copies(self) -> bool:
-        """Whether processes keep copies of each other's state."""
-        return self.copies_every_s is not None
 
     @property
     def needs_norm(self) -> bool:

@@ -116,7 +116,7 @@ class Scheduler:
             if computed < end:
                 note((*place, _SEND, computed, end, ""))
         self._running = None
-        self._rest("the caller's code")
+        self.rest("the caller's code")
         self._left_at = clock() if recorded else None
 
     def _advance_watched(self, lane: Lane, step: Step, phase: str) -> None:
@@ -264,7 +264,7 @@ class Scheduler:
         if arrived is None:
             arrived = lambda: not awaited()  # noqa: E731
         self._running = None
-        self._rest(f"waiting for {self._named(keys)}")
+        self.rest(f"waiting for {self._named(keys)}")
         try:
             while not self._mailbox.wait_until(arrived, self._world.timeout_s, awaited):
                 if not self.complains():
@@ -299,7 +299,7 @@ class Scheduler:
         seen += [text for text in map(self._world.last_seen, others) if waits not in text][:_DESCRIBED_RANKS]
         return f"{head}; {'; '.join(seen)}. Raise timeout_s if stages are that slow"
 
-    def _rest(self, doing: str) -> None:
+    def rest(self, doing: str) -> None:
         self._doing = doing, time.monotonic()
 
     def doing(self) -> str:

@@ -191,6 +191,7 @@ class Worker:
         for inputs, _ in given:
             refuse_graphs(inputs)
         if self.audit is not None:
+            self.scheduler.rest("comparing the stages with the model, for Audit")
             self.audit.look(batch, given[0][0])
             if self.audit.is_over:
                 self.audit = None
