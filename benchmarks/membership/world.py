@@ -40,7 +40,7 @@ class State:
 
 @dataclass(repr=False, eq=False)
 class Process:
-    """One process; ``published``, ``sums`` and ``summed`` lie in memory that others on its host may read after its death."""
+    """One process; others on its host may read ``published``, ``sums`` and ``summed`` after its death."""
 
     world: World
     group: int
