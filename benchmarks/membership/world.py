@@ -40,7 +40,7 @@ class State:
 
 @dataclass(repr=False, eq=False)
 class Process:
-    """One process; ``published`` and ``sums`` lie in memory that others on its host may read after its death."""
+    """One process; others on its host may read ``published``, ``sums`` and ``summed`` after its death."""
 
     world: World
     group: int
@@ -60,6 +60,7 @@ class Process:
     ended: int = 0
     published: int = 0
     sums: dict[int, int] = field(default_factory=dict)
+    summed: dict[int, tuple[int, ...]] = field(default_factory=dict)  # the pipelines in these sums
     caps: dict[int, int] = field(default_factory=dict)
     capped: dict[int, int] = field(default_factory=dict)
     valid_from: list[tuple[int, int]] = field(default_factory=list)
@@ -178,21 +179,25 @@ class Process:
 
     def _has_sums(self, turn: int, rank: int) -> bool:
         """Whether its host has what counts in a step, for some rank."""
-        if len(self.roster.speakers(turn)) <= 1:
+        if self._is_alone(turn):
             return self._all_near_published(turn)
-        return self._whole_here(turn, rank)
+        return self._whole_here(turn, rank) is not None
 
     def _has_ended(self, turn: int) -> bool:
-        if len(self.roster.speakers(turn)) <= 1:
+        if self._is_alone(turn):
             return self._all_near_published(turn)
         # A sum of the next epoch must not complete one of this epoch.
         return not self.is_broken and all(self._has_sums(turn, r) for r in range(self.world.size))
 
     def _end(self) -> None:
         turn = self.ended
-        counting = tuple(self.roster.counting(turn))
-        if len(self.roster.speakers(turn)) <= 1:
+        if self._is_alone(turn):
             self._check_slots(turn)
+            counting = tuple(term.pipeline for term in self._near(turn))
+        else:
+            memory = self._whole_here(turn, self.rank)
+            assert memory is not None
+            counting = memory.summed[turn]
         parts = self.parts[turn]
         for i in counting:
             self.trained += parts.pop(i, ())
@@ -234,13 +239,17 @@ class Process:
     def _all_near_published(self, turn: int) -> bool:
         return all(turn < term.first + self._published_by(term.number) for term in self._near(turn))
 
-    def _whole_here(self, turn: int, rank: int) -> bool:
+    def _is_alone(self, turn: int) -> bool:
+        return len({term.host for term in self.roster.counting(turn).values()}) <= 1
+
+    def _whole_here(self, turn: int, rank: int) -> Process | None:
+        """Return a process whose memory has the sums of a step whole."""
         valid = max((epoch for first, epoch in self.valid_from if first <= turn), default=0)
         for (number, its), one in self.world.processes.items():
             is_here = its == rank and one.host == self.host
             if is_here and turn < self.capped.get(number, turn + 1) and one.sums.get(turn, -1) >= valid:
-                return True
-        return False
+                return one
+        return None
 
     # ---- sums over hosts ---------------------------------------------------------------------------------------------
 
@@ -271,12 +280,17 @@ class Process:
         turn = self.speaks_from
         assert turn is not None
         if self.owed is not None and self.host in self.owed[1]:
-            self.sums[self.resume - 1] = self.epoch
+            given = next(
+                one.summed[self.resume - 1]
+                for one in self.world.on(self.owed[0], self.rank)
+                if self.resume - 1 in one.summed
+            )
+            self.sums[self.resume - 1], self.summed[self.resume - 1] = self.epoch, given
             self.owed = None
             return
         if self._speakers(turn) is not None:
             self._check_slots(turn)
-            self.sums[turn] = self.epoch
+            self.sums[turn], self.summed[turn] = self.epoch, tuple(self.roster.counting(turn))
             self.sums.pop(turn - 2, None)
         self.speaks_from = turn + 1
 

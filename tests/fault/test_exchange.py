@@ -132,3 +132,17 @@ def test_the_close_of_a_speaker_waits_for_its_threads(monkeypatch: pytest.Monkey
     speaker.halt()
     speaker.join()
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("exchange", [True], indirect=True)
+def test_a_host_that_is_lost_counts_in_steps_that_were_summed_with_it(exchange: TurnExchange) -> None:
+    mate: _Mate = exchange.mate  # type: ignore[attr-defined]
+    _publish(exchange, 0)
+    mate.publish(0)
+    exchange.own.sums(0, 0).write([[0, 1, 2], [{"has_update": True}] * 3], [torch.full((4,), 3.0)])
+    exchange.own.mark_whole(0, exchange.known.epoch)
+    terms = [Term(0, 0, 0, host="here"), Term(1, 1, 0, host="here")]
+    terms.append(Term(2, 2, 0, published=1, end=1, host="there", was_lost=True))
+    exchange.adopt(Known(Roster(terms), exchange.known.facts, epoch=1, resume=1))
+    exchange._collect()
+    assert [*exchange.turns[0].values] == [0, 1, 2]

@@ -1,9 +1,11 @@
-"""Pipelines whose scripts stop in the midst of a step, such as by a break."""
+"""Pipelines whose scripts stop in the midst of a step, such as by a break, or that start late."""
 
 from __future__ import annotations
 
 import pytest
 
+from avgpipe.fault.group import Kill
+from avgpipe.fault.members import Members
 from benchmarks.membership.world import SAMPLES, World
 
 _BATCHES = 6
@@ -49,3 +51,21 @@ def test_all_may_leave_in_the_midst_of_a_step(waited_s: float) -> None:
     world.run_on()
     assert world.kills == []
     assert [world.members.is_done(number) for number in range(2)] == [True, True]
+
+
+def test_a_pipeline_that_starts_again_may_take_as_long_as_the_others_took_to_start() -> None:
+    members, limit_s = Members(2), 10.0
+    about = {"name": "rank 0", "size": 1, "period": 1, "host": "here", "timeout_s": limit_s}
+    for number in range(2):
+        members.started(number, 0.0)
+    members.hello(0, 0, {**about, "pipeline": 0}, 40.0)
+    members.receive(0, 0, "enter", [1, ["plan", "weights"], {}], 40.0)
+    assert members.tick(49.0) == []
+    assert members.gone(1, 49.0) == []
+    members.started(2, 49.0)
+    for now in range(50, 98):
+        members.receive(0, 0, "alive", ["a wait", 0, 0, 0, 0], float(now))
+        assert members.tick(float(now)) == []
+    members.receive(0, 0, "alive", ["a wait", 0, 0, 0, 0], 100.0)
+    why = "it has not reached its first batch, for which the others have waited"
+    assert members.tick(100.0) == [Kill(2, None, why)]

@@ -27,13 +27,16 @@ class Drawn(RuleBasedStateMachine):
     """A world whose events are drawn; at its end all that can happen does, and the promises are looked at."""
 
     @initialize(
-        hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4), size=st.integers(1, 2), data=st.data()
+        hosts=st.lists(st.integers(0, 2), min_size=1, max_size=4),
+        size=st.integers(1, 2),
+        rounds=st.integers(0, 8),
     )
-    def begin(self, hosts: list[int], size: int, data: Any) -> None:
+    def begin(self, hosts: list[int], size: int, rounds: int) -> None:
         self.world = World(len(hosts), size, _BATCHES)
         self.killed = self.joined = 0
         for pipeline, host in enumerate(hosts):
             self.world.start(pipeline, f"host {host}")
+        self.world.run_on(rounds)  # to where pipelines train
 
     def _draw(self, data: Any, among: list[Any]) -> Any:
         return data.draw(st.sampled_from(among))

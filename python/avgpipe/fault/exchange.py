@@ -264,7 +264,9 @@ class TurnExchange:
         """Whether this host alone has a part in a step; asked again and again while it is under way."""
         asked = self._asked_alone
         if asked[:2] != (turn, known):
-            asked = self._asked_alone = turn, known, len(known.roster.speakers(turn)) <= 1
+            # Terms of a lost host count in steps that were summed with it, though it does not speak any more.
+            hosts = {term.host for term in known.roster.counting(turn).values()}
+            asked = self._asked_alone = turn, known, len(hosts) <= 1
         return asked[2]
 
     def near(self, turn: int) -> dict[int, Term]:

@@ -324,8 +324,10 @@ class Members:
             return
         ready = {n: g for n, g in self.groups.items() if g.all_want("enter") and not g.is_lost}
         since = min((group.ready_at for group in ready.values()), default=_NEVER)
+        # One that was started again needs at least as long as the others before it can be late.
+        needs = [g.ready_at - self._started[n] for n, g in ready.items() if n in self._started]
         for number, at in list(self._started.items()):
-            if number not in ready and max(at, since) < now - self.timeout_s:
+            if number not in ready and max(at + min(needs, default=0.0), since) < now - self.timeout_s:
                 del self._started[number]
                 why = "it has not reached its first batch, for which the others have waited"
                 if (group := self.groups.get(number)) is not None:

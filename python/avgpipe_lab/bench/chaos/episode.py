@@ -100,7 +100,8 @@ def play(scenario: Scenario, shape: RunShape) -> SeenRun:
     with tempfile.TemporaryDirectory(prefix="chaos-") as name, _temporary(Path(name, "t")) as temporary:
         folder = Path(name)
         (folder / "journals").mkdir()
-        job = json.dumps(shape.job(scenario.way, folder, verifies=scenario.kind == "flipped bit"))
+        verifies = any(fault["kind"] == "flipped bit" for fault in scenario.faults)
+        job = json.dumps(shape.job(scenario.way, folder, verifies))
         added = {VARIABLE: job, **environment(scenario.faults)}
         folders = [temporary]
         with ExitStack() as stack:
