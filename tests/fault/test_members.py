@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from avgpipe.fault.group import OVER, Kill
+from avgpipe.fault.group import OVER, Command, Kill, Send
 from avgpipe.fault.members import Members
 from benchmarks.membership.world import SAMPLES, World
 
@@ -173,6 +173,44 @@ def test_what_a_lost_one_has_begun_does_not_grow_by_those_that_wait_to_begin() -
     for number, begun in ((0, 10), (2, 16)):
         members.receive(number, 0, "begun", [2, begun, 9, 9 if number == 0 else 16, {}], 2.0)
     assert (members.history[1].published, members.history[1].end) == (9, 10)
+
+
+def _begun(pipelines: int) -> Members:
+    members = Members(pipelines, "host 0")
+    for number in range(pipelines):
+        _enter(members, number, period=1)
+    assert members.has_begun
+    return members
+
+
+def _asks_to_freeze(commands: list[Command]) -> bool:
+    return any(isinstance(one, Send) and one.message[0] == "freeze" for one in commands)
+
+
+def test_each_event_that_needs_a_change_asks_for_it_at_once() -> None:
+    assert not _asks_to_freeze(_begun(2).receive(0, 0, "alive", ["a step", 1, 1, 0, 0], 1.0))
+    assert _asks_to_freeze(_begun(2).receive(0, 0, "stop", [], 1.0))
+    assert _asks_to_freeze(_begun(2).closed(0, 0, 1.0))
+    assert _asks_to_freeze(_begun(2).gone(0, 1.0))
+    assert _asks_to_freeze(_begun(2).lose(0, 0, "why", 1.0))
+    assert _asks_to_freeze(_begun(2).receive(0, 0, "gives up", ["why"], 1.0))
+    assert _asks_to_freeze(_begun(2).receive(0, 0, "unseen", [1], 1.0))
+
+
+def test_a_broken_sum_asks_for_a_change_by_the_time_alone() -> None:
+    members = _begun(2)
+    assert not _asks_to_freeze(members.receive(0, 0, "broken", [0], 1.0))
+    assert not _asks_to_freeze(members.tick(2.9))
+    assert _asks_to_freeze(members.tick(3.1))
+
+
+def test_a_silent_process_is_ended_at_its_timeout_whenever_the_others_were_heard() -> None:
+    members = _begun(2)
+    members.receive(0, 0, "alive", ["a step", 1, 1, 0, 0], 0.5)
+    members.tick(9.0)
+    members.receive(1, 0, "alive", ["a step", 1, 1, 0, 0], 9.5)
+    assert not any(isinstance(one, Kill) for one in members.tick(10.4))
+    assert [one.group for one in members.tick(10.6) if isinstance(one, Kill)] == [0]
 
 
 _NIGHTLY = 10_000
