@@ -168,7 +168,7 @@ def test_the_installed_command_finds_everything_it_needs(environment, tmp_path):
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("step", ["prepare_metadata_for_build_wheel", "prepare_metadata_for_build_editable"])
-def test_without_torch_the_build_stops_before_its_dependencies_are_told(step, checkout, tmp_path):
+def test_without_torch_the_build_stops_before_it_lists_its_dependencies(step, checkout, tmp_path):
     """pip asks for the metadata, and then downloads what they name, before it builds."""
     done = run(sys.executable, "-c", f"{WITHOUT_TORCH}build_meta.{step}({str(tmp_path)!r})", cwd=checkout)
     assert done.returncode == 1
@@ -188,7 +188,7 @@ STOPS = {
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("lack", STOPS)
-def test_what_cannot_be_built_is_refused_before_its_dependencies_are_told(lack, checkout, tmp_path):
+def test_what_cannot_be_built_is_refused_before_it_lists_its_dependencies(lack, checkout, tmp_path):
     code = f"import os, sys, sysconfig; from setuptools import build_meta; {lack}; "
     done = run(
         sys.executable,

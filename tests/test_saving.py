@@ -204,7 +204,7 @@ def simulate(interval_s, batch_s, batches, pipelines=2):
     return saves, agreements
 
 
-def test_who_joins_goes_by_its_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_that_joins_goes_by_its_own_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1000.0
     monkeypatch.setattr("avgpipe.saving.time.monotonic", lambda: now_s)
     with make(PLAN) as p:

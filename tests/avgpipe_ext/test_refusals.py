@@ -157,7 +157,7 @@ def test_lists_of_different_lengths(case):
         refuses(case, tensors, message)
 
 
-def test_updates_that_are_not_so_many_for_each_reference():
+def test_updates_that_are_not_equally_many_for_each_reference():
     z, updates = [torch.zeros(2), torch.zeros(2)], [torch.zeros(2) for _ in range(3)]
     message = "update has 3 tensors but z has 2; pass as many, or a multiple: one for each replica"
     refuses(APPLY, [z, updates], message)

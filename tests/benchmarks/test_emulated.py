@@ -113,7 +113,7 @@ def test_the_table_says_what_a_batch_is_and_fits_into_a_file():
     assert "\N{HORIZONTAL ELLIPSIS}" not in text
 
 
-def test_a_row_that_failed_is_told_with_the_others_that_are_left_out():
+def test_a_row_that_failed_is_reported_with_the_others_that_are_left_out():
     rank = {"line_bytes_per_s": None, "rows": [], "unavailable": [{"name": "a", "reason": "b"}]}
     left_out = summarise(EmulatedSettings(), rank, [Unavailable("c", "d")])["unavailable"]
     assert [row["name"] for row in left_out] == ["a", "c"]
@@ -258,7 +258,7 @@ def one_row_fails(settings, without=()):
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_row_that_fails_is_told_and_the_others_are_measured(monkeypatch):
+def test_a_row_that_fails_is_reported_and_the_others_are_measured(monkeypatch):
     monkeypatch.setattr(emulated, "_WORKER", "tests.benchmarks.test_emulated:one_row_fails")
     said = []
     result = emulated.run(short("1f1b", "pipedream", "model-parallel"), said.append)

@@ -32,7 +32,7 @@ HISTORY: dict[str, Any] = {
 }
 
 
-def test_a_history_is_who_was_a_member_when() -> None:
+def test_a_history_is_the_members_at_each_time() -> None:
     assert terms_of(HISTORY, 3) == [Term(0, 0, 0), Term(1, 1, 0, None, 2, 4), Term(2, 2, 0), Term(1, 3, 6)]
 
 

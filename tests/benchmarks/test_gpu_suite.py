@@ -299,7 +299,7 @@ def test_counters_are_read_from_either_form_of_csv(text):
     assert found["verdict"] == "adam 92 % of DRAM"
 
 
-def test_a_driver_that_lets_nobody_profile_is_an_answer():
+def test_a_driver_that_permits_no_profile_is_an_answer():
     found = gpu_counters.judge(1, "==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "")
     assert found["refused"] == "ERR_NVGPUCTRPERM"
     found = gpu_counters.judge(1, "", "Traceback\nValueError: no")
@@ -318,7 +318,7 @@ def test_ncu_profiles_the_program_and_leaves_the_clocks_alone():
 
 
 @pytest.mark.ranks
-def test_a_question_that_fails_is_told_and_the_others_go_on(tmp_path, monkeypatch):
+def test_a_question_that_fails_is_reported_and_the_others_go_on(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the questions are processes of their own
     assert gpu_questions.ask("pinned").startswith("failed (1)")
     out = tmp_path / "answers.json"

@@ -69,7 +69,7 @@ def test_check_notices_and_running_writes_once(folder, monkeypatch, capsys):
     assert run(monkeypatch, "--check") == 0
 
 
-def test_a_table_that_nobody_makes_is_refused():
+def test_a_table_without_a_function_is_refused():
     with pytest.raises(ValueError, match="no table 'overheads' is known"):
         pages.make("overheads overlap-overhead-2026-11-23")
 

@@ -105,7 +105,7 @@ def test_only_what_is_asked_for_is_measured(measured):
     ]
 
 
-def test_a_row_that_fails_is_told_and_the_others_go_on(monkeypatch, measured):
+def test_a_row_that_fails_is_reported_and_the_others_go_on(monkeypatch, measured):
     measure = emulated.measure
 
     def sometimes(emulation, *given):

@@ -79,7 +79,7 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
         ([[0], [], 0, 3, True], True),  # has a copy of its own, and none of the first rank's
     ],
 )
-def test_where_no_copy_is_whole_all_begin_anew_if_all_can(others: list[Any], goes_back: bool) -> None:
+def test_where_no_copy_is_whole_all_begin_again_if_all_can(others: list[Any], goes_back: bool) -> None:
     world: Any = SimpleNamespace(size=2, rank=0, gather=lambda own: [own, others])
     copies, nothing = StateCopies(1), SimpleNamespace()
     if goes_back:

@@ -107,7 +107,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     ]
 
 
-def test_who_writes_gives_way_to_who_trains(tmp_path: Path) -> None:
+def test_a_writer_gives_way_to_training(tmp_path: Path) -> None:
     with slow_disk() as disk, make(PLANS[0]) as p:
         disk.goes_on.set()
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -129,7 +129,7 @@ def test_a_load_finds_what_was_saved_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tells", ["wait_for_save", "save", "close"])
-def test_a_full_disk_is_told_once_and_costs_the_save_alone(tells: str, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_costs_the_save_alone(tells: str, tmp_path: Path) -> None:
     p = make(PLAN)
     p.save(tmp_path / "c")
     before = sorted(f.name for f in (tmp_path / "c").iterdir())
@@ -163,7 +163,7 @@ def test_an_error_of_training_is_not_hidden_by_one_of_a_save(tmp_path: Path, cap
     assert "No space left on device" in caplog.text
 
 
-def test_weights_that_are_not_finite_are_told_by_the_wait(tmp_path: Path) -> None:
+def test_weights_that_are_not_finite_are_reported_by_the_wait(tmp_path: Path) -> None:
     with make(PLANS[0]) as p:
         p._session.worker.trained[0, 0].arena.weights[0][0] = torch.inf
         p.save(tmp_path / "c", wait=False)
@@ -260,7 +260,7 @@ def _one_rank_has_no_room(folder: str) -> None:
 
 
 @pytest.mark.ranks
-def test_all_ranks_are_told_that_one_has_no_room(tmp_path: Path) -> None:
+def test_all_ranks_raise_where_one_has_no_room(tmp_path: Path) -> None:
     run(2, _one_rank_has_no_room, folder=str(tmp_path / "c"))
     assert verify_checkpoint(tmp_path / "c").batches == 4
     assert len(list((tmp_path / "c").glob("*.pt"))) == 2

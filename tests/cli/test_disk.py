@@ -130,7 +130,7 @@ def test_rows_wait_for_room(tmp_path):
     ]
 
 
-def test_rows_that_never_found_room_are_told(tmp_path):
+def test_rows_that_never_found_room_are_reported(tmp_path):
     folder = RunFolder(tmp_path)
     folder._metrics = Takes(*[None] * 9)
     folder.row("train", batch=0)

@@ -101,7 +101,7 @@ def test_the_architectures_of_torch_are_compared_with_the_devices(device, monkey
     assert len(found) == lacks
 
 
-def test_a_device_s_queues_and_who_shares_it_are_told(device, monkeypatch):
+def test_a_device_s_queues_and_the_processes_that_share_it_are_reported(device, monkeypatch):
     shown = strict(invoke("doctor", "--json").stdout)["cuda"]
     assert shown["queues"].startswith("32 for all streams in processes that avgpipe starts, 8 in others")
     assert shown["shared_by_processes"].startswith("one after another: no MPS")
@@ -162,12 +162,12 @@ def test_it_works_where_the_ring_does():
     assert try_shared_memory() is None
 
 
-def test_a_system_without_rings_is_told(monkeypatch):
+def test_a_system_without_rings_is_reported(monkeypatch):
     monkeypatch.setattr(ring, "supported", lambda: False)
     assert "needs Linux" in try_shared_memory()
 
 
-def test_no_memory_is_told(monkeypatch):
+def test_no_memory_is_reported(monkeypatch):
     def fails(size):
         raise MemoryError(f"no {size} bytes of shared memory")
 
@@ -175,6 +175,6 @@ def test_no_memory_is_told(monkeypatch):
     assert try_shared_memory() == "no 4096 bytes of shared memory"
 
 
-def test_a_process_that_may_not_open_it_is_told(monkeypatch):
+def test_a_process_that_may_not_open_it_is_reported(monkeypatch):
     monkeypatch.setattr("avgpipe.cli.doctor._PEER", "raise PermissionError('hidden')")
     assert try_shared_memory() == "another process cannot open it: PermissionError: hidden"

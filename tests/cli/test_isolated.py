@@ -402,7 +402,7 @@ if (os.environ["AVGPIPE_PIPELINE"], os.environ["AVGPIPE_RESTART"]) == ("1", "0")
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_path: Path) -> None:
+def test_a_run_whose_processes_all_stand_still_at_their_start_begins_again(tmp_path: Path) -> None:
     (tmp_path / "own_script.py").write_text(STOPS)
     sizes = ("--isolate", "--stages", "1", "--pipelines", "2")
     run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
@@ -415,7 +415,7 @@ def test_a_run_whose_processes_all_stand_still_at_their_start_begins_anew(tmp_pa
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_pipeline_that_is_stopped_when_it_is_half_there_begins_anew(tmp_path: Path) -> None:
+def test_a_pipeline_that_is_stopped_in_its_start_begins_again(tmp_path: Path) -> None:
     (tmp_path / "own_script.py").write_text(STOPS_LATER)
     sizes = ("--isolate", "--stages", "2", "--pipelines", "2")
     run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))

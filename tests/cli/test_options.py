@@ -127,7 +127,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(bake, options, message):
     assert result.stderr.count("\n") == 1
 
 
-def test_a_refusal_is_told_in_json_too(bake):
+def test_a_refusal_is_reported_in_json_too(bake):
     result = bake("bread", "--loaves", "0", "--json")
     assert result.stdout == '{"error": "--loaves 0: must be more than 0", "exit_code": 2}\n'
 

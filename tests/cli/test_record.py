@@ -101,14 +101,14 @@ def test_what_was_left_of_a_batch_is_marked(recorded: SharedRecord, tmp_path: Pa
     assert marked == [(1, 12), (2, 14)]
 
 
-def test_a_result_after_one_that_nobody_has_told_makes_no_sense(recorded: SharedRecord) -> None:
+def test_a_result_after_one_that_was_never_reported_makes_no_sense(recorded: SharedRecord) -> None:
     with pytest.raises(ValueError, match="result 1 arrived after result -1"):
         recorded.hear("batch", 1, row(1, 8), 4)
     with pytest.raises(ValueError, match="unknown question"):
         recorded.answer(lambda _: None, True, "what")
 
 
-def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
+def test_a_pipeline_that_joins_gets_the_totals_once_all_before_it_was_reported(
     recorded: SharedRecord, clock: Clock
 ) -> None:
     heard: list[Any] = []
@@ -129,7 +129,7 @@ def test_who_comes_hears_the_totals_once_all_before_it_has_been_told(
     assert [standing["segment_s"] for standing in heard] == [0, 60]
 
 
-def test_the_first_summary_stays_and_tells_who_came_and_went(
+def test_the_first_summary_stays_and_lists_what_joined_and_left(
     recorded: SharedRecord, clock: Clock, tmp_path: Path
 ) -> None:
     recorded.hear("segment", segment(0, 1))

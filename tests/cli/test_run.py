@@ -83,7 +83,7 @@ with Pipeline(model, Plan(stages=2), loss_fn=nn.MSELoss(), optimizer=torch.optim
 
 
 @pytest.mark.ranks
-def test_a_run_whose_output_nobody_reads_any_more_ends_quietly(tmp_path):
+def test_a_run_whose_output_is_closed_ends_quietly(tmp_path):
     path = tmp_path / "loud.py"
     path.write_text(LOUD)
     with avgpipe("run", "--stages", "2", str(path)) as run:

@@ -171,7 +171,7 @@ def test_what_cannot_be_averaged_is_refused():
         Reference([torch.ones(1).to(torch.float8_e4m3fn)], 2)
 
 
-def test_replicas_are_told_apart():
+def test_replicas_are_kept_apart():
     m = model()
     reference = Reference(m.parameters(), 2)
     opt = torch.optim.SGD(m.parameters(), lr=0.1)

@@ -37,7 +37,7 @@ def test_a_version_stays_what_it_was() -> None:
     assert versions.bytes == 4 * arena.weights[0].nbytes
 
 
-def test_what_nobody_needs_is_used_again_and_the_newest_alone_takes_no_copy() -> None:
+def test_what_is_no_longer_needed_is_used_again_and_the_newest_alone_takes_no_copy() -> None:
     layer, arena, versions = make()
     for _ in range(3):
         update(layer, versions, needed_from=versions.newest + 1)

@@ -83,7 +83,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("look", READERS.values(), ids=READERS)
-def test_who_looks_finds_the_step_done(calls, look):
+def test_a_look_finds_the_step_done(calls, look):
     mine, theirs = (kind(MAKE["adamw"], True, 2, arena=True) for kind in (Together, Run))
     for _ in range(2):
         mine.step()

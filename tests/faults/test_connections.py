@@ -50,7 +50,7 @@ def test_a_message_is_begun(pair: Any) -> None:
         begin_message(pair[0].fileno())  # whoever has gone is no error
 
 
-def test_a_line_that_is_cut_carries_nothing_and_nobody_hears_of_it(pair: Any) -> None:
+def test_a_line_that_is_cut_carries_nothing_and_raises_nothing(pair: Any) -> None:
     ours, theirs = pair
     for end in pair:
         end.setblocking(False)

@@ -59,7 +59,7 @@ def ends_of(faults: list[dict[str, Any]], **options: Any) -> Any:
 
 
 @pytest.mark.ranks
-def test_an_exception_is_told_to_all() -> None:
+def test_an_exception_is_reported_on_all() -> None:
     codes, last = ends_of([{"kind": "exception", **HERE, "micro_batch": 1}])
     assert codes == [1, 1, 1]
     what = "injected by avgpipe.testing at training: rank 1, restart 0, pipeline 0, stage 1, batch 2, micro_batch 1"
@@ -69,7 +69,7 @@ def test_an_exception_is_told_to_all() -> None:
 
 
 @pytest.mark.slow
-def test_memory_that_is_used_up_is_told_to_all() -> None:
+def test_memory_that_is_used_up_is_reported_on_all() -> None:
     codes, last = ends_of([{"kind": "out of memory", **HERE}])
     assert codes == [1, 1, 1]
     for rank in (0, 2):
@@ -81,7 +81,7 @@ def test_memory_that_is_used_up_is_told_to_all() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
-def test_others_name_who_died_in_the_middle_of_a_message(link: str) -> None:
+def test_others_name_a_rank_that_died_in_the_middle_of_a_message(link: str) -> None:
     codes, last = ends_of([{"kind": "half-written message", **HERE}], link=link)
     assert codes == [1, -9, 1]
     for rank in (0, 2):
@@ -90,7 +90,7 @@ def test_others_name_who_died_in_the_middle_of_a_message(link: str) -> None:
 
 
 @pytest.mark.slow
-def test_others_name_who_never_comes() -> None:
+def test_others_name_a_rank_that_never_starts() -> None:
     codes, last = ends_of([{"kind": "kill", "rank": 1, "phase": "start"}], timeout_s=LIMIT_S)
     assert codes == [1, -9, 1]
     for rank in (0, 2):
@@ -106,7 +106,7 @@ PLACES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: " ".join(map(str, place.values())))
-def test_others_name_who_was_killed_elsewhere(place: dict[str, Any], tmp_path: Path) -> None:
+def test_others_name_a_rank_that_was_killed_elsewhere(place: dict[str, Any], tmp_path: Path) -> None:
     codes, last = ends_of([{"kind": "kill", "rank": 1, **place}], folder=str(tmp_path / "c"))
     assert codes == [1, -9, 1]
     for rank in (0, 2):
@@ -116,7 +116,7 @@ def test_others_name_who_was_killed_elsewhere(place: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.slow
-def test_who_is_killed_at_the_end_has_done_its_work() -> None:
+def test_a_rank_that_is_killed_at_the_end_has_done_its_work() -> None:
     codes, last = ends_of([{"kind": "kill", "rank": 1, "phase": "shutdown"}])
     assert codes == [0, -9, 0], last
 

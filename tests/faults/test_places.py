@@ -101,7 +101,7 @@ def test_what_happens_to_the_process_changes_no_number() -> None:
     assert armed.fired > 20
 
 
-def test_while_nothing_is_armed_nobody_asks(monkeypatch: Any) -> None:
+def test_while_nothing_is_armed_a_place_does_nothing(monkeypatch: Any) -> None:
     def asked(phase: str, **place: Any) -> Any:
         assert not place.keys() & {"micro_batch", "batch"}, "a step asked"
         return []

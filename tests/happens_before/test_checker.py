@@ -179,7 +179,7 @@ def test_a_collective_is_over_for_the_stream_that_waited(account: DeviceAccount)
     assert not found(account)
 
 
-def test_a_span_is_not_told_before_it_is_over(account: DeviceAccount) -> None:
+def test_a_span_is_not_reported_before_it_is_over(account: DeviceAccount) -> None:
     stream = account.Stream()
     start, end = account.Event(), account.Event()
     start.record(stream)

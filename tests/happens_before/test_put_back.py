@@ -205,14 +205,14 @@ def unordered(self: ReadyOnEvent) -> Any:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_activations_that_nobody_waits_for(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_activations_without_a_wait(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(stages=2, pipelines=2, micro_batches=2, staleness=staleness)
     assert not train(plan)
     monkeypatch.setattr(ReadyOnEvent, "received", unordered)
     assert train(plan)
 
 
-def test_memory_that_the_allocator_was_not_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_was_not_recorded_with_the_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceAccount, "record_stream", lambda *_: None)
     found = train(Plan(stages=2, pipelines=2, micro_batches=2))
     assert found

@@ -125,7 +125,7 @@ def test_a_bit_that_a_test_has_flipped_is_found_too(link: str, size: int) -> Non
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_without_verification_nobody_finds_it(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_verification_it_is_not_found(link: str, monkeypatch: pytest.MonkeyPatch) -> None:
     on_the_way(monkeypatch.setattr, "data")
     with ends(link) as pair:
         assert not torch.equal(pair.pass_on(torch.zeros(LARGE)), torch.zeros(LARGE))

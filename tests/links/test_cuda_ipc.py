@@ -468,7 +468,7 @@ def test_a_granted_slot_is_kept_while_a_message_that_no_one_takes_is_copied(fake
 
 
 @pytest.mark.parametrize("crosses", [False, True])
-def test_a_slot_that_never_comes_back_serves_nobody_else(fake, monkeypatch, crosses):
+def test_a_slot_that_never_comes_back_serves_no_other(fake, monkeypatch, crosses):
     monkeypatch.setattr(cuda, "_RETURN_S", 0.05)
     made = DeviceEnds(fake, None, crosses=crosses)
     arrived = made.pass_on(torch.ones(10))

@@ -192,7 +192,7 @@ def disagree(what: str) -> str:
 @pytest.mark.parametrize(
     "what", ["stages", "micro_batches", "schedule", "link", "wire_dtype", "clip_grad_norm"]
 )
-def test_ranks_that_disagree_are_told_so_on_every_rank(what: str) -> None:
+def test_ranks_that_disagree_are_refused_on_every_rank(what: str) -> None:
     for text in run(2, disagree, what=what):
         assert "ranks [1] disagree with rank 0" in text
         assert "rank 0 has " in text

@@ -425,7 +425,7 @@ def test_what_comes_to_a_device_waits_for_nothing_that_the_callers_stream_holds(
 
 @pytest.mark.parametrize("size", [10, 100_000])
 @pytest.mark.parametrize("kind", LINKS)
-def test_who_sends_through_the_host_does_not_wait_for_the_device(
+def test_a_sender_through_the_host_does_not_wait_for_the_device(
     kind: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread does, before it sends; what is sent later comes later, although it is in the host's memory."""

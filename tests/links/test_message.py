@@ -227,7 +227,7 @@ def test_plain_values_may_change_from_message_to_message() -> None:
     assert wire.texts == 300
 
 
-def test_forgotten_headers_are_told_again() -> None:
+def test_forgotten_headers_are_sent_again() -> None:
     wire = Wire()
     for rounds in range(3):
         for n in range(100):

@@ -183,7 +183,7 @@ def test_a_receive_waits_for_nothing_that_the_caller_holds(fake: Account) -> Non
     assert not lane.follows(held)
 
 
-def test_the_allocator_knows_who_reads_what_has_arrived(
+def test_the_allocator_knows_the_readers_of_what_has_arrived(
     fake: Account, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its memory is of the stream on which the receive was posted."""
@@ -288,7 +288,7 @@ STARTS = [
 
 
 @pytest.mark.parametrize(("plan", "count", "most", "turns"), STARTS, ids=["chain", "spread", "replicas"])
-def test_a_rank_connects_to_whom_it_sends_much(plan: Plan, count: int, most: int, turns: int) -> None:
+def test_a_rank_connects_to_ranks_that_it_sends_much(plan: Plan, count: int, most: int, turns: int) -> None:
     """A store is asked once for each communicator of a rank, there is no barrier, and none waits for ever."""
     edges = edges_of(into(plan))
     assert len(edges) == len(set(edges)) == count

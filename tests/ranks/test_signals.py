@@ -41,7 +41,7 @@ def test_a_signal_ends_a_process_that_waits_in_a_library(number, grace):
 
 
 @pytest.mark.promise
-def test_a_signal_ends_a_process_to_which_nobody_listens_any_more():
+def test_a_signal_ends_a_process_whose_output_is_closed():
     """As in a pipe, whose reader has ended by the same signal."""
     process = start(BUSY.format(grace=0.0))
     assert process.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""Who is told what when a rank hangs, fails, dies, or leaves because it is done."""
+"""What the other ranks report when a rank hangs, fails, dies, or leaves because it is done."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def train(
 @pytest.mark.ranks
 @pytest.mark.slow
 @pytest.mark.parametrize("link", LINKS)
-def test_a_rank_that_has_finished_and_left_disturbs_nobody(link: str) -> None:
+def test_a_rank_that_has_finished_and_left_disturbs_no_other(link: str) -> None:
     workers = Ranks(3, train, K=3, stage=1, at=3, where="backward", link=link)
     workers.wait_for(1, "in")
     workers.processes[2].join(limit(60))

@@ -47,7 +47,7 @@ def test_alone_a_value_comes_back_as_json_carries_it() -> None:
 
 
 @pytest.mark.parametrize(("failure", "ends"), [(ValueError("of its own"), True), (PeerLost("rank 1"), False)])
-def test_who_fails_of_itself_is_not_replaced_and_nobody_waits_for_that(
+def test_a_rank_that_fails_of_itself_is_not_replaced_and_no_other_waits_for_that(
     failure: Exception, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = HashStore()

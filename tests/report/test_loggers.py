@@ -60,7 +60,7 @@ def test_rows_go_to_every_logger():
     assert first.closed == second.closed == 1
 
 
-def test_a_logger_that_fails_is_told_of_once_and_left_out():
+def test_a_logger_that_fails_is_warned_of_once_and_left_out():
     failing, other, said = Noting(fails=1), Noting(), []
     loggers = Loggers({"wandb": failing, "csv": other}, said.append)
     for step in range(3):
@@ -82,7 +82,7 @@ def test_a_logger_that_cannot_begin_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
-def test_a_missing_library_is_told_with_how_to_get_it(name, monkeypatch, tmp_path):
+def test_a_missing_library_is_reported_with_how_to_get_it(name, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(LibraryNotFound, match=rf"--logger {name} needs {name}, .*: pip install {name}$"):
         check_loggers([name])
@@ -107,7 +107,7 @@ def test_csv_has_a_line_for_each_number(tmp_path):
         ]
 
 
-def test_a_run_that_begins_anew_begins_its_csv_anew(tmp_path):
+def test_a_run_that_begins_again_begins_another_csv(tmp_path):
     for loss in (1.0, 2.0):
         with csv_file(tmp_path) as logger:
             logger.log(0, {"loss": loss})

@@ -108,7 +108,7 @@ def test_numbers_that_come_again_are_of_another_session() -> None:
     assert not ranks.failures
 
 
-def test_a_loader_that_ends_early_is_seen_by_who_goes_on_and_by_who_ends_later() -> None:
+def test_a_loader_that_ends_early_is_seen_by_ranks_that_go_on_or_end_later() -> None:
     ranks = Ranks(2)
     ranks.batch(0, 1, 1)
     ranks.alike[0].end(1)

@@ -327,7 +327,7 @@ def refused_on_ranks() -> str:
 
 
 @pytest.mark.ranks
-def test_what_the_first_rank_finds_the_others_are_told() -> None:
+def test_what_the_first_rank_finds_is_reported_on_the_others() -> None:
     for said in run(2, refused_on_ranks):
         assert "the stages do not compute what the model does" in said
 
@@ -402,7 +402,7 @@ def test_a_hook_of_the_model_as_a_whole_is_refused(make: Any, register: Any) -> 
         train(model)
 
 
-def test_nothing_is_left_of_a_model_that_nobody_else_has() -> None:
+def test_nothing_is_left_of_a_model_without_other_references() -> None:
     made = audit_of(chain())
     made.look(0, torch.randn(8, 4))
     assert not made._stages

@@ -44,7 +44,7 @@ def told(choose: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
     [lambda x: bool(x.mean() > 0), lambda x: float(x.mean()), lambda x: x.mean().item()],
     ids=["a branch", "a float", "an item"],
 )
-def test_answers_that_differ_are_told_once(
+def test_answers_that_differ_are_warned_of_once(
     choose: Callable[[torch.Tensor], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     assert told(choose, caplog) == 1

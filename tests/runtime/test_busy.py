@@ -28,7 +28,7 @@ def test_shares_are_those_of_the_timeline(options: dict[str, Any], first_batch: 
         assert pipeline.busy_fractions(first_batch) == pytest.approx(plain(pipeline, first_batch), rel=1e-6)
 
 
-def test_after_the_last_batch_nobody_was_busy() -> None:
+def test_after_the_last_batch_no_worker_was_busy() -> None:
     with trained(SHAPES[2], language_model()) as pipeline:
         assert pipeline.busy_fractions(pipeline.batches) == [0.0, 0.0, 0.0]
 

@@ -104,7 +104,7 @@ def test_evaluation_has_the_loss_in_its_mode() -> None:
         )
 
 
-def test_evaluation_leaves_the_loss_as_it_was_given_for_who_trains_with_it_next() -> None:
+def test_evaluation_leaves_the_loss_as_it_was_given_for_the_next_training() -> None:
     data, loss_fn = batches(), Distilled().double()
     found = []
     for _ in range(2):

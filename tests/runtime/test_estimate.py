@@ -138,7 +138,7 @@ def test_attention_and_recurrence_count() -> None:
     assert 2 * products <= recurrence < 5 * products
 
 
-def test_shapes_that_do_not_fit_are_told_to_the_caller_alone(
+def test_shapes_that_do_not_fit_are_reported_to_the_caller_alone(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from torch._subclasses import fake_tensor

@@ -48,7 +48,7 @@ def test_an_error_in_a_layer_ends_all_ranks_with_its_text() -> None:
 
 
 @pytest.mark.slow
-def test_a_wait_over_the_limit_says_who_waited_for_what() -> None:
+def test_a_wait_over_the_limit_names_the_rank_and_the_message() -> None:
     ranks = Ranks(3, with_layer, kind="hangs", timeout_s=6)
     for process in ranks.processes[:2]:
         process.join(limit(40))

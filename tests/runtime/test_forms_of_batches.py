@@ -87,7 +87,7 @@ def test_lists_of_targets_without_a_dimension_are_cut(plan: str) -> None:
         assert pipeline.evaluate(data).loss == pytest.approx(sum(losses) / 21)
 
 
-def test_a_tuple_of_numbers_as_long_as_the_batch_goes_whole_and_is_told_of(
+def test_a_tuple_of_numbers_as_long_as_the_batch_goes_whole_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(1)

@@ -199,7 +199,7 @@ def test_autocast_trains_as_without_it() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_weights_that_were_replaced_are_cast_anew(micro_batches: int, tmp_path: Path) -> None:
+def test_weights_that_were_replaced_are_cast_again(micro_batches: int, tmp_path: Path) -> None:
     """Also for a batch of the same number as the last one before."""
     data = [(torch.randn(4, 5), torch.randint(3, (4,))) for _ in range(3)]
     layers = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))

@@ -576,7 +576,7 @@ class Remembering(nn.Module):
         return x if before is None else x + before
 
 
-def test_a_state_that_is_dropped_begins_anew(captures):
+def test_a_state_that_is_dropped_begins_again(captures):
     """An infinite value drops what layers carry: batches that begin without are another form, with a graph in time."""
 
     def model():

@@ -258,7 +258,7 @@ class Failing(Work):
         raise RuntimeError("[/gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]")
 
 
-def test_a_peer_that_fails_is_a_lost_peer_for_who_takes_the_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_fails_is_a_lost_peer_where_sums_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Summing(monkeypatch, "nccl", Failing)
     key = made.batch(3)
     with pytest.raises(PeerLost, match="the sum of gradients of batch 3 failed: Connection closed by peer"):

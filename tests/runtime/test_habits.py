@@ -325,7 +325,7 @@ def test_a_loaders_state_is_where_training_is(plan: dict[str, Any], tmp_path: Pa
             assert_same_state(ours, p.state_dict(), 0.0)
 
 
-def test_a_loader_whose_state_cannot_be_told_is_refused_with_the_way_out() -> None:
+def test_a_loader_whose_state_is_unknown_is_refused_with_the_way_out() -> None:
     batches = token_batches(3, 6)
     with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=adamw) as p:
         with pytest.raises(TypeError, match=r"a list has no state_dict: .*skip pipeline.batches batches"):
@@ -340,7 +340,7 @@ def test_a_loader_whose_state_cannot_be_told_is_refused_with_the_way_out() -> No
 
 
 @pytest.mark.host
-def test_a_busy_machine_is_told_of_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_busy_machine_is_warned_of_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     load = [1e9]
     monkeypatch.setattr(machine, "_warned", False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 8)

@@ -252,5 +252,5 @@ def learn_unlike():
 
 
 @pytest.mark.ranks
-def test_ranks_that_fill_a_tied_parameter_unlike_are_all_told():
+def test_ranks_that_fill_a_tied_parameter_unlike_all_raise():
     assert all("'0.weight'" in message for message in run(2, learn_unlike))

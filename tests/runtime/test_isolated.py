@@ -312,7 +312,7 @@ def decaying(optimizer: torch.optim.Optimizer) -> Any:
     ],
     ids=str,
 )
-def test_who_has_no_batch_in_a_turn_keeps_step_with_the_others(
+def test_a_pipeline_without_a_batch_in_a_step_keeps_up_with_the_others(
     K: int, more: dict[str, Any], optimizer: str, staleness: int
 ) -> None:
     options = {"pipelines": 2, "micro_batches": 2, "batch": "per-pipeline", "staleness": staleness, **more}
@@ -358,7 +358,7 @@ def test_one_more_than_planned_joins(K: int, options: dict[str, Any], optimizer:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"] * 2)
-def test_one_is_lost_just_before_another_comes_who_does_not_know_what_it_had(batch: str) -> None:
+def test_one_is_lost_just_before_another_joins_that_does_not_know_what_it_had(batch: str) -> None:
     options = {"pipelines": 3, "micro_batches": 6, "batch": batch}
     if batch == "global":
         del options["batch"]
@@ -501,7 +501,7 @@ def test_pipelines_load_what_they_have_saved_and_go_on(tmp_path: Any) -> None:
 
 
 @pytest.mark.ranks
-def test_who_is_lost_while_it_evaluates_is_stood_in_for(tmp_path: Any) -> None:
+def test_another_pipeline_evaluates_for_one_that_is_lost_meanwhile(tmp_path: Any) -> None:
     whole = Isolated(2, 2, use, folder=str(tmp_path / "whole"))
     run = Isolated(2, 2, use, restarts=0, folder=str(tmp_path / "saved"), dies=(0, 0))
     assert {pipeline for pipeline, _ in run.results} == {1}, (run.said, run.why, run.failures)
@@ -559,7 +559,7 @@ def look_long(timeout_s: float) -> int:
 
 
 @pytest.mark.ranks
-def test_who_comes_waits_without_limit_while_one_evaluates_for_the_others() -> None:
+def test_a_pipeline_that_joins_waits_without_limit_while_one_evaluates_for_the_others() -> None:
     run = Isolated(2, 1, look_long, joins=[2], restarts=0, timeout_s=2)
     assert run.results == {(0, 0): 7, (1, 0): 7, (2, 0): 7}, (run.said, run.why, run.failures)
 
@@ -578,7 +578,7 @@ def preempt_first() -> tuple[list[Any], bool, int]:
 
 
 @pytest.mark.ranks
-def test_who_is_preempted_before_the_run_has_begun_ends_without_a_batch() -> None:
+def test_a_pipeline_that_is_preempted_before_the_run_has_begun_ends_without_a_batch() -> None:
     run = Isolated(2, 1, preempt_first, restarts=0)
     assert run.results == {(0, 0): ([], True, 0), (1, 0): ([], True, 0)}, run.failures
 
@@ -623,7 +623,7 @@ def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("batch", ["global", "per-pipeline"])
-def test_who_comes_with_another_loader_ends_alone(batch: str) -> None:
+def test_a_pipeline_that_joins_with_another_loader_ends_alone(batch: str) -> None:
     options = {"pipelines": 2, "micro_batches": 6} | ({} if batch == "global" else {"batch": batch})
     arguments = {"K": 1, "options": options, "optimizer": "sgd", "waits_at": 6, "late_seed": 1}
     run = Isolated(2, 1, train, restarts=0, joins=[2], **arguments)
@@ -654,7 +654,7 @@ def come(ahead: int) -> int:
 
 
 @pytest.mark.ranks
-def test_who_comes_with_a_loader_that_begins_too_late_ends_alone_and_says_why() -> None:
+def test_a_pipeline_that_joins_with_a_loader_that_begins_too_late_ends_alone_and_says_why() -> None:
     run = Isolated(2, 1, come, restarts=0, joins=[2], ahead=40)
     assert set(run.results) == {(0, 0), (1, 0)}
     assert "begins with batch 4" in run.failures[2, 0][1]

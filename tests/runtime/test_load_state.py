@@ -98,7 +98,7 @@ def test_a_period_under_way_begins_at_them() -> None:
             assert_same_state(p.state_dict(weights), state)
 
 
-def test_the_optimizer_stays_and_the_average_begins_anew() -> None:
+def test_the_optimizer_stays_and_the_average_begins_again() -> None:
     state = other_weights()
     with Pipeline(
         language_model(), Plan(stages=2), loss_fn=LOSS, optimizer=adamw, extensions=[MovingAverage(0.9)]

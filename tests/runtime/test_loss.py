@@ -249,7 +249,7 @@ def warnings_of(loss_fn: Any, caplog: Any, batches: list[Any], M: int = 3, **opt
 
 
 @pytest.mark.host
-def test_a_scalar_that_is_no_mean_over_samples_is_told_once_with_the_way_out(caplog: Any) -> None:
+def test_a_scalar_that_is_no_mean_over_samples_is_warned_of_once_with_the_way_out(caplog: Any) -> None:
     def contrasting(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return (output - output.mean(0)).square().mean()
 

@@ -68,7 +68,7 @@ def use_at_once(K: int, what: str, folder: str) -> Any:
 @pytest.mark.ranks
 @pytest.mark.parametrize("what", ["state", "own state", "output", "distances", "evaluation", "checkpoint"])
 @pytest.mark.parametrize("K", [1, 2])
-def test_who_finds_nothing_left_to_train_on_has_what_the_others_have(
+def test_a_pipeline_that_finds_nothing_left_to_train_on_has_what_the_others_have(
     what: str, K: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved")
@@ -125,7 +125,7 @@ def begin(K: int, folder: str, first: str, resumes: bool) -> Any:
 @pytest.mark.parametrize("first", ["", "state", "load", "enter"])
 @pytest.mark.parametrize("resumes", [False, True])
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
-def test_what_all_found_before_the_first_turn_is_told_who_comes_later(
+def test_what_all_found_before_the_first_step_is_passed_to_pipelines_that_join_later(
     first: str, resumes: bool, far: tuple[int, ...], tmp_path: Path
 ) -> None:
     with Pipeline(language_model(), Plan(), loss_fn=LOSS, optimizer=OPTIMIZERS["adamw"]) as p:
@@ -158,7 +158,7 @@ def train_behind(K: int) -> Any:
 @pytest.mark.ranks
 @pytest.mark.parametrize("far", [(), (2,)], ids="far {}".format)
 @pytest.mark.parametrize("K", [1, 2])
-def test_who_is_behind_is_told_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
+def test_a_pipeline_that_is_behind_gets_what_the_others_found_there(K: int, far: tuple[int, ...]) -> None:
     run = Isolated(2, K, train_behind, restarts=0, joins=[2], joins_after=9, far=far, K=K)
     assert_all_end_well(run, K)
     assert run.terms[2].first > 8
@@ -215,7 +215,7 @@ def step_by_step(enters: bool) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("enters", [True, False])
-def test_who_comes_and_trains_by_steps_must_enter_first(enters: bool) -> None:
+def test_a_pipeline_that_joins_and_trains_by_steps_must_enter_first(enters: bool) -> None:
     run = Isolated(2, 1, step_by_step, restarts=0, joins=[2], joins_after=6, enters=enters)
     if enters:
         assert run.results[2, 0] == len(DATA) - run.terms[2].first
@@ -251,7 +251,7 @@ def change(K: int, how: str, folder: str) -> Any:
 @pytest.mark.promise(3)
 @pytest.mark.parametrize("how", ["load", "load_state_dict", "rate"])
 @pytest.mark.parametrize("K", [1, 2])
-def test_who_comes_with_the_next_turn_has_what_the_others_changed_before_it(
+def test_a_pipeline_that_joins_with_the_next_step_has_what_the_others_changed_before_it(
     how: str, K: int, tmp_path: Path
 ) -> None:
     folder = str(tmp_path / "saved")

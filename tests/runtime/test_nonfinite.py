@@ -109,7 +109,7 @@ def test_the_others_train_as_if_it_had_not_been_there(optimizer: Any) -> None:
     assert_same_state(state, expected)
 
 
-def test_it_is_for_those_who_ask() -> None:
+def test_it_is_off_by_default() -> None:
     state, skipped = train({}, batches(3, bad=(1,)), skip_nonfinite=False)
     assert skipped == 0
     assert not bool(state["0.weight"].isfinite().all())
@@ -147,7 +147,7 @@ class Remembers(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "stash", "double-buffer"])
-def test_carried_values_begin_anew(name: str) -> None:
+def test_carried_values_begin_again(name: str) -> None:
     layers = [nn.Linear(6, 3).double(), Remembers()]
     data = batches(12)
     data[3][0][:] = torch.nan
@@ -170,7 +170,7 @@ def told(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.host
-def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog: Any) -> None:
+def test_the_first_gradients_that_are_not_finite_are_reported_once(name: str, caplog: Any) -> None:
     train(PLANS[name], batches(9, bad=(3, 4, 7)), skip_nonfinite=False)
     (line,) = told(caplog.text)
     assert re.search("rank 0: gradients on (pipeline 1, )?stage 0(, replica 0)? have", line)
@@ -181,7 +181,7 @@ def test_the_first_gradients_that_are_not_finite_are_told_once(name: str, caplog
     )
 
 
-def test_a_loss_that_is_not_finite_is_told(caplog: Any) -> None:
+def test_a_loss_that_is_not_finite_is_reported(caplog: Any) -> None:
     data = batches(6)
     data[2][1][0, 0] = torch.nan
     train({"pipelines": 2, "batch": "per-pipeline"}, data, skip_nonfinite=False)
@@ -189,7 +189,7 @@ def test_a_loss_that_is_not_finite_is_told(caplog: Any) -> None:
     assert "rank 0: the loss on stage 1 is nan, in batch 2 of pipeline 0" in line
 
 
-def test_who_skips_such_batches_is_told_nothing_and_neither_is_who_has_none(caplog: Any) -> None:
+def test_nothing_is_reported_if_such_batches_are_skipped_or_there_are_none(caplog: Any) -> None:
     train({}, batches(4, bad=(2,)), skip_nonfinite=True)
     train({}, batches(4), skip_nonfinite=False)
     train(

@@ -46,7 +46,7 @@ class Called:
         Called(),
     ],
 )
-def test_who_asks_for_names_gets_pairs(function: Any) -> None:
+def test_a_function_that_asks_for_names_gets_pairs(function: Any) -> None:
     assert with_names(function, ["a", "b"])(["first", "second"]) == PAIRS
 
 

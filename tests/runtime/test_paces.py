@@ -122,7 +122,7 @@ def test_the_slowest_process_of_a_pipeline_counts() -> None:
     assert stages[0].published(PUBLISHED_AT + 1) == {}
 
 
-def test_without_the_others_who_is_left_keeps_shares_by_pace_until_another_joins() -> None:
+def test_a_pipeline_that_is_left_alone_keeps_shares_by_pace_until_another_joins() -> None:
     here, rule = here_of((1.0,), (1.0,), (2.0,))
     here.run(FIRST + 2)
     for i in here.living:

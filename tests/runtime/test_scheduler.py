@@ -87,7 +87,7 @@ def test_what_runs_is_recorded_and_an_evaluation_is_not() -> None:
     assert {e.batch for e in events} == {1}
 
 
-def test_a_wait_names_the_message_and_who_should_send_it() -> None:
+def test_a_wait_names_the_message_and_its_sender() -> None:
     bench = Bench(Plan(stages=2, micro_batches=1, schedule="1f1b"), 1)
     bench.start(4)
     scheduler = scheduler_of([bench], timeout_s=0.05)

@@ -149,7 +149,7 @@ def test_a_timeline_has_a_row_for_each_worker(options: dict[str, Any], labels: t
 @pytest.mark.parametrize(
     ("weights", "clip", "said"), [("stash", 0.5, 1), ("stash", None, 0), ("vertical-sync", 0.5, 0)]
 )
-def test_who_waits_needlessly_is_told(weights: str, clip: float | None, said: int, caplog: Any) -> None:
+def test_needless_waits_are_warned_of(weights: str, clip: float | None, said: int, caplog: Any) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     plan = Plan(stages=2, schedule="pipedream", weights=weights)
     with Pipeline(model, plan, loss_fn=nn.MSELoss(), optimizer=momentum, clip_grad_norm=clip):
@@ -158,7 +158,7 @@ def test_who_waits_needlessly_is_told(weights: str, clip: float | None, said: in
 
 
 @pytest.mark.parametrize("options", PLACED, ids=str)
-def test_a_placement_changes_nothing_but_who_runs_what(options: dict[str, Any]) -> None:
+def test_a_placement_changes_only_which_worker_runs_what(options: dict[str, Any]) -> None:
     usual = {name: value for name, value in options.items() if name != "placement"}
     found, expected = (trained(each) for each in (options, usual))
     assert found == expected

@@ -230,7 +230,7 @@ def test_with_whole_elasticity_they_are_one_device(
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("K", "N", "M"), [(1, 2, 2), (3, 2, 5), (2, 4, 4)])
-def test_with_one_optimizer_that_nobody_is_ahead_of_they_are_one_device(
+def test_with_one_optimizer_that_no_pipeline_is_ahead_of_they_are_one_device(
     K: int, N: int, M: int, optimizer: str
 ) -> None:
     batches, make = token_batches(12, 12, last=5), OPTIMIZERS[optimizer]
@@ -311,7 +311,7 @@ def test_pipelines_with_workers_of_their_own_say_that_they_know_their_share_alon
 
 
 @pytest.mark.parametrize("pipelines", [1, 2, 4])
-def test_the_norm_that_is_told_is_the_batch_s(pipelines: int) -> None:
+def test_the_reported_norm_is_the_batch_s(pipelines: int) -> None:
     model, data = language_model(), token_batches(1, 8)
     copied = copy.deepcopy(model)
     LOSS(copied(data[0][0]), data[0][1]).backward()
@@ -430,7 +430,7 @@ def test_the_learning_rate_steps_once_for_each_batch() -> None:
     assert rates == {0.1 * 0.5**3}
 
 
-def test_a_batch_that_overflows_in_one_share_is_told() -> None:
+def test_a_batch_that_overflows_in_one_share_is_reported() -> None:
     x, y = token_batches(1, 8)[0]
 
     class Bad(nn.Module):

@@ -232,7 +232,7 @@ def ways(K: int) -> dict[tuple[int, int], list[str]]:
     return {(r.stage, k): [takes[k][n] for n in r.places] for k in range(K) for r in cut.skips[k].arrivals}
 
 
-def test_the_tracer_tells_who_uses_what() -> None:
+def test_the_tracer_finds_the_users_of_each_tensor() -> None:
     state, nothing, mask, entered = "getitem_2", "getitem_4", "gt", "tanh"
     assert ways(2) == {}
     assert ways(3) == {(0, 2): ["x", "size", mask, state]}

@@ -305,7 +305,7 @@ def test_a_model_without_anything_to_train_is_refused() -> None:
 
 
 @pytest.mark.parametrize("plan", [{}, {"pipelines": 2}, {"schedule": "1f1b", "replication": [2, 1]}], ids=str)
-def test_an_update_that_was_left_out_is_told(plan: dict[str, Any]) -> None:
+def test_an_update_that_was_left_out_is_reported(plan: dict[str, Any]) -> None:
     def loss_fn(output: Any, target: Any) -> Any:
         answers, weight = target
         return (functional.cross_entropy(output, answers, reduction="none") * weight).mean()

@@ -227,7 +227,7 @@ def test_the_host_issues_all_it_can_before_it_reads_a_loss(fake, monkeypatch):
         assert sum(1 for _ in batches) == 1  # the third is there already
 
 
-def test_more_lanes_than_torch_has_streams_are_told_once(fake, caplog):
+def test_more_lanes_than_torch_has_streams_are_warned_of_once(fake, caplog):
     made = streams.Streams(CPU)
     with caplog.at_level(logging.WARNING, logger="avgpipe"):
         for _ in range(31):
@@ -330,7 +330,7 @@ def test_a_lone_pipeline_has_the_next_batch_in_hand_on_a_device(fake, monkeypatc
         assert p._session.feed.next_batch == 2
 
 
-def test_the_clock_marks_what_it_is_told_and_knows_its_own_beginning(fake):
+def test_the_clock_marks_what_it_is_given_and_knows_its_own_beginning(fake):
     fake.default.operate()  # that the host has not waited for
     clock, stream = streams.DeviceClock(CPU), fake.Stream()
     begin = time.perf_counter()

@@ -274,7 +274,7 @@ class OnlyItself(nn.Module):
 
 
 @pytest.mark.parametrize("example", [None, torch.zeros(4, 4)])
-def test_who_has_no_modules_is_told_what_was_tried(example: torch.Tensor | None) -> None:
+def test_for_a_model_without_modules_the_error_lists_what_was_tried(example: torch.Tensor | None) -> None:
     with pytest.raises(
         ValueError, match="2 stages need at least as many layers, and the model has 1"
     ) as told:

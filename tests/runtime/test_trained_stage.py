@@ -138,7 +138,7 @@ def test_staleness_1_steps_in_turn(calls: list[str]) -> None:
     assert "elastic_round_" not in calls
 
 
-def test_who_looks_in_the_middle_of_a_round_finds_the_steps_done(calls: list[str]) -> None:
+def test_a_look_in_the_middle_of_a_round_finds_the_steps_done(calls: list[str]) -> None:
     batches = token_batches(5, 6)
     with pipeline() as p, pipeline() as q:
         list(p.train(batches))

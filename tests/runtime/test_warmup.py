@@ -104,7 +104,7 @@ def test_it_resumes_within_and_behind_the_warm_up(options: dict[str, Any], tmp_p
     assert losses == whole
 
 
-def test_who_has_one_without_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_plans_have_a_warm_up_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runpy.run_path(rules.__file__)["WARMUP_ROUNDS"] == 100
     monkeypatch.setattr(rules, "WARMUP_ROUNDS", 7)
     assert Plan(pipelines=2).warmup_rounds == Plan(pipelines=3, staleness=1).warmup_rounds == 7
@@ -135,7 +135,7 @@ def test_the_first_batches_of_pipelines_on_workers_of_their_own_are_one_device()
         assert unequal(found, expected) < 1e-10
 
 
-def test_who_has_no_warm_up() -> None:
+def test_which_plans_have_no_warm_up() -> None:
     assert Plan(warmup_rounds=3).warmup_rounds == 3  # nothing to do
     with pytest.raises(ValueError, match="only rule 'mean-gradient' can begin with rounds of staleness 0"):
         Plan(pipelines=2, rule="easgd", warmup_rounds=3)

@@ -46,7 +46,7 @@ def test_a_row_of_open_stages_is_of_the_stage_of_its_number():
         plain.worker_of(3)
 
 
-def test_who_runs_what_takes_part_in_equality():
+def test_the_worker_of_a_stage_takes_part_in_equality():
     assert schedule(*V) == schedule(*V)
     assert hash(schedule(*V)) == hash(schedule(*V))
     assert schedule(*V) != schedule(*["F0 B0 U"] * 4)

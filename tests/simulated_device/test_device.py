@@ -146,7 +146,7 @@ def test_a_missing_wait_reads_stale_values_in_some_order():
     assert set(outcomes(lambda sim: made_on_a_side_stream(False))) == {4.0, 12.0}
 
 
-def test_memory_that_nobody_has_written_is_nan():
+def test_memory_that_was_never_written_is_nan():
     with simulate("late"):
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             assert bool(torch.empty(5, dtype=dtype, device=SIM).isnan().all())

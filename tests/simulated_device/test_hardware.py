@@ -155,7 +155,7 @@ def test_a_send_ends_when_its_receive_has_begun(policy: str) -> None:
         assert found == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_a_kernel_nobody_meets_is_named() -> None:
+def test_a_kernel_that_no_peer_meets_is_named() -> None:
     with simulate("random", 1):
         hosts = Hosts(2)
 

@@ -47,7 +47,7 @@ def test_an_epoch_can_begin_in_its_middle():
     assert len(training_batches(Shuffled, 0, None, 0, 3)) == 2
 
 
-def test_every_library_draws_by_the_seed_and_nobody_outside_notices():
+def test_every_library_draws_by_the_seed_and_outside_nothing_changes():
     def noise(epoch: int) -> Iterator[Any]:
         for _ in range(3):
             yield torch.tensor([random.random(), np.random.rand(), float(torch.rand(()))]), torch.zeros(3)
@@ -92,7 +92,7 @@ def test_validations_all_see_the_same_batches():
     assert twice[0] == twice[1]
 
 
-def test_a_loader_without_a_length_has_as_many_batches_as_it_is_told():
+def test_a_loader_without_a_length_has_as_many_batches_as_are_given():
     stream = DataLoader(Stream(), batch_size=8)
     told = training_batches(stream, 0, 7, 0, 2)
     assert (len(told), told.are_counted) == (5, False)

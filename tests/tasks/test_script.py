@@ -100,7 +100,7 @@ def test_a_function_gets_the_given_options_that_it_has_arguments_for(
 
 
 @pytest.mark.parametrize("name", ["preset", "data", "pretrained", "batch_size", "optimizer", "lr"])
-def test_options_that_nobody_heeds_are_refused(name, write_script: WriteScript) -> None:
+def test_options_without_an_effect_are_refused(name, write_script: WriteScript) -> None:
     path = write_script("def make(): return task()")
     value = {"batch_size": 3, "lr": 0.1, "optimizer": "sgd"}.get(name, "x")
     option = f"--{name.replace('_', '-')}"

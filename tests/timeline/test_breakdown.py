@@ -16,7 +16,7 @@ def total_s(row):
     return math.fsum((*parts, row.send_s, row.other_s, row.outside_s))
 
 
-def test_every_second_of_a_worker_is_told_apart():
+def test_every_second_of_a_worker_has_its_kind():
     timeline = Timeline(
         2,
         (

@@ -67,7 +67,7 @@ def test_more_pipelines_do_not_outrun_a_link():
     assert more_pipelines(waiting).gain_s == 12 - 8
 
 
-def test_a_single_stage_has_nobody_to_wait_for():
+def test_a_single_stage_has_no_peer_to_wait_for():
     alone = facts(row(0, ("F", 0, 1), ("recv", 0, 5), ("B", 0, 1)))
     assert [rule(alone) for rule in RULES if rule is not overhead] == [None] * 5
     assert advice(alone) == "no single change would gain 3 %: workers compute 29 % of the time"
@@ -138,7 +138,7 @@ def test_the_host_is_in_the_way(word, sentence):
     assert advice(timeline) == f"{sentence} (up to 75 % less time)"
 
 
-def test_host_work_that_nobody_waits_for_is_no_gain():
+def test_host_work_that_no_worker_waits_for_is_no_gain():
     timeline = facts(row(0, ("F", 0, 1), ("host", 0, 6, "caller")), row(1, ("F", 0, 8)))
     assert host(timeline) is None
 
@@ -228,6 +228,6 @@ def test_long_runs_are_explained_quickly():
     assert len(timeline.events) == 24_000
 
 
-def test_a_timeline_in_which_nobody_computed_is_explained():
+def test_a_timeline_in_which_no_worker_computed_is_explained():
     t = Timeline(2, (Event(0, 0, 0, None, "host", 0.0, 1.0, "loader"), Event(1, 0, 0, 0, "other", 0.0, 1.0)))
     assert "advice: " in t.explain()

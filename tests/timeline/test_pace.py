@@ -23,7 +23,7 @@ def said(rows: Iterable[list[float | None]], alike: list[list[int]] | None = Non
     return found
 
 
-def test_who_becomes_slow_is_named_once_with_figures() -> None:
+def test_a_worker_that_becomes_slow_is_named_once_with_figures() -> None:
     rows = [[10, 20, 10]] * 5 + [[10, 20, 18]] * 20
     assert said(rows) == [
         (
@@ -34,7 +34,7 @@ def test_who_becomes_slow_is_named_once_with_figures() -> None:
     ]
 
 
-def test_it_is_told_when_that_is_over_and_when_it_begins_again() -> None:
+def test_it_is_reported_when_that_is_over_and_when_it_begins_again() -> None:
     rows = [[10, 20, 10]] * 5 + [[10, 40, 10]] * 6 + [[10, 21, 10]] * 6 + [[10, 60, 10]] * 6
     assert [(number, text.split(" (")[0], "again" in text) for number, text in said(rows)] == [
         (9, "rank 1", False),
@@ -52,7 +52,7 @@ def test_what_makes_all_slower_is_nobodys_fault() -> None:
     assert said([[10, 20, 10]] * 5 + [[16, 34, 15]] * 50) == []
 
 
-def test_a_worker_that_is_slower_than_all_who_became_slower_is_named() -> None:
+def test_a_worker_that_is_slower_than_all_that_became_slower_is_named() -> None:
     ((_, text),) = said([[10, 20, 10]] * 5 + [[20, 40, 45]] * 50)
     assert text.startswith("rank 2 (stage 2) takes 4.5 times")
     assert "the others 2.0 times" in text
@@ -104,5 +104,5 @@ def test_readings_that_are_not_there_or_not_new_do_not_count() -> None:
     assert stragglers.look([]) == []
 
 
-def test_a_worker_alone_is_compared_with_nobody() -> None:
+def test_a_worker_alone_is_compared_with_none() -> None:
     assert said([[10.0]] * 5 + [[50.0]] * 20, alike=[[]]) == []

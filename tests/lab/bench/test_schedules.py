@@ -123,7 +123,7 @@ def test_work_inside_is_part_of_the_time():
     assert time.perf_counter() - begin >= 0.02
 
 
-def test_torchs_ranks_have_every_so_many_stages_or_two_in_a_v(monkeypatch):
+def test_torchs_ranks_have_stages_at_equal_distances_or_two_in_a_v(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.13.0")
     looped = [list(schedules.torch_stages("torch-looped-bfs", rank, 3, 6)) for rank in range(3)]
     assert looped == [[0, 3], [1, 4], [2, 5]]

@@ -93,7 +93,7 @@ def test_a_target_reached_by_one_or_nearly_together():
     )
 
 
-def test_a_target_nobody_reached_leaves_the_speed():
+def test_a_target_that_no_system_reached_leaves_the_speed():
     assert advice(compared(a=at(10), b=at(20), target=1.0)).startswith("Advice: b is fastest here")
 
 

@@ -170,7 +170,7 @@ def test_the_table_is_printed(capsys, tmp_path):
     assert f"folder: {tmp_path}" in " ".join(out.split())
 
 
-def test_a_system_that_fails_is_a_row_and_stops_nobody(capsys, tmp_path):
+def test_a_system_that_fails_is_a_row_and_stops_no_other(capsys, tmp_path):
     ends = {
         "gpipe": (
             1,
@@ -246,7 +246,7 @@ def test_several_seeds_are_one_row_with_their_spread(capsys, tmp_path):
     assert [words[words.index("--seed") + 1] for words in given] == ["5", "6", "7"]
 
 
-def test_a_seed_that_fails_is_told(capsys, tmp_path):
+def test_a_seed_that_fails_is_reported(capsys, tmp_path):
     runner = Faked()
 
     def run(words, log, caught, tick):

@@ -136,7 +136,7 @@ def test_a_seed_that_did_not_reach_the_target_is_the_last_one():
     assert seeds(s0=reaching(20.0), s1=at(10.0), s2=at(10.0)).value("seconds_to_target") is None
 
 
-def test_a_seed_that_failed_is_told_and_does_not_count():
+def test_a_seed_that_failed_is_reported_and_does_not_count():
     found = seeds(s0=SystemResult("a", FAILED, None, "no luck"), s1=reaching(20.0), s2=reaching(22.0))
     assert (found.status, found.value("seconds_to_target")) == (OK, 21.0)
     assert found.warnings == ("seed 0: failed: no luck",)

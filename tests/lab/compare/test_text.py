@@ -52,7 +52,7 @@ def test_what_gave_no_figures_says_so_in_its_row():
     assert found["ea-pipe"][4] == "99.0"
 
 
-def test_what_a_run_warned_of_is_told():
+def test_what_a_run_warned_of_is_reported():
     warned = SystemResult("pipedream", OK, PLAIN, warnings=("a stage waits",))
     assert "pipedream: a stage waits." in notes(compared(warned, gpipe=PLAIN))
 

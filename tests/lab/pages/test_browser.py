@@ -120,7 +120,7 @@ def compared(tmp_path_factory):
     return page_of(folder, write_comparison(folder / "compared"))
 
 
-def test_a_thousand_batches_are_one_file_of_six_megabytes_and_nobody_is_asked(thousand, show):
+def test_a_thousand_batches_are_one_file_of_six_megabytes_that_asks_no_server(thousand, show):
     shown = show(thousand)
     assert shown.requests == [thousand.as_uri()]
     assert thousand.stat().st_size <= 6e6

@@ -97,14 +97,14 @@ def silent(path):
         os.utime(file, (1.0, 1.0))
 
 
-def test_a_run_that_nobody_keeps_and_that_is_silent_has_stopped(tmp_path):
+def test_a_run_without_a_keeper_that_is_silent_has_stopped(tmp_path):
     path = begin(tmp_path / "run")
     silent(path)
     assert looked(path).status == "stopped"
 
 
 @pytest.mark.parametrize("kept", ["checkpoints/last", "."])
-def test_a_run_that_somebody_keeps_goes_on_however_silent(kept, tmp_path):
+def test_a_run_with_a_keeper_goes_on_however_silent(kept, tmp_path):
     path = begin(tmp_path / "run")
     (path / kept).mkdir(parents=True, exist_ok=True)
     silent(path)

@@ -33,7 +33,7 @@ def test_the_page_of_several_lies_here(tmp_path, monkeypatch, plotly):
     assert found["problems"] == []
 
 
-def test_what_is_damaged_is_told(tmp_path, plotly):
+def test_what_is_damaged_is_reported(tmp_path, plotly):
     path = write_run(tmp_path / "run", batches=8)
     (path / "plan.json").write_text("{")
     result = invoke("report", str(path), "--out", str(tmp_path / "a.html"))

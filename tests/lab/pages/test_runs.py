@@ -46,7 +46,7 @@ def test_a_run_that_has_not_ended_has_rows_and_no_more(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["[1, 2]", "{", '"text"'])
-def test_files_that_are_no_objects_are_told(tmp_path, content):
+def test_files_that_are_no_objects_are_reported(tmp_path, content):
     run = write_run(tmp_path / "run", batches=4)
     for name in ("summary.json", "plan.json", "timeline.json"):
         (run / name).write_text(content)
@@ -80,7 +80,7 @@ def test_where_time_went_leaves_pauses_out(tmp_path):
 # ---- several, and comparisons ----------------------------------------------------------------------------------------
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_one_name_are_kept_apart(tmp_path):
     paths = [write_run(tmp_path / place / "run", batches=4) for place in "ab"]
     runs, _ = read_folders(paths)
     assert [run.name for run in runs] == [str(path) for path in paths]

@@ -138,7 +138,7 @@ def test_none_that_fits_into_memory_has(seed: int, share: float) -> None:
     assert max(found.memory_bytes) <= limit * (1 + 1e-9)
 
 
-def test_so_many_stages_are_made_as_are_asked_for() -> None:
+def test_as_many_stages_are_made_as_are_asked_for() -> None:
     p = chains.random_profile(11)
     for stages in range(1, min(4, len(p.layers)) + 1):
         assert partition(p, stages, method="dapple", levels=[(2, FAST), (2, SLOW)]).stages == stages

@@ -58,7 +58,7 @@ def test_no_plan_has_a_shorter_bottleneck(workers: int) -> None:
 
 @settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(1, 4), st.data())
-def test_none_of_so_many_stages_does(seed: int, workers: int, data: st.DataObject) -> None:
+def test_no_partition_into_that_number_of_stages_does(seed: int, workers: int, data: st.DataObject) -> None:
     p = chains.random_profile(seed)
     stages = data.draw(st.integers(1, min(workers, len(p.layers))))
     found = partition(p, stages, method="pipedream", workers=workers)
