@@ -128,7 +128,7 @@ class _Counted:
             def counting() -> None:
                 self.copies += 1
                 if self.copies < 4:  # the first ones lack states that the optimizer has not made yet
-                    text, parts = snapshot.taken_apart()
+                    text, *parts = snapshot.packed()
                     self.bytes = len(text) + sum(part.nbytes for part in parts)
                 done()
 

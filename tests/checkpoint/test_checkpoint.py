@@ -14,7 +14,7 @@ from torch import nn
 
 from avgpipe import CheckpointError, Pipeline, Plan
 from avgpipe.checkpoint import Manifest, Snapshot, verify_checkpoint
-from avgpipe.checkpoint.snapshot import put_together
+from avgpipe.checkpoint.snapshot import unpacked
 from avgpipe.model.context import Carry
 from tests.checkpoint.test_blocks import checksum_in
 from tests.runner import run
@@ -364,7 +364,7 @@ def test_numbers_of_numpy_are_saved_as_pythons(rule: str | None, tmp_path: Path)
         p.save(tmp_path / "meanwhile", wait=False)
         snapshot.begin(p._spec.model, p._session.worker, p.batches, lambda: None)
         snapshot.finish()
-        assert put_together(*snapshot.taken_apart()).keys() == snapshot.contents.keys()
+        assert unpacked(snapshot.packed()).keys() == snapshot.contents.keys()
         expected = [r.loss for r in p.train(given[4:])]
     for name in ("c", "meanwhile"):
         with made() as p:

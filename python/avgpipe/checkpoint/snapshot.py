@@ -130,23 +130,37 @@ class Snapshot:
             self.contents = self._parts
         self._done()
 
-    def taken_apart(self) -> tuple[bytes, list[torch.Tensor]]:
-        """Return the contents as a text for :func:`put_together`, and the memory of their tensors."""
-        numbers = {memory.data_ptr(): n for n, memory in enumerate(self._memory)}
-
-        def place_of(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            number = numbers.get(leaf.untyped_storage().data_ptr(), 0)  # any number, for one without elements
-            return {_PLACE: [number, leaf.dtype, leaf.storage_offset(), [*leaf.shape], [*leaf.stride()]]}
-
-        text = io.BytesIO()
-        torch.save(tree_map(place_of, self.contents), text)
-        return text.getvalue(), self._memory
+    def packed(self) -> list[torch.Tensor]:
+        """Return the contents for :func:`unpacked`, in the memory that the next one reuses."""
+        return _packed(self.contents, self._memory)
 
 
-def put_together(text: bytes, memory: Sequence[torch.Tensor]) -> dict[int, dict[str, Any]]:
-    """Return the contents of a snapshot that was taken apart, whose tensors lie in ``memory``."""
+# ---- a state as bytes for another process ----------------------------------------------------------------------------
+
+
+def packed(state: Any) -> list[torch.Tensor]:
+    """Return a copy of containers and tensors as bytes for :func:`unpacked`: a text, then the tensors' memory."""
+    copies = _Copied([], pinned=False)
+    return _packed(copies.of(state), copies.memory)
+
+
+def _packed(state: Any, memory: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    numbers = {part.data_ptr(): n for n, part in enumerate(memory)}
+
+    def place_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        number = numbers.get(leaf.untyped_storage().data_ptr(), 0)  # any number, for one without elements
+        return {_PLACE: [number, leaf.dtype, leaf.storage_offset(), [*leaf.shape], [*leaf.stride()]]}
+
+    text = io.BytesIO()
+    torch.save(tree_map(place_of, state), text)
+    return [torch.frombuffer(bytearray(text.getvalue()), dtype=torch.uint8), *memory]
+
+
+def unpacked(parts: Sequence[torch.Tensor]) -> Any:
+    """Return the state that was packed; its tensors lie in ``parts``, each of which has memory of its own."""
+    text, *memory = parts
 
     def tensor_at(leaf: Any) -> Any:
         if not (isinstance(leaf, dict) and _PLACE in leaf):
@@ -156,10 +170,9 @@ def put_together(text: bytes, memory: Sequence[torch.Tensor]) -> dict[int, dict[
             return torch.empty(place[1], dtype=dtype)
         return torch.empty(0, dtype=dtype).set_(memory[number].untyped_storage(), *place)
 
-    contents = torch.load(io.BytesIO(text), weights_only=True)
+    contents = torch.load(io.BytesIO(text.numpy().tobytes()), weights_only=True)
     is_place = lambda value: isinstance(value, dict) and _PLACE in value  # noqa: E731
-    found: dict[int, dict[str, Any]] = tree_map(tensor_at, contents, is_leaf=is_place)
-    return found
+    return tree_map(tensor_at, contents, is_leaf=is_place)
 
 
 class _Copied:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from avgpipe.checkpoint.load import restore
-from avgpipe.checkpoint.snapshot import Snapshot, put_together
+from avgpipe.checkpoint.snapshot import Snapshot, unpacked
 from avgpipe.errors import CheckpointError, PipelineError, reason
 from avgpipe.links.link import Key
 from avgpipe.model.model import Model
@@ -36,11 +36,11 @@ _SHARE = 0.75  # of the time: a copy counts once it has arrived, and batches var
 
 
 class Received:
-    """A copy of the neighbour's state, received piece by piece: a text, and the memory of its tensors.
+    """A packed copy of the neighbour's state, received piece by piece.
 
     Attributes:
         batches: batches before it; None once it can no longer be restored.
-        sizes: of the text and of each memory, in bytes, received first; empty where the copy was left out.
+        sizes: of its parts, in bytes, received first; empty where the copy was left out.
     """
 
     def __init__(self, batches: int | None = None) -> None:
@@ -217,8 +217,7 @@ class StateCopies:
         def send() -> None:
             try:
                 snapshot.whole()
-                text, memory = snapshot.taken_apart()
-                parts = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *memory]
+                parts = snapshot.packed()
             except CheckpointError:  # no copy can ever be taken
                 raise
             except (MemoryError, RuntimeError) as error:
@@ -338,6 +337,5 @@ class StateCopies:
             torch.cat(received.pieces) if world.rank == donor else torch.empty(sum(sizes), dtype=torch.uint8)
         )
         world.pass_on(whole, donor, rank)
-        text, *memory = torch.split(whole, sizes)
         # Each in memory of its own, as it was: a view of the whole may begin anywhere.
-        return put_together(bytes(text.numpy()), [part.clone() for part in memory])
+        return unpacked([part.clone() for part in torch.split(whole, sizes)])  # type: ignore[no-any-return]

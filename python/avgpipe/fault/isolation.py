@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from avgpipe.checkpoint.content import content_of
 from avgpipe.checkpoint.load import SavedStages, restore_stages
+from avgpipe.checkpoint.snapshot import packed, unpacked
 from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.membership import Membership
@@ -61,7 +61,7 @@ class OtherPipelines:
         states: what pipelines that join begin with.
     """
 
-    def __init__(self, worker: Worker, give: Callable[[int, int], bytes]) -> None:
+    def __init__(self, worker: Worker, give: Callable[[int, int], list[torch.Tensor]]) -> None:
         self._worker = worker
         self._turns: dict[int, Turns] = {}  # by replica
         world, plan, options = worker.world, worker.spec.running, worker.spec.options
@@ -105,8 +105,8 @@ class OtherPipelines:
         self.exchange.close(leaves=error is None)
 
 
-def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
-    """Return the state of a stage replica between two steps, at the position ``counts`` of the run.
+def give_state(worker: Worker, number: int, counts: Counts) -> list[torch.Tensor]:
+    """Return, packed, the state of a stage replica between two steps, at the position ``counts`` of the run.
 
     The reference's, and of the donor's own the states of optimizer, learning-rate schedule and loss scale;
     neither its weights nor what its layers carry from batch to batch.
@@ -114,18 +114,15 @@ def give_state(worker: Worker, number: int, counts: Counts) -> bytes:
     try:
         content = content_of(worker.model, worker, number, whole=True)
         content["replicas"][0] |= {"weights": {}, "older": {}, "carry": {}}
-        given: dict[str, Any] = {"counts": astuple(counts), "content": content}
     except CheckpointError as error:  # the joining pipeline ends, not this one
-        given = {"why": str(error)}
-    buffer = io.BytesIO()
-    torch.save(given, buffer)
-    return buffer.getvalue()
+        return packed({"why": str(error)})
+    return packed({"counts": astuple(counts), "content": content})
 
 
-def take_state(given: bytes, worker: Worker, number: int) -> Counts:
+def take_state(given: Sequence[torch.Tensor], worker: Worker, number: int) -> Counts:
     """Begin with a given state; return the run's position."""
     (pipeline,) = worker.placement.pipelines
-    state = torch.load(io.BytesIO(given), map_location="cpu", weights_only=True)
+    state = unpacked(given)
     if "why" in state:
         raise CheckpointError(state["why"])
     content = state["content"]

@@ -21,10 +21,10 @@ class States:
     """One process's end of handing over states, each by a group of the two processes.
 
     Args:
-        give: ``give(replica, turn)`` returns the bytes of its state before a step.
+        give: ``give(replica, turn)`` returns its state before a step, packed.
     """
 
-    def __init__(self, exchange: TurnExchange, give: Callable[[int, int], bytes]) -> None:
+    def __init__(self, exchange: TurnExchange, give: Callable[[int, int], list[torch.Tensor]]) -> None:
         self._exchange, self._membership, self._give = exchange, exchange.membership, give
         self._given: set[tuple[int, int]] = set()  # terms and stage replicas
 
@@ -38,14 +38,15 @@ class States:
         for term in self._exchange.known.roster.joining(turn):
             if term.donor == self._membership.pipeline and (term.number, place) not in self._given:
                 self._given.add((term.number, place))
-                state = torch.frombuffer(bytearray(self._give(place, turn)), dtype=torch.uint8)
-                in_thread(lambda term=term, state=state: self._send(term, place, state))  # type: ignore[misc]
+                parts = self._give(place, turn)
+                in_thread(lambda term=term, parts=parts: self._send(term, place, parts))  # type: ignore[misc]
 
-    def _send(self, term: Term, place: int, state: torch.Tensor) -> None:
+    def _send(self, term: Term, place: int, parts: list[torch.Tensor]) -> None:
         with suppress(RuntimeError, PipelineError):  # it has ended, or gets its state from another one
             group = self._group(term, self._membership.group, place, 0)
-            group.send(torch.tensor([len(state)]), 1).wait()
-            group.send(state, 1).wait()
+            sizes = [len(part) for part in parts]
+            for message in (torch.tensor([len(sizes)]), torch.tensor(sizes), *filter(len, parts)):
+                group.send(message, 1).wait()
 
     def _group(self, term: Term, donor: int, place: int, index: int) -> HostGroup:
         terms = self._exchange.known.roster.terms
@@ -60,8 +61,8 @@ class States:
         wanted = next((known.donor for known in terms if known.number == term.number), None)
         return next((t.number for t in terms if t.pipeline == wanted and t.first < term.first), None)
 
-    def received(self, place: int) -> bytes:
-        """Wait for the state that this pipeline begins with, and return it."""
+    def received(self, place: int) -> list[torch.Tensor]:
+        """Wait for the state that this pipeline begins with, and return it, packed."""
         roster = self._exchange.known.roster
         own = next(term for term in roster.present if term.number == self._membership.group)
         while True:
@@ -75,13 +76,17 @@ class States:
             while not task.done() and self._donor_of(own) == donor and self._membership.failure is None:
                 self._membership.pause(_LOOK_S)
             if task.done() and task.exception() is None:
-                return bytes(task.result().numpy())
+                return task.result()
             self._membership.pause(_LOOK_S)
 
-    def _receive(self, own: Term, donor: int, place: int) -> torch.Tensor:
+    def _receive(self, own: Term, donor: int, place: int) -> list[torch.Tensor]:
         group = self._group(own, donor, place, 1)
-        length = torch.zeros(1, dtype=torch.int64)
-        group.receive(length, 0).wait()
-        state = torch.empty(int(length), dtype=torch.uint8)
-        group.receive(state, 0).wait()
-        return state
+
+        def received(size: int, dtype: torch.dtype) -> torch.Tensor:
+            found = torch.empty(size, dtype=dtype)
+            if size:
+                group.receive(found, 0).wait()
+            return found
+
+        sizes = received(int(received(1, torch.int64)), torch.int64)
+        return [received(size, torch.uint8) for size in sizes.tolist()]
