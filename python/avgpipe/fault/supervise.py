@@ -26,11 +26,10 @@ from avgpipe.fault.joining import TOO_FEW, Joined, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, host_here
 from avgpipe.ranks.supervisor import watch
 
-_POLL_S = 0.02
-_AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
 
@@ -175,7 +174,7 @@ class Supervisor:
 
     def look(self) -> bool:
         """Serve the processes for a moment; return whether there are some."""
-        self._coordinator.serve(_POLL_S)
+        self._coordinator.serve(LIMITS.look_s)
         self._look()
         self._start_late()
         self._keep_spares()
@@ -230,8 +229,8 @@ class Supervisor:
             self._start(pipeline)
             return "it is started again"
         except OSError as error:  # no room, or no more processes: the others need neither
-            self._later[pipeline] = time.monotonic() + _AGAIN_S
-            return f"it cannot be started again now, the next try is in {_AGAIN_S:g} s: {reason(error)}"
+            self._later[pipeline] = time.monotonic() + LIMITS.again_s
+            return f"it cannot be started again now, the next try is in {LIMITS.again_s:g} s: {reason(error)}"
 
     def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Launched:
         with ExitStack() as stack:
@@ -257,7 +256,7 @@ class Supervisor:
         try:
             self._start_spares()
         except OSError as error:
-            self._no_spares_until = time.monotonic() + _AGAIN_S
+            self._no_spares_until = time.monotonic() + LIMITS.again_s
             self._say(f"no spare pipeline can be started: {reason(error)}")
 
     def _start_spares(self) -> None:
