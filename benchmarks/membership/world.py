@@ -136,6 +136,10 @@ class Process:
                 for one in range(term.published, term.end):
                     if part := self.parts.get(one, {}).pop(term.pipeline, ()):
                         self.lost.append(part)
+            if term.cut_from == turn:
+                for one in range(term.cut, term.published):
+                    if part := self.parts.get(one, {}).pop(term.pipeline, ()):
+                        self.lost.append(part)
         self.queued = {term.number for term in self.roster.terms if term.end <= turn}
         self.parts = {t: parts for t, parts in self.parts.items() if parts or t >= self.ended}
         members = self.roster.members(turn)

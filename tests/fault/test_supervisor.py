@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from avgpipe.fault import supervise
 from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
 from avgpipe.ranks.launch import Job, RanksFailed
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import host_here
 
 
@@ -92,7 +94,7 @@ def test_one_that_closes_its_connection_may_end_by_itself(
         noted[0].end = RanksFailed((7,), 0)
         one._look()
         assert said == ["pipeline 0 is lost: rank 0 failed with exit code 7"]
-        monkeypatch.setattr(supervise, "_END_S", 0.0)
+        monkeypatch.setattr(supervise, "LIMITS", replace(LIMITS, closed_end_s=0.0))
         one._groups[1].why = None  # the run is ended, as it has not begun
         noted[1].killed.clear()
         one._lose(1, 0, "")

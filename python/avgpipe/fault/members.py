@@ -21,7 +21,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say, Send
-from avgpipe.fault.lateness import Blame, behind, first_silence, late, overdue, silent
+from avgpipe.fault.judgement import (
+    Blame,
+    behind,
+    first_silence,
+    late,
+    may_leave,
+    overdue,
+    silent,
+    unfinished,
+)
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
@@ -29,6 +38,7 @@ _BLAME_S = 2.0  # after a sum has failed, for the host that is to blame to be lo
 _TRIES = 3  # epochs without a whole sum, until those that cannot sum are lost
 _NEVER = float("inf")
 _HEARD = ("heard",)
+_LEFT = "it has left before the end of a step, and the others go on"
 
 
 class Members:
@@ -198,7 +208,9 @@ class Members:
             self._find_overdue(now)
         if self._late_ones:
             self._judge(now, computed_at)
-        self._find_unfinished(now)
+        if self._leavers:
+            over = unfinished(self.living(), self.groups, self._leavers, now - _BLAME_S)
+            self._lose_all((group, None, _LEFT) for group in over)
         return self._changed(now)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -323,15 +335,6 @@ class Members:
             else:
                 self._out.append(Kill(number, None, why))
 
-    def _find_unfinished(self, now: float) -> None:
-        """End pipelines that have left in the midst of a step, where others go on."""
-        leavers = (self.groups[number] for number in self._leavers)
-        over = [g for g in leavers if now > g.ready_at + _BLAME_S and self._leaves_unfinished(g)]
-        leaving = self._leaving() if over else []
-        for group in over:
-            if group not in leaving:
-                self._lose(group, None, "it has left before the end of a step, and the others go on")
-
     def _judge(self, now: float, computed_at: float) -> None:
         """Find the cause for processes that are late, once all have reported since, or would have."""
         heard = min((p.heard_at for g in self.living() for p in g.processes.values()), default=now)
@@ -380,7 +383,7 @@ class Members:
 
     def _change(self, now: float) -> None:
         lost = frozenset(n for n in self.members if self.groups[n].is_lost)
-        leaving = self._leaving() if self._leavers else []
+        leaving = may_leave(self.living(), self.groups, self._leavers) if self._leavers else []
         left = {group.number for group in leaving}
         joining = [] if self._stop is not None else self._ready()  # else nothing is left to train on
         stops = self._is_to_stop and self._stop is None
@@ -412,28 +415,6 @@ class Members:
         ready = {g.pipeline: g for g in free if g.all_want("enter")}
         return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
-    def _leaving(self) -> list[Group]:
-        """Return the members that want to leave, if no other one needs them or their host for steps that have begun."""
-        ended: dict[str, int] = {}  # by host, by all that do not want to leave
-        for group in self.living():
-            for process in group.processes.values():
-                if process.wants != "leave":
-                    ended[group.host] = min(process.ended, ended.get(group.host, process.ended))
-        slowest = sorted(ended, key=lambda host: ended[host])[:2]
-        leavers = ((self.groups[number], left_at) for number, left_at in self._leavers.items())
-        return [
-            group
-            for group, left_at in leavers
-            if not group.is_lost
-            and not (ended and self._leaves_unfinished(group))
-            and all(ended[h] >= left_at for h in slowest if h != group.host)
-        ]
-
-    def _leaves_unfinished(self, group: Group) -> bool:
-        """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
-        begun = max(p.begun for p in group.processes.values())
-        return group.all_want("leave") and self.term_of(group).first + group.published() < begun
-
     def _leaves_early(self, leaving: Sequence[Group]) -> bool:
         return any(p.begun < self.reached for g in leaving for p in g.processes.values())
 
@@ -461,6 +442,8 @@ class Members:
             self._leavers.pop(group.number, None)
         for group in (*gone, *leaving):
             self._apply_end(group, published[group.number], begun)
+        if frozen is not None and frozen.breaks:
+            self._cut_unread(staying, begun)
         for group in leaving:
             self._release(group)
         if self._is_to_stop and self._stop is None:
@@ -536,12 +519,7 @@ class Members:
         term = self.roster.leave(group.pipeline, published, begun, was_lost)
         self.history[group.number] = term
         # The reference does not have the published steps of an unfinished period either.
-        lost = term.end - term.published // group.period * group.period
-        self._clean = max(self._clean, begun) + lost
-        if lost and self.members:
-            steps = "step" if lost == 1 else f"{lost} steps"
-            line = f"pipeline {group.pipeline}: the others train on its samples of its last {steps}"
-            self._out.append(Say(line))
+        lost = self._note_lost_steps(group, term.published, term.end, begun)
         for other in self.roster.present:
             joined = self.groups[other.number]
             needs = other.donor == group.pipeline and not joined.has_state()
@@ -549,11 +527,36 @@ class Members:
             if needs and changed is None:
                 why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
                 self._lose(joined, None, why if was_lost else OVER)
-            elif lost and term.published < other.first < self._clean:
-                why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
-                self._lose(joined, None, why)
             elif changed is not None:
                 self.history[other.number] = changed
+        if lost:
+            self._lose_latecomers(group.pipeline, term.published)
+
+    def _note_lost_steps(self, group: Group, first: int, end: int, begun: int) -> int:
+        """Note that the others train again on a group's samples of some steps; return how many these are."""
+        lost = end - first // group.period * group.period
+        self._clean = max(self._clean, begun) + lost
+        if lost and self.members:
+            steps = "step" if lost == 1 else f"{lost} steps"
+            line = f"pipeline {group.pipeline}: the others train on its samples of its last {steps}"
+            self._out.append(Say(line))
+        return lost
+
+    def _lose_latecomers(self, pipeline: int, first: int) -> None:
+        """End those that joined after lost steps, and begin before these are trained on again."""
+        why = f"it joined too late to know the lost samples of pipeline {pipeline}"
+        for other in self.roster.present:
+            if first < other.first < self._clean:
+                self._lose(self.groups[other.number], None, why)
+
+    def _cut_unread(self, staying: Sequence[Group], begun: int) -> None:
+        """Have lost groups count in no step whose sum is still to be made, where no process can read them any more."""
+        readers = {g.host for g in staying if self.term_of(g).first <= self._resume}
+        for term in self.roster.cut(readers, self._resume, begun):
+            group = self.groups[term.number]
+            self.history[term.number] = term
+            self._note_lost_steps(group, term.cut, term.published, begun)
+            self._lose_latecomers(term.pipeline, term.cut)
 
     def _forget(self, begun: int) -> None:
         """Drop steps that no member still needs: all are past a step once all have published the next."""

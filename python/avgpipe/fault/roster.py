@@ -8,7 +8,7 @@ Every process of every pipeline has the same roster, and decides the same from i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,9 @@ class Term:
         end: the first step of which it is no longer a member; its steps from ``published`` to here are lost.
         host: names the host of its processes: those of one host share memory.
         was_lost: whether it was lost, in contrast to one that left.
+        cut: the first step in which it does not count although it has published it, as no process is left that
+            could read that.
+        cut_from: the step from which on the members know so, and train on its samples of these steps again.
     """
 
     pipeline: int
@@ -39,6 +42,8 @@ class Term:
     end: int = _NEVER
     host: str = ""
     was_lost: bool = False
+    cut: int = _NEVER
+    cut_from: int = _NEVER
 
     @property
     def has_ended(self) -> bool:
@@ -64,7 +69,11 @@ class Roster:
 
     def counting(self, turn: int) -> dict[int, Term]:
         """Return the terms that count in a step, by pipeline; one may still be lost before publishing it."""
-        found = {term.pipeline: term for term in self.terms if term.first <= turn < term.published}
+        found = {
+            term.pipeline: term
+            for term in self.terms
+            if term.first <= turn < term.published and turn < term.cut
+        }
         return dict(sorted(found.items()))
 
     def joining(self, turn: int) -> list[Term]:
@@ -109,6 +118,18 @@ class Roster:
         self.terms[number] = gone
         return gone
 
+    def cut(self, hosts: Collection[str], turn: int, begun: int) -> list[Term]:
+        """Have lost terms count in no step from ``turn`` on that are on none of these hosts; return these terms.
+
+        No process has begun step ``begun``.
+        """
+        found: list[Term] = []
+        for n, term in enumerate(self.terms):
+            if term.was_lost and term.host not in hosts and turn < min(term.published, term.cut):
+                self.terms[n] = replace(term, cut=turn, cut_from=begun)
+                found.append(self.terms[n])
+        return found
+
     def change_donor(self, number: int) -> Term | None:
         """Have another member give a joining pipeline its state; None if there is none.
 
@@ -125,7 +146,9 @@ class Roster:
     def forget(self, turn: int) -> None:
         """Drop the terms that ended before step ``turn``."""
         self.since = turn
-        self.terms = [term for term in self.terms if term.end > turn]
+        self.terms = [
+            term for term in self.terms if term.end > turn or (term.cut != _NEVER and term.cut_from > turn)
+        ]
 
     # ---- over the wire -----------------------------------------------------------------------------------------------
 

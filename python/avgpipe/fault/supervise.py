@@ -322,7 +322,8 @@ class Supervisor:
             if end is None:
                 if time.monotonic() > group.kill_at:
                     group.kill_at = float("inf")
-                    group.why = f"it has left the run, and its processes have not ended within {LIMITS.closed_end_s:g} s"
+                    limit = f"{LIMITS.closed_end_s:g} s"
+                    group.why = f"it has left the run, and its processes have not ended within {limit}"
                     group.processes.kill(group.why, group.blamed)
                 continue
             del self._groups[number]

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 from zlib import crc32
@@ -272,6 +272,8 @@ class TurnFeed(Feed):
             if not term.was_lost:
                 self._left[term.pipeline] = self.next_batch if part is None else part.batch
             self._lost.extend(self._unfinished.take(term))
+        for term in (term for term in roster.terms if term.cut_from == turn):
+            self._lost.extend(self._unfinished.take(replace(term, published=term.cut, end=term.published)))
         self._queued_terms = {term.number for term in roster.terms if term.end <= turn}
 
     def _warn_of_length(self, found: list[FeedPart]) -> None:

@@ -1,16 +1,17 @@
-"""Which pipelines keep the others waiting for longer than they may: decided from what each has reported.
+"""Which pipelines may leave, and which ones keep the others waiting for too long, by what each has reported.
 
-Each function returns the groups to end, with the rank that is to blame, None if that is unknown, and the reason.
+The functions find values and change nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from avgpipe.fault.group import Group, Process
 from avgpipe.fault.roster import Roster
 
+# A group to be ended, the rank that is to blame, None if that is unknown, and the reason.
 Blame: TypeAlias = tuple[Group, int | None, str]
 
 _NEVER = float("inf")
@@ -82,3 +83,49 @@ def late(
         why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
         found.append((group, None, f"{why}{process.doing}"))
     return found
+
+
+# ---- leaving ---------------------------------------------------------------------------------------------------------
+
+
+def may_leave(
+    living: Sequence[Group], groups: Mapping[int, Group], leavers: Mapping[int, int]
+) -> list[Group]:
+    """Return the members that want to leave, if no other one needs them or their host for steps that have begun.
+
+    Args:
+        living: The members that are not lost.
+        leavers: By number, those that want to leave, with the steps that they have begun.
+    """
+    ended: dict[str, int] = {}  # by host, by all that do not want to leave
+    for group in living:
+        for process in group.processes.values():
+            if process.wants != "leave":
+                ended[group.host] = min(process.ended, ended.get(group.host, process.ended))
+    slowest = sorted(ended, key=lambda host: ended[host])[:2]
+    return [
+        group
+        for group, left_at in ((groups[number], left_at) for number, left_at in leavers.items())
+        if not group.is_lost
+        and not (ended and leaves_unfinished(group))
+        and all(ended[h] >= left_at for h in slowest if h != group.host)
+    ]
+
+
+def unfinished(
+    living: Sequence[Group], groups: Mapping[int, Group], leavers: Mapping[int, int], since: float
+) -> list[Group]:
+    """Return the members that have left in the midst of a step before a time, and others go on.
+
+    Args:
+        living, leavers: As of :func:`may_leave`.
+    """
+    over = [g for g in map(groups.__getitem__, leavers) if g.ready_at < since and leaves_unfinished(g)]
+    leaving = may_leave(living, groups, leavers) if over else []
+    return [group for group in over if group not in leaving]
+
+
+def leaves_unfinished(group: Group) -> bool:
+    """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
+    begun = max(p.begun for p in group.processes.values())
+    return group.all_want("leave") and group.first + group.published() < begun
