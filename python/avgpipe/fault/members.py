@@ -163,11 +163,7 @@ class Members:
 
     def lose(self, number: int, rank: int | None, why: str, now: float) -> list[Command]:
         """End a group, because one of its processes is lost."""
-        group = self.groups.get(number)
-        if group is None:
-            self._out.append(Kill(number, rank, why))
-        else:
-            self._lose(group, rank, why)
+        self._lose_started(number, rank, why)
         return self._changed(now)
 
     def gone(self, number: int, now: float) -> list[Command]:
@@ -318,6 +314,12 @@ class Members:
         heard = min((p.heard_at for g in living for p in g.processes.values()), default=now)
         self._silent_at = max(heard, now - self.timeout_s) + self.timeout_s
 
+    def _lose_started(self, number: int, rank: int | None, why: str) -> None:
+        if (group := self.groups.get(number)) is not None:
+            self._lose(group, rank, why)
+        else:
+            self._out.append(Kill(number, rank, why))
+
     def _find_overdue(self, now: float) -> None:
         """End groups that keep living ones waiting for longer than the timeout before the run begins."""
         if self.has_begun:
@@ -330,10 +332,7 @@ class Members:
             if number not in ready and max(at + min(needs, default=0.0), since) < now - self.timeout_s:
                 del self._started[number]
                 why = "it has not reached its first batch, for which the others have waited"
-                if (group := self.groups.get(number)) is not None:
-                    self._lose(group, None, why)
-                else:
-                    self._out.append(Kill(number, None, why))
+                self._lose_started(number, None, why)
 
     def _find_unfinished(self, now: float) -> None:
         """End pipelines that have left in the midst of a step, where others go on."""
