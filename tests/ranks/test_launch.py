@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from avgpipe.ranks.launch import (
     start,
     tied,
 )
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import PEER_LOST
 from tests.cli.command import PACKAGES, ROOT, alive, environment
 from tests.patience import limit, wait_until
@@ -144,7 +146,7 @@ def test_a_stopped_rank_is_to_blame_and_delays_no_other(tmp_path):
 
 @pytest.mark.ranks
 def test_who_stands_still_with_nobody_left_to_wait_for_it_is_ended(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
+    monkeypatch.setattr(launch, "LIMITS", replace(LIMITS, stopped_s=0.2))
     with pytest.raises(RanksFailed, match="worker 1 of 2 was stopped by a signal") as failure:
         run_command([sys.executable, "-c", ALONE, str(tmp_path)], 2)
     assert failure.value.exit_codes == (0, -signal.SIGKILL)

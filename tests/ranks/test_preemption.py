@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from avgpipe.checkpoint import verify_checkpoint
-from avgpipe.ranks.preemption import Preemption
+from avgpipe.ranks.met import Preemption
 from tests.checkpoint.test_snapshot import PLANS, batches, make
 from tests.runner import run
 

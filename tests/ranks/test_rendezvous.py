@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from avgpipe.fault.generation import prospect
 from avgpipe.ranks import rendezvous
 from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.launch import private_meeting
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.rendezvous import Board, _number_of_start, join, open_store, private_store
 from tests.options import grouped
 from tests.patience import limit, wait_until
@@ -200,7 +202,7 @@ def test_a_group_that_could_not_be_made_leaves_no_number_behind(monkeypatch: pyt
 
     monkeypatch.setattr(dist, "init_process_group", fail)
     monkeypatch.setattr(rendezvous, "open_store", lambda _: dist.PrefixStore("a", dist.HashStore()))  # type: ignore[attr-defined]
-    monkeypatch.setattr(rendezvous, "ROLL_CALL_S", 0.1)
+    monkeypatch.setattr(rendezvous, "LIMITS", replace(LIMITS, roll_call_s=0.1))
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)

@@ -4,6 +4,7 @@ import itertools
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from avgpipe.fault.replace import Replacing, _WaitingRank
 from avgpipe.ranks import launch
 from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.launch import RanksFailed, StoppedTimer, tied
+from avgpipe.ranks.limits import LIMITS
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
@@ -97,7 +99,7 @@ def test_a_rank_that_is_stopped_for_too_long_is_replaced() -> None:
 
 @pytest.mark.ranks
 def test_ranks_that_are_all_stopped_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "_STOPPED_S", 0.2)
+    monkeypatch.setattr(launch, "LIMITS", replace(LIMITS, stopped_s=0.2))
     command = tied("stderr", sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)")
     with pytest.raises(RanksFailed, match=r"worker [01] of 2 was stopped by a signal"):
         Replacing(command, 2, 0, {}, print).run()
@@ -130,7 +132,7 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
     replacing._folder = tmp_path
     monkeypatch.setattr(replacing, "_is_there", lambda *_, **__: False)
     monkeypatch.setattr(replacing, "_put", lambda *_: None)
-    for _ in range(int(launch._STOPPED_S / 0.02) + 2):
+    for _ in range(int(LIMITS.stopped_s / 0.02) + 2):
         replacing._look()
     assert not still.is_killed
     other.end = {}
@@ -175,7 +177,7 @@ def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Pa
 def test_a_new_process_that_never_comes_to_its_pipeline_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("avgpipe.fault.replace._START_S", 0.5)
+    monkeypatch.setattr("avgpipe.fault.replace.LIMITS", replace(LIMITS, start_s=0.5))
     late = _SCRIPT.replace('if os.environ["RANK"] == "-1"', 'if os.environ["AVGPIPE_RESTART"] == "1"')
     (tmp_path / "spare").touch()  # nobody waits for it
     command = tied("stderr", sys.executable, "-c", late + "\nsignal.pause()", str(tmp_path))
@@ -223,7 +225,7 @@ def test_who_was_lost_is_to_blame_until_the_others_have_their_state_again(
 
 @pytest.mark.ranks
 def test_a_new_process_that_is_killed_each_time_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("avgpipe.fault.replace._START_S", 1.0)
+    monkeypatch.setattr("avgpipe.fault.replace.LIMITS", replace(LIMITS, start_s=1.0))
     script = """
 import os, signal
 if os.environ["RANK"] == "1":
@@ -281,7 +283,7 @@ def test_a_new_process_that_is_stopped_while_it_starts_is_killed(
     monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: next(ticks) * 0.02))
     replacing, new = Replacing([], 2, 0, {}, print), _Rank(True)
     replacing._starting = {0: _WaitingRank(new, tmp_path / "pipe", float("inf"), StoppedTimer())}  # type: ignore[arg-type]
-    for _ in range(int(launch._STOPPED_S / 0.02) - 2):
+    for _ in range(int(LIMITS.stopped_s / 0.02) - 2):
         replacing._look_for_new()
     assert not new.is_killed
     for _ in range(4):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from avgpipe.fault import supervise
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import Job, same_modules
+from avgpipe.ranks.limits import LIMITS
 
 pytestmark = pytest.mark.ranks
 
@@ -66,7 +68,7 @@ def test_what_cannot_be_started_is_tried_once_more_and_costs_the_others_nothing(
         return begin(self, stack, place)
 
     monkeypatch.setattr(Job, "start", start)
-    monkeypatch.setattr(supervise, "_AGAIN_S", 1.0)
+    monkeypatch.setattr(supervise, "LIMITS", replace(LIMITS, again_s=1.0))
     said = supervised(tmp_path, "pipeline 1 trains with the others", IsolatedCounts(2, spares=1))
     assert f"no spare pipeline can be started: {why}" in said
     lost = next(line for line in said if line.startswith("pipeline 1 is lost: rank 0"))

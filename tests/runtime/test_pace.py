@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 from itertools import repeat
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from avgpipe import Pipeline, Plan
 from avgpipe.ranks import met
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.runtime import pace
 from tests.isolated import Isolated
 from tests.patience import Deadline
@@ -43,7 +45,7 @@ class Spins(nn.Module):
 
 def slow(isolate: bool = False) -> list[str]:
     """Train until something is said on the first rank, with readings that are made ten times as often as usual."""
-    pace._WINDOW_S, met._TICK_S = 0.25, 0.05
+    pace._WINDOW_S, met.LIMITS = 0.25, replace(LIMITS, tick_s=0.05)
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -8,6 +8,7 @@ import signal
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Message
 from avgpipe.model.context import Carry
-from avgpipe.ranks import world
+from avgpipe.ranks import met
 from avgpipe.ranks.environment import GENERATION, STORE_FILE
 from avgpipe.ranks.launch import is_stopped
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.runtime.session import Session, recovering
 from avgpipe.runtime.worker import Worker
 from avgpipe.testing import fail_at
@@ -467,7 +469,7 @@ def dies(rank: int) -> None:
 
 def train_and_save(stops: bool) -> Any:
     """Losses and weights; whom rank 1 keeps waiting in a save calls no roll that could end before the test."""
-    world.ROLL_CALL_S = 2.0 * _LIMIT_S
+    met.LIMITS = replace(LIMITS, roll_call_s=2.0 * _LIMIT_S)
     with made(timeout_s=3) as p:
         losses = {result.batch: result.loss for result in p.train(given()[p.batches :])}
         if stops and (os.environ[GENERATION], os.environ["RANK"]) == ("0", "1"):

@@ -52,8 +52,9 @@ from avgpipe.fault.supervise import Supervisor, TooFewLeft
 from avgpipe.measure.check import Checked, check
 from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.launch import Job, RanksFailed, run_on_ranks, same_modules, tied
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import run_folder
-from avgpipe.ranks.signals import GRACE_S, ending_on_signals
+from avgpipe.ranks.signals import ending_on_signals
 from avgpipe.ranks.supervisor import Interrupted
 from avgpipe.runtime.placement import Placement
 
@@ -187,7 +188,7 @@ def _train_here(config: TrainConfig) -> bool:
             say(f"interrupted by {number.name}; {resume_hint(config)}")
 
     joined = (joined_ranks() or 1) > 1
-    with ending_on_signals(on_signal, GRACE_S if joined else 0.0):
+    with ending_on_signals(on_signal, LIMITS.grace_s if joined else 0.0):
         try:
             with redirect_stdout(sys.stderr):  # a script may print
                 is_preempted = run_rank(config)

@@ -16,9 +16,8 @@ from typing import Any
 
 from avgpipe.errors import PeerLost
 from avgpipe.ranks.environment import GENERATION, SPARE, generation
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import ask_for_losses
-
-_LOOK_S = 0.01
 
 
 def announcement(number: int) -> str:
@@ -122,6 +121,6 @@ def next_generation(store: Any, timeout_s: float) -> list[int]:
         if (is_late or is_over) and not store.check([prospect(number)]):
             store.set(given_up(number), "")
             raise PeerLost("no rank is replaced" + ("" if is_over else f" within {timeout_s:g} s"))
-        time.sleep(_LOOK_S)
+        time.sleep(LIMITS.generation_look_s)
     os.environ[GENERATION] = str(number)
     return [int(rank) for rank in json.loads(store.get(name))]

@@ -27,13 +27,11 @@ from avgpipe.fault.membership import environment
 from avgpipe.files import json_object, reading
 from avgpipe.ranks.environment import RESTART
 from avgpipe.ranks.launch import Job, RanksFailed, as_here
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import host_here
 from avgpipe.ranks.supervisor import ending, keeping_handlers, pass_on_questions
 
 ADDRESS = "join.json"
-_POLL_S = 0.05
-_ANSWER_S = 60.0  # for a launcher to answer
-_END_S = 3.0  # for processes to end, after the order to do so; their place is free then
 
 
 TOO_FEW = "too few pipelines are left"  # why the last ones are ended
@@ -85,7 +83,7 @@ class Joined:
 
     def kill(self, why: str, blamed: int | None = None) -> None:
         """Have the command end all, and send it the reason."""
-        self._limit = min(self._limit, time.monotonic() + _END_S)
+        self._limit = min(self._limit, time.monotonic() + LIMITS.join_end_s)
         with suppress(OSError):
             self._connection.send_bytes(encoded(["end", why]))
 
@@ -178,8 +176,8 @@ def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
     about = {"host": host_here(), "name": socket.gethostname()}
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
-        if not connection.poll(_ANSWER_S):
-            raise NoPlace(f"{run.name}: its launcher has not answered within {_ANSWER_S:g} s")
+        if not connection.poll(LIMITS.join_answer_s):
+            raise NoPlace(f"{run.name}: its launcher has not answered within {LIMITS.join_answer_s:g} s")
         _, welcome = received(connection)
     except (OSError, EOFError) as error:
         raise NoPlace(f"{run.name}: its launcher has not answered: {reason(error)}") from None
@@ -206,7 +204,7 @@ def _run(
         with ending(processes.close):
             say(f"pipeline {pipeline} is started, and joins the others of {run}")
             while (end := processes.poll_or_kill()) is None:
-                if connection.poll(_POLL_S):
+                if connection.poll(LIMITS.poll_s):
                     processes.kill()
                     why = _why(connection)
                     if why == OVER:

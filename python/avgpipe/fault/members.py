@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say, Send
+from avgpipe.fault.lateness import Blame, behind, first_silence, late, overdue, silent
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
@@ -163,7 +164,11 @@ class Members:
 
     def lose(self, number: int, rank: int | None, why: str, now: float) -> list[Command]:
         """End a group, because one of its processes is lost."""
-        self._lose_started(number, rank, why)
+        group = self.groups.get(number)
+        if group is None:
+            self._out.append(Kill(number, rank, why))
+        else:
+            self._lose(group, rank, why)
         return self._changed(now)
 
     def gone(self, number: int, now: float) -> list[Command]:
@@ -187,8 +192,10 @@ class Members:
         meanwhile: the timeout of the others begins then.
         """
         if now > self._silent_at:
-            self._find_silent(now)
-        self._find_overdue(now)
+            self._lose_all(silent(self.groups, self.members, self.timeout_s, now))
+            self._silent_at = first_silence(self.groups, self.timeout_s, now)
+        if not self.has_begun:
+            self._find_overdue(now)
         if self._late_ones:
             self._judge(now, computed_at)
         self._find_unfinished(now)
@@ -302,37 +309,19 @@ class Members:
             group.is_lost = self._has_news = True
             self._out.append(Kill(group.number, rank, why))
 
-    def _find_silent(self, now: float) -> None:
-        """End processes that send nothing, such as stopped ones: the others would wait for them."""
-        for group in list(self.groups.values()):
-            for rank, process in group.processes.items():
-                is_waited_for = process.wants != "leave" or group.number in self.members
-                if process.heard_at < now - self.timeout_s and is_waited_for:
-                    silence = f"{process.name} sent no message for {self.timeout_s:g} s"
-                    self._lose(group, rank, f"{silence}, when it was at {process.doing}")
-        living = (g for g in self.groups.values() if not g.is_lost and g.left_at is None)
-        heard = min((p.heard_at for g in living for p in g.processes.values()), default=now)
-        self._silent_at = max(heard, now - self.timeout_s) + self.timeout_s
-
-    def _lose_started(self, number: int, rank: int | None, why: str) -> None:
-        if (group := self.groups.get(number)) is not None:
-            self._lose(group, rank, why)
-        else:
-            self._out.append(Kill(number, rank, why))
+    def _lose_all(self, blames: Iterable[Blame]) -> None:
+        for blame in blames:
+            self._lose(*blame)
 
     def _find_overdue(self, now: float) -> None:
         """End groups that keep living ones waiting for longer than the timeout before the run begins."""
-        if self.has_begun:
-            return
-        ready = {n: g for n, g in self.groups.items() if g.all_want("enter") and not g.is_lost}
-        since = min((group.ready_at for group in ready.values()), default=_NEVER)
-        # One that was started again needs at least as long as the others before it can be late.
-        needs = [g.ready_at - self._started[n] for n, g in ready.items() if n in self._started]
-        for number, at in list(self._started.items()):
-            if number not in ready and max(at + min(needs, default=0.0), since) < now - self.timeout_s:
-                del self._started[number]
-                why = "it has not reached its first batch, for which the others have waited"
-                self._lose_started(number, None, why)
+        why = "it has not reached its first batch, for which the others have waited"
+        for number in overdue(self.groups, self._started, self.timeout_s, now):
+            del self._started[number]
+            if (group := self.groups.get(number)) is not None:
+                self._lose(group, None, why)
+            else:
+                self._out.append(Kill(number, None, why))
 
     def _find_unfinished(self, now: float) -> None:
         """End pipelines that have left in the midst of a step, where others go on."""
@@ -355,16 +344,9 @@ class Members:
                 del self._late_ones[number, rank]
                 if self.term_of(group).first <= turn:
                     if turn not in found:
-                        found[turn] = self._behind(turn), len(self.roster.speakers(turn)) <= 1
+                        is_alone = len(self.roster.speakers(turn)) <= 1
+                        found[turn] = behind(turn, self.roster, self.groups, self.members), is_alone
                     self._end_late(group, group.processes[rank], turn, waited_s, *found[turn])
-
-    def _behind(self, turn: int) -> dict[int, Group]:
-        """Return the pipelines that have not published a step, as far as they have reported."""
-        return {
-            pipeline: self.groups[term.number]
-            for pipeline, term in self.roster.counting(turn).items()
-            if term.number in self.members and term.first + self.groups[term.number].published() <= turn
-        }
 
     def _end_late(
         self,
@@ -372,21 +354,14 @@ class Members:
         process: Process,
         turn: int,
         waited_s: float,
-        late: Mapping[int, Group],
+        missing: Mapping[int, Group],
         is_alone: bool,
     ) -> None:
-        """End the pipelines whose step a process waits for, or its own if all have published it."""
-        waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
-        for pipeline, other in late.items():
-            doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
-            self._lose(other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}")
-        if not late and process.reported_late == turn and is_alone:
-            why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
-            self._lose(group, None, f"{why}{process.doing}")
-        elif not late and not is_alone:
+        self._lose_all(late(group, process, turn, waited_s, missing, is_alone))
+        if not missing and not is_alone:
             self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
             self._broken_by.add(group.number)
-        elif not late:
+        elif not missing:
             process.reported_late = turn  # the last publication may still be in flight
 
     # ---- changes -----------------------------------------------------------------------------------------------------

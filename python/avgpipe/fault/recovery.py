@@ -21,6 +21,7 @@ from avgpipe.fault.copies import StateCopies
 from avgpipe.fault.generation import next_generation, restored, waited_for
 from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.ranks.environment import generation, is_replaceable
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.rendezvous import private_store
 from avgpipe.runtime.feed import BatchFeed
 from avgpipe.runtime.loading import find_parameters, set_requires_grad
@@ -31,9 +32,6 @@ from avgpipe.runtime.spec import Spec
 T = TypeVar("T")
 _log = logging.getLogger("avgpipe")
 _REFUSALS = CheckpointError, ValueError  # raised on all ranks, which can all go on
-_LOST_TIMEOUT_S, _FAILED_TIMEOUT_S = 0.0, 0.5  # for links to lost ranks, and for a checkpoint
-# For the launcher to report a lost or stopped process; else a connection was lost, and no rank is replaced.
-_LOST_NOTICE_S, _STOPPED_NOTICE_S = 5.0, 2.0
 
 
 def _nothing() -> None:
@@ -235,7 +233,7 @@ class Recovery(Policy):
         """Close what there is, and wait for the next generation; raise ``loss`` where none follows."""
         if not is_replaceable() or not self._makes_group:
             raise loss
-        notice_s = _STOPPED_NOTICE_S if isinstance(loss, PipelineTimeout) else _LOST_NOTICE_S
+        notice_s = LIMITS.stopped_notice_s if isinstance(loss, PipelineTimeout) else LIMITS.lost_notice_s
         if has_waited:
             private_store().set(waited_for(generation()), "")
         self._close(session)
@@ -249,11 +247,11 @@ class Recovery(Policy):
         self._copies.collect()
         if (saving := getattr(session, "saving", None)) is not None:
             try:
-                saving.close(_FAILED_TIMEOUT_S)
+                saving.close(LIMITS.save_end_s)
             except PipelineError as unsaved:
                 _log.warning("a checkpoint was not written: %s", unsaved)
         if (worker := getattr(session, "worker", None)) is not None:
-            worker.close(_LOST_TIMEOUT_S)
+            worker.close(LIMITS.lost_links_s)
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -35,7 +35,6 @@ from avgpipe.fault.generation import (
 )
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
 from avgpipe.ranks.launch import (
-    BLAME_S,
     NOT_READY,
     STOPPED,
     RanksFailed,
@@ -44,6 +43,7 @@ from avgpipe.ranks.launch import (
     rank_environment,
     start,
 )
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import (
     ARGUMENTS,
     PEER_LOST,
@@ -55,11 +55,7 @@ from avgpipe.ranks.process import (
 )
 from avgpipe.ranks.supervisor import LaunchPolicy, watch
 
-_POLL_S = 0.02
 _MOST = 1000  # generations of a run
-_STORE_S = 10.0  # in which the store must answer
-_START_S = 300.0  # for a new process to reach its Pipeline
-_SURE_S = 1.0  # after ranks have missed a peer; by then a kill would be known
 
 
 class Replacing(LaunchPolicy):
@@ -119,7 +115,7 @@ class Replacing(LaunchPolicy):
             self._board = Board(FileStore(str(self._folder / "store")))
             if self._arguments is not None:
                 (self._folder / ARGUMENTS).write_text(json.dumps(dict(self._arguments)))
-            is_preempted = watch(self, preemption_s, poll_s=_POLL_S)
+            is_preempted = watch(self, preemption_s, poll_s=LIMITS.look_s)
             if self._starting and self._failed is not None:
                 raise self._failed  # no rank is left to continue with
         return is_preempted
@@ -159,7 +155,7 @@ class Replacing(LaunchPolicy):
         folder = self._folder / f"waiting-{self._made}"
         folder.mkdir()
         process = self._start(rank, **{SPARE: str(folder)})
-        deadline = min(deadline, time.monotonic() + _START_S)
+        deadline = min(deadline, time.monotonic() + LIMITS.start_s)
         return _WaitingRank(process, pipe_of(folder, rank), deadline, StoppedTimer())
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
@@ -184,7 +180,7 @@ class Replacing(LaunchPolicy):
             missed = end.exit_codes[0] == PEER_LOST or has_missed(self._folder, rank)
             if end.exit_codes[0] > 0 and missed and not self._is_blame_known():
                 self._missed.append((rank, end))
-                self._blame_by = min(self._blame_by, time.monotonic() + BLAME_S)
+                self._blame_by = min(self._blame_by, time.monotonic() + LIMITS.blame_s)
             else:
                 self._lose(rank, end)
         if self._missed and (not self._ranks or time.monotonic() > self._blame_by):
@@ -201,7 +197,7 @@ class Replacing(LaunchPolicy):
         if is_lost or not is_asked(self._folder, self._generation + 1):
             self._answer_at = None
         elif self._answer_at is None:
-            self._answer_at = time.monotonic() + _SURE_S
+            self._answer_at = time.monotonic() + LIMITS.sure_s
         elif time.monotonic() > self._answer_at:
             self._put(given_up(self._generation + 1), "")
             self._answer_at = float("inf")
@@ -215,7 +211,7 @@ class Replacing(LaunchPolicy):
         """Put a text where the ranks find it; kill ranks that were stopped while they held the store."""
         from avgpipe.ranks.rendezvous import Silence
 
-        deadline = time.monotonic() + _STORE_S
+        deadline = time.monotonic() + LIMITS.store_s
         while True:
             try:
                 self._board.put(name, text)
@@ -224,7 +220,7 @@ class Replacing(LaunchPolicy):
                 if time.monotonic() > deadline:
                     raise
                 self._kill([rank for rank, one in self._ranks.items() if one.stopped()])
-                time.sleep(_POLL_S)
+                time.sleep(LIMITS.look_s)
 
     def _is_blame_known(self) -> bool:
         """Whether a rank is stopped, or was killed and the others have not continued since."""
@@ -274,7 +270,7 @@ class Replacing(LaunchPolicy):
                 del self._starting[rank]
                 self._lose(rank, end, one.deadline)
             elif end is not None or (not one.is_there and time.monotonic() > one.deadline):
-                late = f"within {_START_S:.0f} s" if end is None else "before its end"
+                late = f"within {LIMITS.start_s:.0f} s" if end is None else "before its end"
                 raise self._failure(rank, 0, f"has not reached its Pipeline {late}, in its new process")
         if not self._starting or not all(one.is_there for one in self._starting.values()):
             return

@@ -11,9 +11,9 @@ from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.hosts import HostGroup
 from avgpipe.fault.roster import Term
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.rendezvous import in_thread
 
-_LOOK_S = 0.05
 _LOOPBACK = "127.0.0.1"
 
 
@@ -70,14 +70,14 @@ class States:
                 raise self._membership.failure
             donor = self._donor_of(own)
             if donor is None:
-                self._membership.pause(_LOOK_S)
+                self._membership.pause(LIMITS.donor_look_s)
                 continue
             task = in_thread(lambda donor=donor: self._receive(own, donor, place))  # type: ignore[misc]
             while not task.done() and self._donor_of(own) == donor and self._membership.failure is None:
-                self._membership.pause(_LOOK_S)
+                self._membership.pause(LIMITS.donor_look_s)
             if task.done() and task.exception() is None:
                 return task.result()
-            self._membership.pause(_LOOK_S)
+            self._membership.pause(LIMITS.donor_look_s)
 
     def _receive(self, own: Term, donor: int, place: int) -> list[torch.Tensor]:
         group = self._group(own, donor, place, 1)

@@ -26,12 +26,10 @@ from avgpipe.fault.joining import TOO_FEW, Joined, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import STOPPED, Job, RanksFailed, Started, StoppedTimer
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import WRONG_ARGUMENTS, fits_a_socket, folder_for_a_socket, host_here
 from avgpipe.ranks.supervisor import watch
 
-_POLL_S = 0.02
-_END_S = 10.0  # for processes to end by themselves, after one has closed its connection
-_AGAIN_S = 60.0  # after a failed start, until the next try
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
 
@@ -177,7 +175,7 @@ class Supervisor:
 
     def look(self) -> bool:
         """Serve the processes for a moment; return whether there are some."""
-        self._coordinator.serve(_POLL_S)
+        self._coordinator.serve(LIMITS.look_s)
         self._look()
         self._start_late()
         self._keep_spares()
@@ -232,8 +230,8 @@ class Supervisor:
             self._start(pipeline)
             return "it is started again"
         except OSError as error:  # no room, or no more processes: the others need neither
-            self._later[pipeline] = time.monotonic() + _AGAIN_S
-            return f"it cannot be started again now, the next try is in {_AGAIN_S:g} s: {reason(error)}"
+            self._later[pipeline] = time.monotonic() + LIMITS.again_s
+            return f"it cannot be started again now, the next try is in {LIMITS.again_s:g} s: {reason(error)}"
 
     def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Launched:
         with ExitStack() as stack:
@@ -259,7 +257,7 @@ class Supervisor:
         try:
             self._start_spares()
         except OSError as error:
-            self._no_spares_until = time.monotonic() + _AGAIN_S
+            self._no_spares_until = time.monotonic() + LIMITS.again_s
             self._say(f"no spare pipeline can be started: {reason(error)}")
 
     def _start_spares(self) -> None:
@@ -314,7 +312,7 @@ class Supervisor:
             if why:
                 group.processes.kill(why, rank)
             else:  # one that ends by an error closes its connection before: killed now, it would hide its exit code
-                group.kill_at = time.monotonic() + _END_S
+                group.kill_at = time.monotonic() + LIMITS.closed_end_s
 
     def _look(self) -> None:
         """Handle pipelines that have ended, are late, or are stopped."""
@@ -324,7 +322,7 @@ class Supervisor:
             if end is None:
                 if time.monotonic() > group.kill_at:
                     group.kill_at = float("inf")
-                    group.why = f"it has left the run, and its processes have not ended within {_END_S:g} s"
+                    group.why = f"it has left the run, and its processes have not ended within {LIMITS.closed_end_s:g} s"
                     group.processes.kill(group.why, group.blamed)
                 continue
             del self._groups[number]

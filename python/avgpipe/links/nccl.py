@@ -35,7 +35,7 @@ from avgpipe.links.codec import Decoder, Encoder, Format
 from avgpipe.links.link import BY_HOST, OF_MICRO_BATCHES, Channel, Key, Link, Mailbox, Message
 from avgpipe.links.slots import device_id
 from avgpipe.links.transport import Endpoint, Transport
-from avgpipe.ranks.met import SPARE_S
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.queues import warn_of_few_queues
 from avgpipe.ranks.rendezvous import in_thread
 
@@ -100,7 +100,7 @@ def options(timeout_s: float) -> Any:
     comes later than ours, whose error names the place.
     """
     found = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    found._timeout = timedelta(seconds=timeout_s + SPARE_S)
+    found._timeout = timedelta(seconds=timeout_s + LIMITS.group_spare_s)
     return found
 
 

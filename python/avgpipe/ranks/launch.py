@@ -18,6 +18,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError
 from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import (
     ARGUMENTS,
     PEER_LOST,
@@ -28,10 +29,8 @@ from avgpipe.ranks.process import (
     unready,
 )
 from avgpipe.ranks.queues import queue_environment
-from avgpipe.ranks.supervisor import POLL_S, Interrupted, signal_name, watch
+from avgpipe.ranks.supervisor import Interrupted, signal_name, watch
 
-BLAME_S = 2.0  # after ranks have missed a peer, for that peer to end
-_STOPPED_S = 8.0  # for which processes may be stopped while no other one waits for them
 STOPPED = "was stopped by a signal"
 NOT_READY = "did not reach its Pipeline while others waited for it there"
 LEFT = "ended with exit code 0 before the others were done"
@@ -247,10 +246,10 @@ class Started:
         return self.poll()
 
     def _is_blame_known(self, codes: Mapping[int, int]) -> bool:
-        """Whether the rank to blame is known: failed by itself, or stopped and missed, or after BLAME_S."""
+        """Whether the rank to blame is known: failed by itself, or stopped and missed, or after LIMITS.blame_s."""
         failed = [rank for rank, code in codes.items() if code]
         if failed and self._deadline == float("inf"):
-            self._deadline = time.monotonic() + BLAME_S
+            self._deadline = time.monotonic() + LIMITS.blame_s
         missed = all(self._code(rank, codes[rank]) == PEER_LOST for rank in failed)
         return bool(failed) and (not missed or bool(self.stopped()) or time.monotonic() > self._deadline)
 
@@ -328,8 +327,8 @@ class StoppedTimer:
         """Note, many times a second, whether they are stopped ``now``; return whether for too long."""
         looked_at, self._looked_at = self._looked_at, time.monotonic()
         # This process may have been stopped too, with all others of its terminal: that time does not count.
-        self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * POLL_S) if now else 0.0
-        return self._for_s > _STOPPED_S
+        self._for_s = self._for_s + min(self._looked_at - looked_at, 2 * LIMITS.poll_s) if now else 0.0
+        return self._for_s > LIMITS.stopped_s
 
 
 def start(

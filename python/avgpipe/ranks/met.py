@@ -22,21 +22,18 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.ranks.rendezvous import ROLL_CALL_S, Board, named_apart, private_store, replacements
-from avgpipe.ranks.world import World
+from avgpipe.ranks.limits import LIMITS
+from avgpipe.ranks.rendezvous import Board, named_apart, private_store, replacements
+from avgpipe.ranks.world import Notice, World
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 T = TypeVar("T")
 
-# A group's own timeout ends after ours, whose error says more. Short: a process cannot end while gloo waits.
-SPARE_S = 3.0
+_PREEMPTED = "preempted"  # name of a text
 _PASS_TAG = 2**30  # no link uses it
 _MOST_BYTES = 2**30  # of a rank's value in gather
-_TICK_S = 0.5
-_NOTE_S = 5.0
-_CLOSE_S = 5.0
 
 
 class Met(World):
@@ -73,7 +70,7 @@ class Met(World):
 
         ``options``: the backend's own.
         """
-        limit = timedelta(seconds=self.timeout_s + SPARE_S)
+        limit = timedelta(seconds=self.timeout_s + LIMITS.group_spare_s)
         if self._members is None:
             made = dist.new_group(list(ranks), timeout=limit, backend=backend, pg_options=options)
         else:  # ranks outside of the pipeline's group do not call this
@@ -241,7 +238,7 @@ class Met(World):
             return spares is not None and spares.are_coming()
 
         try:
-            missing = self._board.missing("here", time.monotonic() + ROLL_CALL_S, is_replaced)
+            missing = self._board.missing("here", time.monotonic() + LIMITS.roll_call_s, is_replaced)
         except RuntimeError as silence:
             return PeerLost(
                 f"rank {self.rank} is cut off from the others, or the holder of the store died, rank 0 or "
@@ -349,14 +346,14 @@ class Watchdog:
         told = seen = pace = ""
         noted_at = float("-inf")
         while True:
-            for descriptor, _ in self._poll.poll(1000 * _TICK_S):
+            for descriptor, _ in self._poll.poll(1000 * LIMITS.tick_s):
                 if descriptor == self._wake_read:
                     return
                 self._poll.unregister(descriptor)
                 self._lost(self._ranks[descriptor])
             doing = self._doing()
             # Short activities are published seldom: a store may keep all that was ever written.
-            if doing != told and (doing == seen or time.monotonic() > noted_at + _NOTE_S):
+            if doing != told and (doing == seen or time.monotonic() > noted_at + LIMITS.note_s):
                 self._world.note_doing(doing)
                 told, noted_at = doing, time.monotonic()
             seen = doing
@@ -376,9 +373,79 @@ class Watchdog:
 
     def close(self) -> None:
         os.write(self._wake_write, b"x")
-        self._thread.join(_CLOSE_S)
+        self._thread.join(LIMITS.watchdog_end_s)
         for descriptor in (*self._ranks, self._wake_read, self._wake_write):
             os.close(descriptor)
+
+
+# ---- preemption -----------------------------------------------------------------------------------------------------
+
+
+class Preemption(Notice):
+    """Decides where several ranks stop that will be ended soon, without a collective; each asks at the same places.
+
+    A rank that learns of its preemption, from a signal or from the others' store, publishes the next place that
+    it has not passed, goes on to that place, and waits there until all ranks have published theirs. All stop at
+    the greatest. A thread publishes and reads the places, so that a rank which waits for another one's work
+    delays no rank.
+    """
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+        self._lock = threading.Lock()
+        self._place: int | None = None  # at which this rank asked last
+        self._announced: int | None = None  # the next place, which it has not passed
+        self._is_written = False
+        self._agreed = threading.Event()
+        self._stop = 0  # the place at which all stop
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this process will be ended, or knows that another one will."""
+        return self.is_noticed or self._announced is not None
+
+    def is_due(self, place: int) -> bool:
+        """Whether to stop at ``place``, a number that grows; the same on all ranks that ask there.
+
+        PeerLost or PipelineTimeout where another rank does not publish its place.
+        """
+        with self._lock:
+            self._place, announced = place, self._announced
+        if announced is None or place < announced:
+            return False
+        self._await()
+        return place >= self._stop
+
+    def _await(self) -> None:
+        deadline = time.monotonic() + self._world.timeout_s
+        while not self._agreed.wait(LIMITS.preempt_look_s):
+            if (loss := self._world.reported()) is not None:
+                raise loss
+            if time.monotonic() > deadline:
+                raise PipelineTimeout(
+                    f"rank {self._world.rank} waited {self._world.timeout_s:g} s for the place at which the "
+                    "others can stop before they are ended: every rank must read pipeline.preempted"
+                )
+
+    def look(self) -> None:
+        """Publish this rank's place, and read those of the others; called repeatedly by a thread."""
+        if self._agreed.is_set() or self._place is None:
+            return
+        with suppress(RuntimeError):  # the store does not answer: next time
+            if self._announced is None:
+                if not (self.is_noticed or self._world.noted(_PREEMPTED)):
+                    return
+                with self._lock:
+                    self._announced = self._place + 1
+            if not self._is_written:
+                self._world.note(_PREEMPTED, "yes")
+                self._world.note(f"{_PREEMPTED}/{self._world.rank}", str(self._announced))
+                self._is_written = True
+            places = [self._world.noted(f"{_PREEMPTED}/{rank}") for rank in range(self._world.size)]
+            if None not in places:
+                self._stop = max(int(place) for place in places if place is not None)
+                self._agreed.set()
 
 
 _SHOWN = 60  # characters on each side of a difference

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost
 from avgpipe.ranks.environment import HOST, STORE_FILE, named
+from avgpipe.ranks.limits import LIMITS
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -138,9 +139,9 @@ def main() -> None:
         os.dup2(2, 1)
     if ":" not in command[0]:
         os.execv(command[0], command)
-    from avgpipe.ranks.signals import GRACE_S, PREEMPTED, ending_on_signals
+    from avgpipe.ranks.signals import PREEMPTED, ending_on_signals
 
-    with ending_on_signals(lambda _: None, GRACE_S, PREEMPTED):  # the launcher says why all ranks end
+    with ending_on_signals(lambda _: None, LIMITS.grace_s, PREEMPTED):  # the launcher says why all ranks end
         code = _code_of(command[0])
         sys.stdout.flush()
         sys.stderr.flush()

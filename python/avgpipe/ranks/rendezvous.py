@@ -26,14 +26,10 @@ import torch.distributed as dist
 
 from avgpipe.errors import PeerLost, reason
 from avgpipe.ranks.environment import STORE_FILE, generation, is_replaceable, named
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import report_ready
 
-_ANSWER_S = 2.0  # a store that takes longer counts as cut off
 _LONGEST = 4000  # characters of a text
-_POLL_S = 0.02
-_LOOK_S = 0.5  # between checks for another rank's failure to connect
-ROLL_CALL_S = 2.0  # for living ranks to notice a failure and to report that they are there
-_END_S = 2.0
 
 T = TypeVar("T")
 
@@ -120,7 +116,7 @@ class Board:
                     raise
             if not missing or is_over or time.monotonic() > deadline:
                 return missing
-            time.sleep(_POLL_S)
+            time.sleep(LIMITS.meet_poll_s)
 
     def meet(self, place: str, deadline: float, meanwhile: Callable[[], object] = _nothing) -> None:
         """Wait for all at ``place`` until ``deadline`` of the monotonic clock; PeerLost names missing ranks."""
@@ -149,7 +145,7 @@ class Board:
         the failure. ``meanwhile``: see :meth:`missing`.
         """
         task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
-        while why is None and not wait([task], _LOOK_S).done:
+        while why is None and not wait([task], LIMITS.connect_look_s).done:
             if time.monotonic() > deadline:
                 why = f"not done after {limit_s:g} s"
             elif meanwhile() is True:
@@ -169,14 +165,14 @@ class Board:
         missing = set(range(self._size)) - {self._rank}
         with suppress(RuntimeError):  # without the store all count as missing
             self.put_first(f"{place}/failed", why)
-            missing = self.missing(f"{place}/done", time.monotonic() + ROLL_CALL_S)
+            missing = self.missing(f"{place}/done", time.monotonic() + LIMITS.roll_call_s)
         # By its own timeout: a thread that ends while Python ends aborts the process.
-        if not wait([task], _END_S).done and meanwhile() is True:
+        if not wait([task], LIMITS.connect_end_s).done and meanwhile() is True:
             atexit.register(wait, [task], limit_s)
         fate = f"{_names(missing)}, which died or is stopped" if missing else "others, though all are there"
         raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
 
-    def _ask(self, question: Callable[[], T], limit_s: float = _ANSWER_S) -> T:
+    def _ask(self, question: Callable[[], T], limit_s: float = LIMITS.store_answer_s) -> T:
         if self._unanswered is not None and not self._unanswered.done():
             raise Silence("the store does not answer")
         asked: Future[T] = Future()
@@ -325,7 +321,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
         rank r    asks/r = name                               answers/name, is n       meet as start n
     """
     if rank == 0:
-        number = str(board.count("starts", max(_ANSWER_S, deadline - time.monotonic())))
+        number = str(board.count("starts", max(LIMITS.store_answer_s, deadline - time.monotonic())))
         return number, partial(_answer_others, board, range(1, size), set(), number)
     name, begin = uuid4().hex, time.monotonic()
     is_asked, found = False, None
@@ -340,7 +336,7 @@ def _number_of_start(board: Board, rank: int, size: int, deadline: float) -> tup
                 f"rank {rank} has waited {time.monotonic() - begin:.0f} s at its start for rank 0, which died before, "
                 "or does not arrive"
             )
-        time.sleep(_POLL_S)
+        time.sleep(LIMITS.meet_poll_s)
     return found, _nothing
 
 

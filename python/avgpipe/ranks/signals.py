@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-GRACE_S = 3.0  # after SIGTERM, to notice the closed connection of the rank that died, and name it
 PREEMPTED = signal.SIGUSR2  # from a launcher, to its ranks
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 

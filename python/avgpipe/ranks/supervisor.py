@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.signals import PREEMPTED
 
 if TYPE_CHECKING:
     from avgpipe.ranks.launch import Started
 
-POLL_S = 0.05
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 
 
@@ -43,7 +43,7 @@ class LaunchPolicy(Protocol):
         """End all processes by a signal, and wait."""
 
 
-def watch(policy: LaunchPolicy, preemption_s: float | None = None, poll_s: float = POLL_S) -> bool:
+def watch(policy: LaunchPolicy, preemption_s: float | None = None, poll_s: float = LIMITS.poll_s) -> bool:
     """Run a policy's processes to the end; return whether they were notified of a preemption.
 
     ``preemption_s``: see :func:`run_on_ranks`. Interrupted where a signal arrived. In any case no process is
@@ -89,7 +89,7 @@ class Preempted:
             signal.signal(signal.SIGTERM, self._notice)
 
     def _notice(self, *_: object) -> None:
-        self._deadline = time.monotonic() + self._within_s + POLL_S
+        self._deadline = time.monotonic() + self._within_s + LIMITS.poll_s
         signal.signal(signal.SIGTERM, self._before)  # a second SIGTERM ends them at once
 
     @property

@@ -106,7 +106,7 @@ class Worker:
         self.held = placement.held_by(world.rank)
         self.failure: Exception | None = None
         self.preemption: Notice = (
-            Notice() if world.size == 1 else named("avgpipe.ranks.preemption:Preemption")(world)
+            Notice() if world.size == 1 else named("avgpipe.ranks.met:Preemption")(world)
         )
         self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
