@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from avgpipe.fault.coordinator import Coordinator
-from avgpipe.fault.door import MOST_BYTES, VERSION, connect, encoded, received
+from avgpipe.fault.door import MOST_BYTES, VERSION, connect, encoded, received, socket_of
 from avgpipe.ranks.process import host_here
 from tests.patience import Deadline, limit
 
@@ -158,6 +159,32 @@ def test_what_makes_no_sense_ends_a_connection_alone(tmp_path: Path, text: bytes
         friend = one.connect(0, 0)
         assert heard(friend, "welcome")
         assert one.lost == {}
+
+
+def test_a_message_whose_rest_never_comes_delays_no_other_one(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        assert heard(first, "welcome")
+        with socket_of(first) as end:
+            end.sendall(struct.pack("!i", 1000) + b'["once", 1, "')
+        alive(second)
+        assert enter(second) == {}
+        assert one.lost == {}
+
+
+@pytest.mark.parametrize("kind", ["begun", "enter", "leave", "late", "alive", "once", "post", "ask", "found"])
+@pytest.mark.parametrize(
+    "values", [[], [None] * 3, [[]] * 4, [1e999] * 5, ["x"] * 5, [{}, 1, "x", [], None, 1.5]]
+)
+def test_values_that_no_message_has_cost_their_sender_its_pipeline_alone(
+    tmp_path: Path, kind: str, values: list[Any]
+) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        first.send_bytes(encoded([kind, *values]))
+        alive(second)
+        assert enter(second) == {}
+        assert set(one.lost) <= {0}
 
 
 def test_a_stopped_caller_does_not_delay_the_others(tmp_path: Path) -> None:

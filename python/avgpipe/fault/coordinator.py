@@ -22,11 +22,11 @@ from avgpipe.fault.door import (
     SEND_S,
     VERSION,
     Door,
+    Inbox,
     called,
     cut,
     encoded,
     listen_here,
-    received,
     socket_of,
 )
 from avgpipe.fault.group import Command, Group, Kill, Say, Send
@@ -105,10 +105,10 @@ class Coordinator:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in self._door.entered():
             self._unknown.add(one)
-            self._selector.register(one, selectors.EVENT_READ)
+            self._selector.register(one, selectors.EVENT_READ, Inbox(one))
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
-                self._receive(key.fileobj)
+                self._receive(key.fileobj, key.data)
         self._common.choose(self._is_near, self._may_ask_near)
         self._do(self.members.tick(time.monotonic(), self._common.computed_at))
 
@@ -148,23 +148,23 @@ class Coordinator:
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: Connection, inbox: Inbox) -> None:
         try:
-            message = received(connection)
+            messages = inbox.read()
         except (OSError, EOFError):
             self._closed(connection)
             return
         except ValueError as error:
             self._refuse(connection, error)
             return
-        try:
-            kind, *values = message
-            if connection not in self._known:
-                self._greet(connection, kind, *values)
-            else:
-                self._answer(*self._known[connection], kind, *values)
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            self._refuse(connection, error)
+        for kind, *values in messages:
+            try:
+                if connection in self._known:
+                    self._answer(*self._known[connection], kind, *values)
+                elif connection in self._unknown:
+                    self._greet(connection, kind, *values)
+            except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
+                self._refuse(connection, error)
 
     def _refuse(self, connection: Connection, error: Exception) -> None:
         """Drop a peer that sent an invalid message."""

@@ -25,6 +25,8 @@ VERSION = 2
 JOIN = "join"  # first message of another command that starts a pipeline
 ENDED = "ended"  # its last message
 MOST_BYTES = 2**24  # of a message
+_READ_BYTES = 2**16
+_SIZE = struct.Struct("!i")  # of a message, before it: as multiprocessing sends it
 GREET_S = 10.0  # timeout for the whole greeting
 _LOOK_S = 0.1
 SEND_S = 5  # in which a peer must take a message
@@ -139,13 +141,44 @@ def encoded(message: Sequence[Any]) -> bytes:
 
 def received(connection: Connection) -> list[Any]:
     """Read a message; OSError or EOFError for a closed connection, ValueError for an invalid message."""
+    return _decoded(connection.recv_bytes(MOST_BYTES))
+
+
+def _decoded(text: bytes) -> list[Any]:
     try:
-        message = json.loads(connection.recv_bytes(MOST_BYTES))
+        message = json.loads(text)
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(message, list) or not message:
         raise ValueError(f"not a message: {str(message)[:200]!r}")
     return message
+
+
+class Inbox:
+    """Reads what has arrived: the rest of a message may never come, where its sender is stopped or cut off."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._bytes = connection, bytearray()
+
+    def read(self) -> list[list[Any]]:
+        """Return the messages that have arrived whole, of a connection that has something to read.
+
+        OSError or EOFError for a closed connection, ValueError for an invalid message.
+        """
+        found, data = [], os.read(self._connection.fileno(), _READ_BYTES)
+        if not data:
+            raise EOFError
+        self._bytes += data
+        while len(self._bytes) >= _SIZE.size:
+            (size,) = _SIZE.unpack_from(self._bytes)
+            if not 0 <= size <= MOST_BYTES:
+                raise ValueError(f"a message of {size} bytes")
+            end = _SIZE.size + size
+            if len(self._bytes) < end:
+                break
+            found.append(_decoded(bytes(self._bytes[_SIZE.size : end])))
+            del self._bytes[:end]
+        return found
 
 
 # ---- the launcher's end ----------------------------------------------------------------------------------------------
