@@ -4,9 +4,9 @@
 
 One pipeline on each of 2, 3 and 4 hosts, emulated by network namespaces on this machine, as root; each host sends at
 ``--rate``. A batch is 12 micro-batches of a layer whose gradient of ``--mib`` MiB takes longer to be exchanged than to
-be computed. Beside it, in turns on the same hosts: gloo's all-reduce of a tensor of this size; batches of 1 micro-batch,
-as all hosts compute on the cores of this machine; and the steps of the plan's warm-up, which end with their sums, so
-that nothing is computed meanwhile. Bytes are those of the hosts' devices, headers included.
+be computed. Beside it, in turns on the same hosts: gloo's all-reduce of a tensor of this size; batches of 1
+micro-batch, as all hosts compute on the cores of this machine; and the steps of the plan's warm-up, which end with
+their sums, so that nothing is computed meanwhile. Bytes are those of the hosts' devices, headers included.
 """
 
 from __future__ import annotations

@@ -238,3 +238,29 @@ def test_the_promises_hold_over_ten_thousand_steps(capsys: pytest.CaptureFixture
         run_state_machine_as_test(Counted, settings=long)
     with capsys.disabled():
         print(f"\n{Counted.steps:,} drawn steps of the membership")
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_a_host_that_the_others_cannot_reach_is_ended_alone(names: bool) -> None:
+    members, hosts = Members(6, "host 0"), range(6)
+    for n in hosts:
+        _enter(members, n, period=1)
+    killed: list[int] = []
+    for round_ in range(6):
+        now = 30.0 * (round_ + 1)
+        living = [group.number for group in members.living()]
+        for n in living:
+            members.receive(n, 0, "alive", ["a sum", 6, 6, 5, 6], now)
+        for n in living:  # host 4 has lost its connections to the others, of which the first is host 0
+            members.receive(n, 0, "late", [5, 30.0, ("host 0" if n == 4 else "host 4") if names else ""], now)
+        members.tick(now)
+        for n in living:
+            members.receive(n, 0, "alive", ["a sum", 6, 6, 5, 6], now + 1.6)
+        commands = members.tick(now + 1.6)
+        for n in living:
+            if not members.groups[n].is_lost:
+                commands += members.receive(n, 0, "begun", [members.epoch + 1, 6, 6, 5, {}], now + 1.6)
+        killed += [command.group for command in commands if isinstance(command, Kill)]
+        if killed:
+            break
+    assert killed == ([4] if names else [1, 2, 3, 4, 5])

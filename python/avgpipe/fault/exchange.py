@@ -385,7 +385,7 @@ class TurnExchange:
         own = self._known.roster.counting(turn).get(self.membership.pipeline)
         if own is None or turn >= own.first + self._published(own):
             return False
-        self.membership.report_late(turn)
+        self.membership.report_late(turn, "" if self._speaker is None else self._speaker.waits_for)
         return True
 
     # ---- results that one computes for all ---------------------------------------------------------------------------

@@ -51,6 +51,9 @@ class HostGroup:
     """A group of processes, with gloo; this one is ``index`` of ``size``.
 
     RuntimeError from any method where another one has ended, or the group was aborted.
+
+    Attributes:
+        awaited: the process that a method waits for, or has failed with; None for none.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class HostGroup:
         store = Meeting(membership, name, goes_on, limit_s)
         self._group = gloo(store, index, size, options)
         self.index, self.size = index, size
+        self.awaited: int | None = None
         self._inbox: dict[tuple[torch.dtype, int], torch.Tensor] = {}
 
     def send(self, tensor: torch.Tensor, target: int, tag: int = 0) -> Any:
@@ -91,10 +95,10 @@ class HostGroup:
         buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         buffers[self.index][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         others = [n for n in range(self.size) if n != self.index]
-        works = [self.receive(buffers[n], n) for n in others]
-        works += [self.send(buffers[self.index], n) for n in others]
-        for work in works:
-            work.wait()
+        works = [(self.receive(buffers[n], n), n) for n in others]
+        works += [(self.send(buffers[self.index], n), n) for n in others]
+        for work, other in works:
+            self._wait(work, other)
         return [bytes(buffer.numpy()).rstrip(b"\0") for buffer in buffers]
 
     def sum(self, own: torch.Tensor, out: torch.Tensor, wire: torch.dtype | None = None) -> None:
@@ -123,22 +127,22 @@ class HostGroup:
                 rows[source, n] = inbox[at : at + b - a]
                 coming[source, n] = self.receive(rows[source, n], source, n)
                 at += b - a
-        sums: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
+        sums: list[tuple[Any, int, torch.Tensor, torch.Tensor]] = []
         for source in others:
             for n, (a, b) in enumerate(parts[source]):
                 into = out[a:b] if kept == own.dtype else torch.empty(b - a, dtype=kept)
-                sums.append((self.receive(into, source, _RESULT + n), into, out[a:b]))
-        sent: list[tuple[Any, torch.Tensor]] = []
+                sums.append((self.receive(into, source, _RESULT + n), source, into, out[a:b]))
+        sent: list[tuple[Any, int, torch.Tensor]] = []
         for n in range(max(map(len, parts))):
             for target in others:
                 for a, b in parts[target][n : n + 1]:
                     piece = own[a:b].to(kept)
-                    sent.append((self.send(piece, target, n), piece))
+                    sent.append((self.send(piece, target, n), target, piece))
         for n, (a, b) in enumerate(mine):
             total = out[a:b]
             for source in range(self.size):
                 if source != self.index:
-                    coming[source, n].wait()
+                    self._wait(coming[source, n], source)
                 row = own[a:b] if source == self.index else rows[source, n]
                 if source == 0:
                     total.copy_(row)
@@ -147,13 +151,18 @@ class HostGroup:
             piece = total.to(kept)
             if kept != own.dtype:
                 total.copy_(piece)
-            sent += [(self.send(piece, target, _RESULT + n), piece) for target in others]
-        for work, into, target_of in sums:
-            work.wait()
+            sent += [(self.send(piece, target, _RESULT + n), target, piece) for target in others]
+        for work, source, into, target_of in sums:
+            self._wait(work, source)
             if into.dtype != target_of.dtype:
                 target_of.copy_(into)
-        for work, _ in sent:
-            work.wait()
+        for work, target, _ in sent:
+            self._wait(work, target)
+        self.awaited = None
+
+    def _wait(self, work: Any, process: int) -> None:
+        self.awaited = process
+        work.wait()
 
     def _buffer(self, dtype: torch.dtype, count: int) -> torch.Tensor:
         found = self._inbox.get((dtype, count))

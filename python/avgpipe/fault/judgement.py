@@ -5,6 +5,7 @@ The functions find values and change nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -85,6 +86,26 @@ def late(
     return found
 
 
+def unreachable(
+    reported: Sequence[Group], living: Sequence[Group], waits_for: Mapping[int, str], home: str
+) -> list[Group]:
+    """Return the groups to be ended where sums over hosts have failed again and again.
+
+    They are those on the host that most wait for, though not the launcher's; if none is named, all that
+    reported it.
+
+    Args:
+        reported: the members that have reported a sum that failed, or did not come.
+        waits_for: by number of a group, the host that it waited for; "" if unknown.
+    """
+    hosts = {group.host for group in living} - {home}
+    named = Counter(host for group in reported if (host := waits_for.get(group.number, "")) in hosts)
+    if not named:
+        return [group for group in reported if group.host != home]
+    (worst, _), *_ = named.most_common(1)
+    return [group for group in living if group.host == worst]
+
+
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
 
@@ -129,3 +150,24 @@ def leaves_unfinished(group: Group) -> bool:
     """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
     begun = max(p.begun for p in group.processes.values())
     return group.all_want("leave") and group.first + group.published() < begun
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+def readable(group: Group, staying: Sequence[Group], resume: int) -> int:
+    """Return the first step that a lost group has not published, as far as those that are left can read it.
+
+    Args:
+        resume: the first step whose sums over hosts are to be made.
+    """
+    if not staying:  # it matters to no process
+        return group.first + group.published()
+    mates = [
+        answer.seen.get(group.number, 0)
+        for other in staying
+        if other.host == group.host and other.first <= resume
+        for process in other.processes.values()
+        if (answer := process.answer) is not None
+    ]
+    return max(group.first + max(mates, default=0), resume)

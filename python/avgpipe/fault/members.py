@@ -28,8 +28,10 @@ from avgpipe.fault.judgement import (
     late,
     may_leave,
     overdue,
+    readable,
     silent,
     unfinished,
+    unreachable,
 )
 from avgpipe.fault.roster import Roster, Term
 
@@ -73,8 +75,8 @@ class Members:
         self._unanswered: set[tuple[int, int]] = set()  # groups and ranks that have been asked
         self._has_news = False  # since the last look for changes; there are many more messages than changes
         self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
-        # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
         self._left: list[Group] = []  # the groups that have left
+        # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
         self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
         self._silent_at = -_NEVER  # the earliest time at which a process may have been silent for too long
@@ -84,6 +86,9 @@ class Members:
         self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
         self._broken_at: float | None = None  # when a sum of this epoch has failed
         self._broken_by: set[int] = set()  # groups that reported it
+        self._waits_for: dict[
+            int, str
+        ] = {}  # by group: the first host that it waited for in a sum of this epoch
         self._in_vain = 0  # epochs since a sum was whole, that no loss explains
         self._is_to_stop = False
         self._stop: int | None = None  # the first step that has no batches
@@ -285,15 +290,26 @@ class Members:
             self._release(group)
 
     def _late(
-        self, group: Group, rank: int, process: Process, now: float, turn: int, waited_s: float
+        self,
+        group: Group,
+        rank: int,
+        process: Process,
+        now: float,
+        turn: int,
+        waited_s: float,
+        host: str = "",
     ) -> None:
+        self._waits_for.setdefault(group.number, str(host))
         self._late_ones[group.number, rank] = int(turn), float(waited_s), now
         if now > self._asked_at + _JUDGE_S:  # they report by themselves, too
             self._asked_at = now
             self._out += [Send(g.number, r, ["report"]) for g in self.living() for r in g.processes]
 
-    def _broken(self, group: Group, rank: int, process: Process, now: float, epoch: int) -> None:
+    def _broken(
+        self, group: Group, rank: int, process: Process, now: float, epoch: int, host: str = ""
+    ) -> None:
         if epoch == self.epoch and group.number in self.members:
+            self._waits_for.setdefault(group.number, str(host))
             self._broken_at = now if self._broken_at is None else self._broken_at
             self._broken_by.add(group.number)
 
@@ -397,7 +413,8 @@ class Members:
             return
         staying = [g for g in self.living() if g.number not in left]
         asked = [(g.number, rank, p) for g in staying for rank, p in g.processes.items()]
-        breaks = bool(lost) or is_broken or self._leaves_early(leaving)
+        leaves_early = any(p.begun < self.reached for g in leaving for p in g.processes.values())
+        breaks = bool(lost) or is_broken or leaves_early
         if self._frozen is None or self._frozen.lost != lost or (breaks and not self._frozen.breaks):
             self._freezes += 1
             self._frozen = Freeze(self._freezes, lost, breaks)
@@ -415,9 +432,6 @@ class Members:
         ready = {g.pipeline: g for g in free if g.all_want("enter")}
         return [ready[i] for i in sorted(ready) if i not in self.members.values()]
 
-    def _leaves_early(self, leaving: Sequence[Group]) -> bool:
-        return any(p.begun < self.reached for g in leaving for p in g.processes.values())
-
     def _apply(self, lost: Iterable[int], leaving: Sequence[Group], joining: Sequence[Group]) -> None:
         """Change the roster from a step on that no process has begun."""
         frozen, self._frozen = self._frozen, None
@@ -427,7 +441,7 @@ class Members:
         staying = [g for g in self.living() if g.number not in left]
         if frozen is not None and frozen.breaks:
             self._begin_epoch(staying, gone)
-        published = {g.number: self._published_by(g, staying) for g in gone}
+        published = {g.number: readable(g, staying, self._resume) for g in gone}
         for group in leaving:
             group.left_at = published[group.number] = self._leavers[group.number]
             self._left.append(group)
@@ -471,30 +485,17 @@ class Members:
         if any(max(hosts.values()) < most for hosts in whole.values()):
             most -= 1
         self._in_vain = 0 if most > self._resume or gone else self._in_vain + 1
-        for number in sorted(self._broken_by) if self._in_vain > _TRIES else ():
-            if number in self.members and self.groups[number].host != self._home:
-                self._lose(self.groups[number], None, "it cannot exchange updates with the others")
-        self._broken_at, self._broken_by = None, set()
+        if self._in_vain > _TRIES:
+            reported = [self.groups[n] for n in sorted(self._broken_by & self.members.keys())]
+            for group in unreachable(reported, self.living(), self._waits_for, self._home):
+                self._lose(group, None, "it cannot exchange updates with the others")
+        self._broken_at, self._broken_by, self._waits_for = None, set(), {}
         self._resume, self._owed = most, {}
         there = self.roster.speakers(most - 1)
         for rank, hosts in whole.items():
             lacking = [h for h, count in hosts.items() if h in there and count < most]
             if lacking:
                 self._owed[rank] = [next(h for h, count in hosts.items() if count >= most), lacking]
-
-    def _published_by(self, group: Group, staying: Sequence[Group]) -> int:
-        """Return the first step that a lost group has not published, as far as those that are left can read it."""
-        term = self.term_of(group)
-        mates = [
-            answer.seen.get(group.number, 0)
-            for other in staying
-            if other.host == group.host and self.term_of(other).first <= self._resume
-            for process in other.processes.values()
-            if (answer := process.answer) is not None
-        ]
-        if not staying:  # it matters to no process
-            return term.first + group.published()
-        return max(term.first + max(mates, default=0), self._resume)
 
     def _admit(self, joining: Sequence[Group], begun: int, begins: bool) -> None:
         donors = [term for term in self.roster.present if term.first < begun]

@@ -189,13 +189,13 @@ class Membership:
         """Whether this process has begun such a step. All processes stop at the same step."""
         return self.stops_at(self.begun - 1)
 
-    def report_late(self, turn: int) -> None:
-        """Report that this process timed out waiting for the others in a step."""
-        self._send_if_alive("late", turn, self.timeout_s)
+    def report_late(self, turn: int, host: str = "") -> None:
+        """Report that this process timed out waiting for the others in a step; ``host``: for which one, if known."""
+        self._send_if_alive("late", turn, self.timeout_s, host)
 
-    def report_broken(self, epoch: int) -> None:
-        """Report that a sum over hosts has failed; in any thread."""
-        self._send_if_alive("broken", epoch)
+    def report_broken(self, epoch: int, host: str = "") -> None:
+        """Report that a sum over hosts has failed, when it waited for ``host``; in any thread."""
+        self._send_if_alive("broken", epoch, host)
 
     def report_state(self) -> None:
         """Report that this process has the state that it begins with."""

@@ -42,7 +42,14 @@ class Speaker:
         self._groups: dict[str, HostGroup] = {}
         self._scratch: dict[tuple[int, int], torch.Tensor] = {}
         self._threads: list[threading.Thread] = []
+        self._under_way: tuple[HostGroup | None, list[str]] = None, []  # the group of a sum, and its hosts
         self._start(self._run)
+
+    @property
+    def waits_for(self) -> str:
+        """The host that the sum under way waits for, or that it has failed with; "" for none."""
+        group, order = self._under_way
+        return "" if group is None or group.awaited is None else order[group.awaited]
 
     def _start(self, target: Callable[[], None]) -> None:
         thread = threading.Thread(target=target, name="avgpipe-speaker", daemon=True)
@@ -82,7 +89,7 @@ class Speaker:
         ) as error:  # of a group: another process has ended, or this is halted
             if self._goes_on():
                 _log.debug("the sum over hosts has failed: %s", reason(error))
-                self._membership.report_broken(self._epoch)
+                self._membership.report_broken(self._epoch, self.waits_for)
         except Exception as error:
             self._exchange.failed(PipelineError(f"the sum over hosts has failed: {reason(error)}"))
 
@@ -137,6 +144,7 @@ class Speaker:
             place: [[i, exchange.of(term).slot(place, turn).read()] for i, term in near.items()]
             for place in exchange.like
         }
+        self._under_way = group, [*speakers]
         each = TEXT_BYTES * len(exchange.like)
         sizes = [each * sum(term.host == host for term in counting.values()) for host in speakers]
         theirs = [json.loads(text) for text in group.texts(json.dumps(texts).encode(), sizes)]
