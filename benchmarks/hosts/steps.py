@@ -3,9 +3,10 @@
     OMP_NUM_THREADS=1 python -m benchmarks.hosts.steps
 
 One pipeline on each of 2, 3 and 4 hosts, emulated by network namespaces on this machine, as root; each host sends at
-``--rate``. The model computes for less time than its gradient of ``--mib`` MiB takes to be exchanged. Beside it, in
-turns on the same hosts: gloo's all-reduce of a tensor of this size, and the steps of the plan's warm-up, which end
-with their sums, so that nothing is computed meanwhile. Bytes are those of the hosts' devices, headers included.
+``--rate``. A batch is 12 micro-batches of a layer whose gradient of ``--mib`` MiB takes longer to be exchanged than to
+be computed. Beside it, in turns on the same hosts: gloo's all-reduce of a tensor of this size; batches of 1 micro-batch,
+as all hosts compute on the cores of this machine; and the steps of the plan's warm-up, which end with their sums, so
+that nothing is computed meanwhile. Bytes are those of the hosts' devices, headers included.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +43,10 @@ def main() -> None:
     check_namespaces("this benchmark")
     rows = []
     for hosts in asked.hosts:
-        turns: dict[str, list[dict[str, Any]]] = {"gloo": [], "avgpipe": [], "warmup": []}
+        turns: dict[str, list[dict[str, Any]]] = {name: [] for name in _TURNS}
         with network(hosts, asked.rate, own_boot_ids=True) as net:
             for number in range(asked.rounds):
-                for name, turn in (("gloo", _sum), ("avgpipe", _train), ("warmup", _warm_up)):
+                for name, turn in _TURNS.items():
                     turns[name].append(turn(net, asked))
                     say(f"{hosts} hosts, round {number + 1} of {asked.rounds}: {name} {turns[name][-1]}")
         rows.append({"hosts": hosts, "turns": turns, **_summary(turns)})
@@ -60,10 +63,9 @@ def _summary(turns: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for way in ("sent", "received"):
             by_host = zip(*(turn[f"{way}_bytes"] for turn in each))
             found[f"{name}_{way}_bytes"] = [statistics.median(of) for of in by_host]
-    for name, ratio in (("avgpipe", "over_gloo"), ("warmup", "warmup_over_gloo")):
         # Of a turn and the one beside it, as the machine's speed changes.
-        pairs = zip(turns[name], turns["gloo"])
-        found[ratio] = statistics.median(a["median_s"] / b["median_s"] for a, b in pairs)
+        pairs = zip(each, turns["gloo"])
+        found[f"{name}_over_gloo"] = statistics.median(a["median_s"] / b["median_s"] for a, b in pairs)
     return found
 
 
@@ -85,24 +87,24 @@ def _sum(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
     return {"median_s": statistics.median(seconds), **bytes_each(before, after, REPEATS + 1)}
 
 
-def _train(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
-    """Time steps of one pipeline on each host, whose sums come one step later."""
-    return _trained(net, asked, ["--warmup-rounds", "0"])
-
-
-def _warm_up(net: Network, asked: argparse.Namespace) -> dict[str, Any]:
-    """The same in the rounds at the beginning, in which a step ends with its sum."""
-    return _trained(net, asked, [])
-
-
-def _trained(net: Network, asked: argparse.Namespace, words: list[str]) -> dict[str, Any]:
-    job = ["--pipelines", str(net.hosts), "--mib", f"{asked.mib:g}", *words]
-    timed = train(net, job, asked.steps)
+def _train(
+    net: Network, asked: argparse.Namespace, words: Sequence[str] = ("--warmup-rounds", "0")
+) -> dict[str, Any]:
+    """Time steps of one pipeline on each host."""
+    timed = train(net, ["--pipelines", str(net.hosts), "--mib", f"{asked.mib:g}", *words], asked.steps)
     return {
         "median_s": statistics.median(timed.seconds),
         "steps": len(timed.seconds),
         **timed.bytes_each,
     }
+
+
+_TURNS = {
+    "gloo": _sum,
+    "avgpipe": _train,
+    "light": partial(_train, words=("--warmup-rounds", "0", "--micro-batches", "1")),
+    "warmup": partial(_train, words=()),
+}
 
 
 if __name__ == "__main__":

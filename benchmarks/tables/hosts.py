@@ -18,11 +18,15 @@ def hosts_steps(record: Record) -> str:
         rows.append(
             (
                 row["hosts"],
-                ms(row["avgpipe_s"]),
                 ms(row["gloo_s"]),
-                against(row["over_gloo"], most=_OVER_GLOO),
-                ms(row["warmup_s"]),
-                f"{row['warmup_over_gloo']:.2f}",
+                *(
+                    text
+                    for name in ("avgpipe", "light", "warmup")
+                    for text in (
+                        ms(row[f"{name}_s"]),
+                        against(row[f"{name}_over_gloo"], most=_OVER_GLOO if name != "warmup" else None),
+                    )
+                ),
                 *(
                     "/".join(f"{b / MIB:.1f}" for b in row[f"avgpipe_{w}_bytes"])
                     for w in ("sent", "received")
@@ -32,8 +36,9 @@ def hosts_steps(record: Record) -> str:
             )
         )
     return table(
-        "hosts: | ms/step: | ms/all-reduce: | step over all-reduce: | ms/step in warm-up: | over all-reduce: | "
-        "MiB sent a step by each host: | received: | gradients sent by the busiest: | received: | by all-reduce:",
+        "hosts: | ms/all-reduce: | ms/step: | over all-reduce: | ms/step, 1 micro-batch: | over all-reduce: | "
+        "ms/step in warm-up: | over all-reduce: | MiB sent a step by each host: | received: | "
+        "gradients sent by the busiest: | received: | by all-reduce:",
         rows,
     )
 
