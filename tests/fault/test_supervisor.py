@@ -109,7 +109,24 @@ def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None
         assert noted[0].killed == [("rank 0 sent no message for 5 s", 0)]
 
 
-def test_nobody_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
+def test_one_that_fails_after_the_last_step_is_not_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._left = {0: 3, 1: 3}
+        for number in range(2):
+            connect(one, number)
+            hear(one, number, "enter", 1, ["plan", "weights"], {})
+        for number in range(2):
+            hear(one, number, "leave", 0, 0)
+        noted[1].end = RanksFailed((-6,), 0)
+        one._look()
+        assert said == ["pipeline 1 is lost: rank 0 was killed by SIGABRT; the others go on without it"]
+        noted[0].end = True
+        one._look()
+        assert one._finished == {0}
+        assert not one._missing
+
+
+def test_no_pipeline_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
     with supervised(tmp_path, 1) as (one, noted, _):
         connect(one, 0)
         hear(one, 0, "enter", 1, ["plan", "weights"], {})

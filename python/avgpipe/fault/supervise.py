@@ -334,7 +334,8 @@ class Supervisor:
                 self._settling[number] = group
             elif group.why not in (OVER, TOO_FEW):
                 self._losses[number] = loss = _loss_of(group, known, end)
-                self._replace(group, loss)
+                has_left = known is not None and known.left_at is not None
+                self._replace(group, loss, is_done=has_left and bool(self._members.is_done(number)))
             self._coordinator.gone(number)
         self._settle()
         if self._is_over():
@@ -403,15 +404,15 @@ class Supervisor:
         gone = [loss for number, loss in self._losses.items() if number == last[loss.pipeline]]
         return [loss for loss in gone if loss.pipeline not in self._living()]
 
-    def _replace(self, group: _Launched, loss: LostPipeline) -> None:
-        """Restart a lost pipeline, if that is allowed."""
+    def _replace(self, group: _Launched, loss: LostPipeline, is_done: bool = False) -> None:
+        """Restart a lost pipeline, if that is allowed, and it has not trained to the end."""
         pipeline, has_begun = group.pipeline, self._members.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
         is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
         goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
-        is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)
+        is_restarted = may_start and not (is_hopeless or is_done) and (goes_on or not has_begun)
         then = ""
         if is_restarted:
             self._left[pipeline] -= 1
