@@ -21,7 +21,7 @@ from avgpipe.ranks.process import host_here
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
 _LONGEST = 1000  # characters of a reason
-_RELEASE_S = 30.0  # for the others to end the steps in which they need this process
+_RELEASE_S = 30.0  # at least, for the others to end the steps in which they need this process
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
@@ -252,8 +252,9 @@ class Membership:
         """Report that this process is done; return once no other one needs it any more."""
         published = 0 if self._participant is None else self._participant.position()[-1]
         self._send_if_alive("leave", self.begun, published)
+        limit_s = max(_RELEASE_S, self.timeout_s)  # a step of other hosts may take that long
         with self._lock:
-            self._lock.wait_for(lambda: self._is_released or self._failure is not None, _RELEASE_S)
+            self._lock.wait_for(lambda: self._is_released or self._failure is not None, limit_s)
 
     def close(self) -> None:
         self._is_closed = True
