@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
-from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.fault.door import VERSION, Inbox, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
@@ -300,14 +300,20 @@ class Membership:
                 elif time.monotonic() > self._heard_at + self.timeout_s:
                     raise TimeoutError(f"it sent no message for {self.timeout_s:g} s")
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-            if not self._is_closed:
-                why = str(error) or "it closed the connection"
-                failure = PeerLost(f"the launcher has ended, or is cut off: {why}")
-                with self._lock:
-                    self._failure = failure
-                    self._lock.notify_all()
-                if self._participant is not None:
-                    self._participant.failed(failure)
+            why = str(error) or "it closed the connection"
+            self._fail(PeerLost(f"the launcher has ended, or is cut off: {why}"))
+        except Exception as error:  # such as without memory, or another thread
+            self._fail(PipelineError(f"this process can no longer take part in the run: {reason(error)}"))
+
+    def _fail(self, failure: PipelineError) -> None:
+        if self._is_closed:
+            return
+        with self._lock:
+            self._failure = failure
+            self._lock.notify_all()
+        cut(self._connection)  # else it would be missed only after a timeout
+        if self._participant is not None:
+            self._participant.failed(failure)
 
     def _send_alive(self) -> None:
         batches, ended, published = (
