@@ -32,6 +32,7 @@ from avgpipe.ranks.supervisor import watch
 
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
+_NO_ROOM = OSError, MemoryError, RuntimeError  # of a start: no room, or no more processes or threads
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Supervisor:
         try:
             self._start(pipeline)
             return "it is started again"
-        except OSError as error:  # no room, or no more processes: the others need neither
+        except _NO_ROOM as error:  # the others need none
             self._later[pipeline] = time.monotonic() + LIMITS.again_s
             return f"it cannot be started again now, the next try is in {LIMITS.again_s:g} s: {reason(error)}"
 
@@ -256,7 +257,7 @@ class Supervisor:
             return
         try:
             self._start_spares()
-        except OSError as error:
+        except _NO_ROOM as error:
             self._no_spares_until = time.monotonic() + LIMITS.again_s
             self._say(f"no spare pipeline can be started: {reason(error)}")
 
