@@ -69,3 +69,18 @@ def test_a_pipeline_that_starts_again_may_take_as_long_as_the_others_took_to_sta
     members.receive(0, 0, "alive", ["a wait", 0, 0, 0, 0], 100.0)
     why = "it has not reached its first batch, for which the others have waited"
     assert members.tick(100.0) == [Kill(2, None, why)]
+
+
+def test_a_lost_pipeline_does_not_leave_by_what_its_other_processes_say_later() -> None:
+    members = Members(1)
+    about = {"size": 2, "period": 1, "host": "here", "timeout_s": 10.0}
+    members.started(0, 0.0)
+    for rank in range(2):
+        members.hello(0, rank, {**about, "name": f"rank {rank}", "pipeline": 0}, 0.0)
+    for rank in range(2):
+        members.receive(0, rank, "enter", [1, ["plan", "weights"], {}], 0.0)
+    members.receive(0, 0, "leave", [5, 5], 1.0)
+    members.closed(0, 0, 2.0)
+    members.receive(0, 1, "leave", [5, 5], 3.0)
+    assert members.is_done(0) is False
+    assert members.training == set()

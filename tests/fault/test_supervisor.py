@@ -14,12 +14,12 @@ import pytest
 
 from avgpipe.fault import supervise
 from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
-from avgpipe.ranks.launch import Job, RanksFailed
+from avgpipe.ranks.launch import Job, RanksFailed, Started
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import host_here
 
 
-class Noted:
+class Noted(Started):
     """Processes that end when a test says so."""
 
     def __init__(self) -> None:
@@ -29,8 +29,11 @@ class Noted:
     def poll_or_kill(self) -> RanksFailed | bool | None:
         return self.end
 
-    def kill(self, why: str, blamed: int | None) -> None:
+    def kill(self, why: str = "", blamed: int | None = None) -> None:
         self.killed.append((why, blamed))
+
+    def stopped(self) -> list[int]:
+        return []
 
 
 @contextmanager
@@ -41,7 +44,7 @@ def supervised(folder: Path, count: int) -> Iterator[tuple[Supervisor, list[Note
     noted = [Noted() for _ in range(count)]
     for pipeline, processes in enumerate(noted):
         number, _ = one._new_group(pipeline)
-        one._groups[number] = _Launched(pipeline, processes, ExitStack())  # type: ignore[arg-type]
+        one._groups[number] = _Launched(pipeline, processes, ExitStack())
     with one._resources:
         try:
             yield one, noted, said
@@ -109,7 +112,45 @@ def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None
         assert noted[0].killed == [("rank 0 sent no message for 5 s", 0)]
 
 
-def test_nobody_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
+def test_one_that_fails_after_the_last_step_is_not_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._left = {0: 3, 1: 3}
+        for number in range(2):
+            connect(one, number)
+            hear(one, number, "enter", 1, ["plan", "weights"], {})
+        for number in range(2):
+            hear(one, number, "leave", 0, 0)
+        noted[1].end = RanksFailed((-6,), 0)
+        one._look()
+        assert said == ["pipeline 1 is lost: rank 0 was killed by SIGABRT; the others go on without it"]
+        noted[0].end = True
+        one._look()
+        assert one._finished == {0}
+        assert not one._missing
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left"), MemoryError(), RuntimeError("can't start new thread")]
+)
+def test_a_start_without_room_is_tried_again_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def start(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Job, "start", start)
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._left = {0: 3, 1: 3}
+        for number in range(2):
+            connect(one, number)
+            hear(one, number, "enter", 1, ["plan", "weights"], {})
+        noted[1].end = RanksFailed((-9,), 0)
+        one._look()
+        assert "it cannot be started again now, the next try is in 60 s" in said[-1]
+        assert one._later
+
+
+def test_no_pipeline_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
     with supervised(tmp_path, 1) as (one, noted, _):
         connect(one, 0)
         hear(one, 0, "enter", 1, ["plan", "weights"], {})
@@ -118,6 +159,6 @@ def test_nobody_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -
         assert one._missing
         about = {"host": host_here(), "name": "another host", "is_far": True}
         assert one._let_join(Pipe()[0], about) == {"why": TOO_FEW}
-        one._groups[9] = _Launched(0, late := Noted(), ExitStack())  # type: ignore[arg-type]
+        one._groups[9] = _Launched(0, late := Noted(), ExitStack())
         one._look()
         assert late.killed == [(TOO_FEW, None)]

@@ -280,7 +280,7 @@ class Members:
         if process.begun > group.first:
             self.reached = max(self.reached, process.begun)
         group.ready_at = now
-        if not group.all_want("leave"):
+        if group.is_lost or not group.all_want("leave"):
             return
         if group.number in self.members:
             self._leavers[group.number] = max(p.begun for p in group.processes.values())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
-from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.fault.door import VERSION, Inbox, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
@@ -21,7 +21,7 @@ from avgpipe.ranks.process import host_here
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
 _LONGEST = 1000  # characters of a reason
-_RELEASE_S = 30.0  # for the others to end the steps in which they need this process
+_RELEASE_S = 30.0  # at least, for the others to end the steps in which they need this process
 
 
 def environment(address: str, token: str, group: int, pipeline: int) -> dict[str, str]:
@@ -252,8 +252,9 @@ class Membership:
         """Report that this process is done; return once no other one needs it any more."""
         published = 0 if self._participant is None else self._participant.position()[-1]
         self._send_if_alive("leave", self.begun, published)
+        limit_s = max(_RELEASE_S, self.timeout_s)  # a step of other hosts may take that long
         with self._lock:
-            self._lock.wait_for(lambda: self._is_released or self._failure is not None, _RELEASE_S)
+            self._lock.wait_for(lambda: self._is_released or self._failure is not None, limit_s)
 
     def close(self) -> None:
         self._is_closed = True
@@ -299,14 +300,20 @@ class Membership:
                 elif time.monotonic() > self._heard_at + self.timeout_s:
                     raise TimeoutError(f"it sent no message for {self.timeout_s:g} s")
         except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
-            if not self._is_closed:
-                why = str(error) or "it closed the connection"
-                failure = PeerLost(f"the launcher has ended, or is cut off: {why}")
-                with self._lock:
-                    self._failure = failure
-                    self._lock.notify_all()
-                if self._participant is not None:
-                    self._participant.failed(failure)
+            why = str(error) or "it closed the connection"
+            self._fail(PeerLost(f"the launcher has ended, or is cut off: {why}"))
+        except Exception as error:  # such as without memory, or another thread
+            self._fail(PipelineError(f"this process can no longer take part in the run: {reason(error)}"))
+
+    def _fail(self, failure: PipelineError) -> None:
+        if self._is_closed:
+            return
+        with self._lock:
+            self._failure = failure
+            self._lock.notify_all()
+        cut(self._connection)  # else it would be missed only after a timeout
+        if self._participant is not None:
+            self._participant.failed(failure)
 
     def _send_alive(self) -> None:
         batches, ended, published = (

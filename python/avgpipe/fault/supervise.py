@@ -32,6 +32,7 @@ from avgpipe.ranks.supervisor import watch
 
 _FEW_TURNS = 2  # steps that a pipeline with a wrong loader may publish until it notices that and ends
 _ADDRESS = "coordinator"
+_NO_ROOM = OSError, MemoryError, RuntimeError  # of a start: no room, or no more processes or threads
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class Supervisor:
         try:
             self._start(pipeline)
             return "it is started again"
-        except OSError as error:  # no room, or no more processes: the others need neither
+        except _NO_ROOM as error:  # the others need none
             self._later[pipeline] = time.monotonic() + LIMITS.again_s
             return f"it cannot be started again now, the next try is in {LIMITS.again_s:g} s: {reason(error)}"
 
@@ -256,7 +257,7 @@ class Supervisor:
             return
         try:
             self._start_spares()
-        except OSError as error:
+        except _NO_ROOM as error:
             self._no_spares_until = time.monotonic() + LIMITS.again_s
             self._say(f"no spare pipeline can be started: {reason(error)}")
 
@@ -334,7 +335,8 @@ class Supervisor:
                 self._settling[number] = group
             elif group.why not in (OVER, TOO_FEW):
                 self._losses[number] = loss = _loss_of(group, known, end)
-                self._replace(group, loss)
+                has_left = known is not None and known.left_at is not None
+                self._replace(group, loss, is_done=has_left and bool(self._members.is_done(number)))
             self._coordinator.gone(number)
         self._settle()
         if self._is_over():
@@ -403,15 +405,15 @@ class Supervisor:
         gone = [loss for number, loss in self._losses.items() if number == last[loss.pipeline]]
         return [loss for loss in gone if loss.pipeline not in self._living()]
 
-    def _replace(self, group: _Launched, loss: LostPipeline) -> None:
-        """Restart a lost pipeline, if that is allowed."""
+    def _replace(self, group: _Launched, loss: LostPipeline, is_done: bool = False) -> None:
+        """Restart a lost pipeline, if that is allowed, and it has not trained to the end."""
         pipeline, has_begun = group.pipeline, self._members.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
         is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
         goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
-        is_restarted = may_start and not is_hopeless and (goes_on or not has_begun)
+        is_restarted = may_start and not (is_hopeless or is_done) and (goes_on or not has_begun)
         then = ""
         if is_restarted:
             self._left[pipeline] -= 1

@@ -126,6 +126,7 @@ def play(scenario: Scenario, shape: RunShape) -> SeenRun:
                 _end_on_hosts(hosts, shape, seen)
                 # What a killed command left in its folder stays, as the guide says.
                 lost = {event["host"] for event in watch.strikes if event["text"].startswith("lost host")}
+                lost |= {host for host, code in seen.codes.items() if code is None}  # they are killed here
                 folders += [hosts.temporary(host) for host in hosts.commands if host not in lost]
         seen.is_hung = watch.is_hung
         seen.events = sorted([*read(folder / "journals"), *watch.strikes], key=lambda event: event["at_s"])
