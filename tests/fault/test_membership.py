@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +31,11 @@ def test_a_process_without_room_for_a_thread_is_lost_at_once(
         membership.serve(
             SimpleNamespace(position=lambda: [0, 0, 0], adopt=adopt, failed=found.append)  # type: ignore[arg-type]
         )
-        with pytest.raises(PipelineError, match="can no longer take part in the run: can't start new thread"):
+        with suppress(PipelineError):  # it may be known only in the first step
             membership.enter(["plan", "weights"], {})
         deadline = Deadline(20)
         while not (one.lost and found):
             assert not deadline.has_passed
+        assert str(found[0]) == "this process can no longer take part in the run: can't start new thread"
+        assert membership.failure is found[0]
         membership.close()

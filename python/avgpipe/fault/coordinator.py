@@ -21,8 +21,8 @@ from avgpipe.fault.door import (
     JOIN,
     SEND_S,
     VERSION,
+    Arrived,
     Door,
-    Inbox,
     called,
     cut,
     encoded,
@@ -105,7 +105,7 @@ class Coordinator:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in self._door.entered():
             self._unknown.add(one)
-            self._selector.register(one, selectors.EVENT_READ, Inbox(one))
+            self._selector.register(one, selectors.EVENT_READ, Arrived(one))
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
                 self._receive(key.fileobj, key.data)
@@ -148,9 +148,9 @@ class Coordinator:
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection, inbox: Inbox) -> None:
+    def _receive(self, connection: Connection, arrived: Arrived) -> None:
         try:
-            messages = inbox.read()
+            messages = arrived.read()
         except (OSError, EOFError):
             self._closed(connection)
             return

@@ -13,7 +13,7 @@ from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.fault.door import VERSION, Inbox, connect, cut, encoded, received, socket_of
+from avgpipe.fault.door import VERSION, Arrived, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
@@ -284,7 +284,7 @@ class Membership:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        sent_at, has_sent_stop, inbox = 0.0, False, Inbox(self._connection)
+        sent_at, has_sent_stop, arrived = 0.0, False, Arrived(self._connection)
         try:
             while True:
                 if self._is_to_stop and not has_sent_stop:
@@ -295,7 +295,7 @@ class Membership:
                     sent_at = time.monotonic()
                 if self._connection.poll(max(0.0, sent_at + _ALIVE_S - time.monotonic())):
                     self._heard_at = time.monotonic()
-                    for message in inbox.read():
+                    for message in arrived.read():
                         self._handle(*message)
                 elif time.monotonic() > self._heard_at + self.timeout_s:
                     raise TimeoutError(f"it sent no message for {self.timeout_s:g} s")
