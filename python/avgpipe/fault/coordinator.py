@@ -22,7 +22,7 @@ from avgpipe.fault.door import (
     SEND_S,
     VERSION,
     Door,
-    Inbox,
+    Messages,
     called,
     cut,
     encoded,
@@ -105,7 +105,7 @@ class Coordinator:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in self._door.entered():
             self._unknown.add(one)
-            self._selector.register(one, selectors.EVENT_READ, Inbox(one))
+            self._selector.register(one, selectors.EVENT_READ, Messages(one))
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
                 self._receive(key.fileobj, key.data)
@@ -148,7 +148,7 @@ class Coordinator:
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection, inbox: Inbox) -> None:
+    def _receive(self, connection: Connection, inbox: Messages) -> None:
         try:
             messages = inbox.read()
         except (OSError, EOFError):
