@@ -179,11 +179,7 @@ class Members:
 
     def lose(self, number: int, rank: int | None, why: str, now: float) -> list[Command]:
         """End a group, because one of its processes is lost."""
-        group = self.groups.get(number)
-        if group is None:
-            self._out.append(Kill(number, rank, why))
-        else:
-            self._lose(group, rank, why)
+        self._lose_started(number, rank, why)
         return self._changed(now)
 
     def gone(self, number: int, now: float) -> list[Command]:
@@ -337,6 +333,12 @@ class Members:
             group.is_lost = self._has_news = True
             self._out.append(Kill(group.number, rank, why))
 
+    def _lose_started(self, number: int, rank: int | None, why: str) -> None:
+        if (group := self.groups.get(number)) is not None:
+            self._lose(group, rank, why)
+        else:
+            self._out.append(Kill(number, rank, why))
+
     def _lose_all(self, blames: Iterable[Blame]) -> None:
         for blame in blames:
             self._lose(*blame)
@@ -346,10 +348,7 @@ class Members:
         why = "it has not reached its first batch, for which the others have waited"
         for number in overdue(self.groups, self._started, self.timeout_s, now):
             del self._started[number]
-            if (group := self.groups.get(number)) is not None:
-                self._lose(group, None, why)
-            else:
-                self._out.append(Kill(number, None, why))
+            self._lose_started(number, None, why)
 
     def _judge(self, now: float, computed_at: float) -> None:
         """Find the cause for processes that are late, once all have reported since, or would have."""
