@@ -18,6 +18,7 @@ from tests.patience import Deadline
 from tests.runner import Ranks
 
 _TOKEN = "a token"
+_END_S = 10.0  # of a process that has closed its connection
 _LIMIT_S = 100
 
 
@@ -56,6 +57,7 @@ class Isolated:
         self.failures: dict[tuple[int, int], tuple[int, str]] = {}
         self.failed: list[int] = []  # pipelines
         self._groups: dict[int, tuple[int, Ranks]] = {}
+        self._closed: dict[int, Deadline] = {}  # groups of which a process has closed its connection
         self.why: dict[int, str] = {}
         self._started = 0
         with ExitStack() as stack:
@@ -96,15 +98,17 @@ class Isolated:
         self._groups[number] = pipeline, ranks
 
     def _lose(self, number: int, rank: int | None, why: str) -> None:
-        if number in self._groups and number not in self.why:
-            self.why[number] = why or f"rank {rank} has ended"
+        if not why:  # a closed connection: the process may end by itself
+            self._closed.setdefault(number, Deadline(_END_S))
+        elif number in self._groups and number not in self.why:
+            self.why[number] = why
             self._groups[number][1].kill(*range(self._size))
 
     def _look(self) -> None:
         for number, (pipeline, ranks) in list(self._groups.items()):
             codes = [process.exitcode for process in ranks.processes]
-            if any(codes):
-                self._lose(number, None, "a process has failed")
+            if any(codes) or (number in self._closed and self._closed[number].has_passed):
+                self._lose(number, None, "a process has ended")
             if None in codes:
                 continue
             del self._groups[number]

@@ -15,7 +15,8 @@ MIB = 2**20
 
 
 def record() -> dict[str, Any]:
-    row = {"hosts": 3, "avgpipe_s": 0.42, "gloo_s": 0.14, "over_gloo": 3.0}
+    row = {"hosts": 3, "avgpipe_s": 0.42, "gloo_s": 0.14, "avgpipe_over_gloo": 3.0}
+    row |= {"light_s": 0.15, "light_over_gloo": 1.07, "warmup_s": 0.5, "warmup_over_gloo": 3.57}
     row |= {"avgpipe_sent_bytes": [48 * MIB, 12 * MIB, 12 * MIB], "avgpipe_received_bytes": [24 * MIB] * 3}
     row |= {"gloo_sent_bytes": [16 * MIB] * 3}
     return {"mib": 12, "rows": [row]}
@@ -23,7 +24,7 @@ def record() -> dict[str, Any]:
 
 def test_a_step_is_beside_an_all_reduce_and_the_busiest_host_beside_the_gradient() -> None:
     line = hosts_steps(record()).splitlines()[-1]
-    ours = "| 3 | 420 | 140 | **3.00** | 48.0/12.0/12.0 | 24.0/24.0/24.0 | **4.00** | 2.00 |"
+    ours = "| 3 | 140 | 420 | **3.00** | 150 | 1.07 | 500 | 3.57 | 48.0/12.0/12.0 | 24.0/24.0/24.0 | **4.00** | 2.00 |"
     assert line == f"{ours} 1.33 |"
 
 

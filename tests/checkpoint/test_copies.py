@@ -75,7 +75,7 @@ def test_without_room_for_a_copy_it_is_left_out(monkeypatch: pytest.MonkeyPatch,
     [
         ([[], [], 0, float("inf"), True], True),  # a new process
         ([[], [], 0, 0, False], False),  # lacks the first batches
-        ([[], [], 1, 1, True], False),  # has made a call before the first batch that cannot be repeated
+        ([[], [], 1, 1, False], False),  # has made a call before the first batch that cannot be repeated
         ([[0], [], 0, 3, True], True),  # has a copy of its own, and none of the first rank's
     ],
 )

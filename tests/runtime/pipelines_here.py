@@ -209,6 +209,7 @@ class One:
             key=lambda pipeline, place, turn: _Key(turn),
             publish=self._publish,
             forget_published=lambda: None,
+            note_applied=lambda place, turn: None,
         )
         self._make_stage()
         self._make_feed()
@@ -236,7 +237,7 @@ class One:
         inner = makes(self.arena.parameters)
         self.elastic = ElasticAveraging(inner, self.reference, self.pipeline, parameters=weights)
         trained: Any = _Trained(self.elastic)
-        route: Any = SimpleNamespace(pipeline=self.pipeline, replica=0)
+        route: Any = SimpleNamespace(pipeline=self.pipeline, replica=0, publishes=False)
         states: Any = SimpleNamespace(hand_over=lambda place, turn: None)
         mailbox: Any = self.mailbox
         self.turns = Turns(trained, self.reference, route, mailbox, self.exchange, states)
@@ -317,6 +318,7 @@ class One:
             loss = self._train_on(work)
         state: Any = SimpleNamespace(work=work, outcome=loss, metrics=None, norm=None, lr=None)
         self.turns.publish(state)
+        self.turns.note_step()
 
     def _train_on(self, work: Work) -> torch.Tensor:
         """Train as the runtime does with these weights of micro-batches; return the loss."""
@@ -368,11 +370,11 @@ class _Mailbox(dict[int, Published]):
 
 class _Trained:
     def __init__(self, elastic: ElasticAveraging) -> None:
-        self._elastic = elastic
+        self.elastic = elastic
 
     @property
     def reference_update(self) -> list[torch.Tensor] | None:
-        return self._elastic.update
+        return self.elastic.update
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return {}

@@ -618,7 +618,7 @@ def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     said = {"plan": "plan or model differs", "weights": "initial weights differ", "loader": "same loader"}[
         what
     ]
-    assert any(said in text for text in run.results.values()), run.results
+    assert any(said in text for text in run.results.values()), (run.results, run.said)
 
 
 @pytest.mark.ranks

@@ -21,8 +21,8 @@ from avgpipe.fault.door import (
     JOIN,
     SEND_S,
     VERSION,
-    Arrived,
     Door,
+    Messages,
     called,
     cut,
     encoded,
@@ -105,7 +105,7 @@ class Coordinator:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in self._door.entered():
             self._unknown.add(one)
-            self._selector.register(one, selectors.EVENT_READ, Arrived(one))
+            self._selector.register(one, selectors.EVENT_READ, Messages(one))
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
                 self._receive(key.fileobj, key.data)
@@ -148,9 +148,9 @@ class Coordinator:
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection, arrived: Arrived) -> None:
+    def _receive(self, connection: Connection, inbox: Messages) -> None:
         try:
-            messages = arrived.read()
+            messages = inbox.read()
         except (OSError, EOFError):
             self._closed(connection)
             return

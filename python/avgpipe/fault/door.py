@@ -154,7 +154,7 @@ def _decoded(text: bytes) -> list[Any]:
     return message
 
 
-class Arrived:
+class Messages:
     """Reads what has arrived: the rest of a message may never come, where its sender is stopped or cut off."""
 
     def __init__(self, connection: Connection) -> None:

@@ -13,7 +13,7 @@ from multiprocessing import AuthenticationError
 from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.fault.door import VERSION, Arrived, connect, cut, encoded, received, socket_of
+from avgpipe.fault.door import VERSION, Messages, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
@@ -284,7 +284,7 @@ class Membership:
     # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        sent_at, has_sent_stop, arrived = 0.0, False, Arrived(self._connection)
+        sent_at, has_sent_stop, inbox = 0.0, False, Messages(self._connection)
         try:
             while True:
                 if self._is_to_stop and not has_sent_stop:
@@ -295,7 +295,7 @@ class Membership:
                     sent_at = time.monotonic()
                 if self._connection.poll(max(0.0, sent_at + _ALIVE_S - time.monotonic())):
                     self._heard_at = time.monotonic()
-                    for message in arrived.read():
+                    for message in inbox.read():
                         self._handle(*message)
                 elif time.monotonic() > self._heard_at + self.timeout_s:
                     raise TimeoutError(f"it sent no message for {self.timeout_s:g} s")
@@ -360,13 +360,13 @@ class Membership:
         about = {n: self.known.facts[n] for n in roster.numbers() & self.known.facts.keys()}
         about |= {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
         own = owed.get(str(self.rank))
-        self.known = Known(roster, about, epoch, resume, None if own is None else (own[0], own[1]), here)
-        self._stop = stop
+        known = Known(roster, about, epoch, resume, None if own is None else (own[0], own[1]), here)
+        if self._participant is not None:
+            self._unseen = self._participant.adopt(known)
+        self.known, self._stop = known, stop
         first = self._own_first()
         if not was_member and first is not None:
             self.begun = first
-        if self._participant is not None:
-            self._unseen = self._participant.adopt(self.known)
         for number in self._unseen:
             self._send("unseen", number)
         self._is_frozen = False

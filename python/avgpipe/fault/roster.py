@@ -125,8 +125,9 @@ class Roster:
         """
         found: list[Term] = []
         for n, term in enumerate(self.terms):
-            if term.was_lost and term.host not in hosts and turn < min(term.published, term.cut):
-                self.terms[n] = replace(term, cut=turn, cut_from=begun)
+            first = max(turn, term.first)
+            if term.was_lost and term.host not in hosts and first < min(term.published, term.cut):
+                self.terms[n] = replace(term, cut=first, cut_from=begun)
                 found.append(self.terms[n])
         return found
 

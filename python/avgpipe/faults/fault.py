@@ -32,7 +32,7 @@ PHASES = {
 _STEPS = ("training", "evaluation", "update", "averaging")
 ACTIONS = {
     "training": (
-        *("forward", "backward", "backward input", "backward weight", "update"),
+        *("forward", "backward", "backward input", "backward weight", "publish", "update"),
         *("share part", "sum replicas", "send tied", "sum tied", "add norm", "receive loss"),
         *("begin row", "launch"),
     ),

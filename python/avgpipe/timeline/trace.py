@@ -132,6 +132,7 @@ _SLICE = dict.fromkeys(("stage", "pipeline", "batch"), "int")
 _SLICE |= {"micro_batch": "int or null", "cat": "str", "ts": "int or float", "dur": "int or float"}
 _SLICE |= {"detail": "str", "worker": "int or null"}
 _MOST = 2**16  # stages, workers, pipelines
+_MOST_BYTES = 2**60
 _LARGEST = 1e18  # microseconds, batches
 _WORDS = {dict: "an object", list: "a list", type(None): "null"}
 
@@ -146,6 +147,8 @@ def _timeline(trace: Any) -> Timeline:
     for name, kind, items in zip(("peak_memory_bytes", "labels"), (int, str), lists):
         if any(type(item) is not kind for item in items or ()):
             raise ValueError(f"otherData.{name} must be a list of {kind.__name__}, found {items!r:.80}")
+    if not all(0 <= size <= _MOST_BYTES for size in lists[0] or ()):
+        raise ValueError(f"otherData.peak_memory_bytes must be 0 to {_MOST_BYTES}, found {lists[0]!r:.80}")
     # Metadata, and records of other tools (counters, flows, instants), are ignored.
     slices = [(n, row) for n, row in enumerate(rows) if not isinstance(row, dict) or row.get("ph") == "X"]
     events = tuple(_event(f"traceEvents[{n}]", row) for n, row in slices)
