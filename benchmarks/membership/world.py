@@ -284,11 +284,10 @@ class Process:
         turn = self.speaks_from
         assert turn is not None
         if self.owed is not None and self.host in self.owed[1]:
-            given = next(
-                one.summed[self.resume - 1]
-                for one in self.world.on(self.owed[0], self.rank)
-                if self.resume - 1 in one.summed
-            )
+            donors = (one for one in self.world.on(self.owed[0], self.rank) if one.epoch == self.epoch)
+            holder = next(donors)._whole_here(self.resume - 1, self.rank)  # perhaps a lost one's memory
+            assert holder is not None, f"{self} is owed step {self.resume - 1}, which {self.owed[0]} lacks"
+            given = holder.summed[self.resume - 1]
             self.sums[self.resume - 1], self.summed[self.resume - 1] = self.epoch, given
             self.owed = None
             return
