@@ -148,7 +148,7 @@ class Isolated:
         return [term for _, term in sorted(self.coordinator.history.items())]
 
     def counting(self, turn: int) -> list[int]:
-        return sorted(s.pipeline for s in self.terms if s.first <= turn < s.published)
+        return sorted(s.pipeline for s in self.terms if s.first <= turn < s.counts_until)
 
     def members(self, turn: int) -> list[int]:
         return sorted(s.pipeline for s in self.terms if s.first <= turn < s.end)

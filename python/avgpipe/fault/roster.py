@@ -49,6 +49,11 @@ class Term:
     def has_ended(self) -> bool:
         return self.end != _NEVER
 
+    @property
+    def counts_until(self) -> int:
+        """The first step in which it does not count."""
+        return min(self.published, self.cut)
+
 
 _values = attrgetter(*(field.name for field in fields(Term)))
 
@@ -69,11 +74,7 @@ class Roster:
 
     def counting(self, turn: int) -> dict[int, Term]:
         """Return the terms that count in a step, by pipeline; one may still be lost before publishing it."""
-        found = {
-            term.pipeline: term
-            for term in self.terms
-            if term.first <= turn < term.published and turn < term.cut
-        }
+        found = {term.pipeline: term for term in self.terms if term.first <= turn < term.counts_until}
         return dict(sorted(found.items()))
 
     def joining(self, turn: int) -> list[Term]:
@@ -126,7 +127,7 @@ class Roster:
         found: list[Term] = []
         for n, term in enumerate(self.terms):
             first = max(turn, term.first)
-            if term.was_lost and term.host not in hosts and first < min(term.published, term.cut):
+            if term.was_lost and term.host not in hosts and first < term.counts_until:
                 self.terms[n] = replace(term, cut=first, cut_from=begun)
                 found.append(self.terms[n])
         return found

@@ -201,8 +201,8 @@ class Supervisor:
             "lost": [
                 {
                     "pipeline": s.pipeline,
-                    "step": s.published,
-                    "steps_lost": s.end - s.published,
+                    "step": s.counts_until,
+                    "steps_lost": s.end - s.counts_until,
                     "why": loss.why,
                 }
                 for s, loss in lost
