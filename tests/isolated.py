@@ -129,7 +129,7 @@ class Isolated:
             self._start(self._joins.pop())
         cannot_begin = not members.has_begun and len(self._groups) < members.wanted
         if cannot_begin or (members.has_begun and not members.training):
-            for number in self._groups:
+            for number in self._groups.keys() - self._closed.keys():
                 self._lose(number, None, "the run is over")
 
     def __repr__(self) -> str:
