@@ -10,8 +10,9 @@ there; where pipelines are on several hosts, one process of each rank speaks for
 
 Step t counts for a pipeline once all its stages have published it; otherwise stages would differ in which
 pipelines have a part in the reference. Two slots are enough: no stage publishes step t + 2 before all on its host
-have applied t. A gradient is published before its own step, which waits for the step before (rule mean-gradient,
-:class:`avgpipe.runtime.route.StepKind`): so the sums of t + 1 begin as soon as those of t are there.
+have applied t. Where runs span hosts, a gradient is published before its own step, which waits for the step before
+(rule mean-gradient, :class:`avgpipe.runtime.route.StepKind`): so the sums of t + 1 begin as soon as those of t are
+there.
 """
 
 from __future__ import annotations

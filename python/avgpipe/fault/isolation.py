@@ -25,6 +25,7 @@ from avgpipe.fault.turns import Turns
 from avgpipe.plan import Plan
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import SHARES, pipeline_here
+from avgpipe.rules import RULES
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.route import Route
 from avgpipe.runtime.scheduler import Scheduler
@@ -59,6 +60,7 @@ class OtherPipelines:
     Attributes:
         exchange: what all publish.
         states: what pipelines that join begin with.
+        publishes_early: whether gradients are published before their step: where sums take long, between hosts.
     """
 
     def __init__(self, worker: Worker, give: Callable[[int, int], list[torch.Tensor]]) -> None:
@@ -72,6 +74,8 @@ class OtherPipelines:
         wire = options.wire_dtype
         self.exchange = TurnExchange(membership, worker.mailbox, like, worker.bell_place(), wire)
         self.states = States(self.exchange, give)
+        waits = plan.staleness == 1 and options.verify_every is None
+        self.publishes_early = membership.spans_hosts and waits and RULES[plan.rule or ""].tries
 
     def peers(self, route: Route, stream: LaneStream | None) -> Turns:
         worker, spec = self._worker, self._worker.spec

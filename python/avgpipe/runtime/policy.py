@@ -126,7 +126,13 @@ class IsolatedPeers(Peers, Protocol):
 
 
 class Others(Protocol):
-    """The other pipelines, if each has its own processes."""
+    """The other pipelines, if each has its own processes.
+
+    Attributes:
+        publishes_early: Whether gradients are published before their step.
+    """
+
+    publishes_early: bool
 
     def peers(self, route: Route, stream: LaneStream | None) -> IsolatedPeers: ...
 

@@ -111,6 +111,7 @@ class Worker:
         self.evaluated, self.batch_dims = 0, options.batch_dims
         self._closed = False
         self._plan, self._options = spec.running, options
+        self.others: Others | None = None
         into = [self._channels_into(rank) for rank in range(world.size)]
         ranks = [placement.rank_of(n) for n in range(len(placement.replicas))]
         self._links = Links(world, ranks, into, device, options.link, options.wire_dtype, options.verify_wire)
@@ -132,7 +133,6 @@ class Worker:
         self._sum_groups: dict[tuple[int, ...], SumGroup] = {}  # by the replicas of a stage
         self._shared: dict[int, SharedBatches] = {}  # by replica
         self._graphs: dict[tuple[int, int], RowGraphs] = {}  # by pipeline and worker
-        self.others: Others | None = None
         groups = self._replica_groups()
         try:
             self._build_all(spec.layers)
@@ -233,7 +233,7 @@ class Worker:
     # ---- building ------------------------------------------------------------------------------------------------
 
     def _route(self, replica: int, pipeline: int) -> Route:
-        stage, plan, options = self.placement.stage_of(replica), self._plan, self._options
+        stage, options = self.placement.stage_of(replica), self._options
         return Route(
             self.placement,
             replica,
@@ -242,7 +242,7 @@ class Worker:
             norm=options.needs_norm,
             skips=self.model.skips[stage],
             scales_late=options.scales_late,
-            publishes=plan.isolate and RULES[plan.rule or ""].tries and options.verify_every is None,
+            publishes=self.others is not None and self.others.publishes_early,
         )
 
     def _channels_into(self, rank: int) -> list[Channel]:
