@@ -128,8 +128,8 @@ def test_a_load_finds_what_was_saved_before(tmp_path: Path) -> None:
         assert p.batches == 3
 
 
-@pytest.mark.parametrize("tells", ["wait_for_save", "save", "close"])
-def test_a_full_disk_is_reported_once_and_costs_the_save_alone(tells: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("reports", ["wait_for_save", "save", "close"])
+def test_a_full_disk_is_reported_once_and_costs_the_save_alone(reports: str, tmp_path: Path) -> None:
     p = make(PLAN)
     p.save(tmp_path / "c")
     before = sorted(f.name for f in (tmp_path / "c").iterdir())
@@ -138,12 +138,12 @@ def test_a_full_disk_is_reported_once_and_costs_the_save_alone(tells: str, tmp_p
         p.save(tmp_path / "c", wait=False)
         list(p.train(batches(2)))
         disk.goes_on.set()
-        arguments = [tmp_path / "c"] if tells == "save" else []
+        arguments = [tmp_path / "c"] if reports == "save" else []
         with pytest.raises(CheckpointError, match=FULL):
-            getattr(p, tells)(*arguments)
+            getattr(p, reports)(*arguments)
     assert sorted(f.name for f in (tmp_path / "c").iterdir()) == before
     assert verify_checkpoint(tmp_path / "c").batches == 0
-    if tells != "close":
+    if reports != "close":
         list(p.train(batches(2)))
         p.save(tmp_path / "c", wait=False)
         p.wait_for_save()

@@ -86,9 +86,7 @@ class Members:
         self._owed: dict[int, Any] = {}  # by rank: the host that has the step before, and those that lack it
         self._broken_at: float | None = None  # when a sum of this epoch has failed
         self._broken_by: set[int] = set()  # groups that reported it
-        self._waits_for: dict[
-            int, str
-        ] = {}  # by group: the first host that it waited for in a sum of this epoch
+        self._waits_for: dict[int, str] = {}  # by group: the first host that it waited for in this epoch
         self._in_vain = 0  # epochs since a sum was whole, that no loss explains
         self._is_to_stop = False
         self._stop: int | None = None  # the first step that has no batches
@@ -295,7 +293,8 @@ class Members:
         waited_s: float,
         host: str = "",
     ) -> None:
-        self._waits_for.setdefault(group.number, str(host))
+        if host:
+            self._waits_for.setdefault(group.number, str(host))
         self._late_ones[group.number, rank] = int(turn), float(waited_s), now
         if now > self._asked_at + _JUDGE_S:  # they report by themselves, too
             self._asked_at = now
@@ -469,8 +468,8 @@ class Members:
     def _begin_epoch(self, staying: Sequence[Group], gone: Sequence[Group]) -> None:
         """Decide which sums are whole, and who lacks the last of them.
 
-        Only the last step that any host has whole may be whole for some ranks alone: no host publishes the
-        next one before its host has that one for all ranks.
+        Only the last step that any host has whole may be whole for some ranks alone: no host sums the next one
+        before it has that one for all ranks.
         """
         self.epoch += 1
         whole: dict[int, dict[str, int]] = {}  # by rank and host

@@ -343,7 +343,7 @@ class Watchdog:
         self._thread.start()
 
     def _run(self) -> None:
-        told = seen = pace = ""
+        noted = seen = pace = ""
         noted_at = float("-inf")
         while True:
             for descriptor, _ in self._poll.poll(1000 * LIMITS.tick_s):
@@ -353,9 +353,9 @@ class Watchdog:
                 self._lost(self._ranks[descriptor])
             doing = self._doing()
             # Short activities are published seldom: a store may keep all that was ever written.
-            if doing != told and (doing == seen or time.monotonic() > noted_at + LIMITS.note_s):
+            if doing != noted and (doing == seen or time.monotonic() > noted_at + LIMITS.note_s):
                 self._world.note_doing(doing)
-                told, noted_at = doing, time.monotonic()
+                noted, noted_at = doing, time.monotonic()
             seen = doing
             if self._pace is not None and pace != self._pace.reading:
                 pace = self._pace.reading
