@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -146,3 +148,30 @@ def test_nothing_of_the_package_unpickles() -> None:
         if word in path.read_text(encoding="utf-8")
     }
     assert found == {("codec.py", "treespec_loads(")}  # behind check_structure
+
+
+def test_a_rank_hears_of_a_loss_from_neighbours_that_break_off_though_their_groups_are_still_referred_to() -> (
+    None
+):
+    store, lost = HashStore(), 2
+    gloo: Any = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
+    kept = []  # as by a traceback
+
+    def act(rank: int) -> str:
+        group = gloo(store, rank, 4, timedelta(seconds=20))
+        kept.append(group)
+        if rank == lost:
+            return "silent"
+        gathered = [torch.zeros(1) for _ in range(4)]
+        waiting = group.allgather([gathered], [torch.ones(1)])
+        if rank % 2:  # neighbours of the lost rank, which its end reaches
+            met.break_off(group, (rank + 1) % 4)
+        try:
+            waiting.wait()
+        except RuntimeError as error:
+            return str(error)
+        return "gathered"
+
+    with ThreadPoolExecutor(4) as pool:
+        opposite, *_ = pool.map(act, range(4))
+    assert "losed by peer" in opposite and "imed out" not in opposite

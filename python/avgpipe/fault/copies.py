@@ -293,7 +293,7 @@ class StateCopies:
         common += [said[(rank + 1) % world.size][1] for rank in lacking]
         usable = set.intersection(*map(set, common)) if common else set()
         _, _, begins, ends, have_all = zip(*said)
-        usable = {batches for batches in usable if max(begins) <= batches <= min(ends)}
+        is_there, usable = bool(usable), {n for n in usable if max(begins) <= n <= min(ends)}
         if not usable and all(have_all):
             self._begin_again(Snapshot(), None)
             return 0
@@ -301,6 +301,9 @@ class StateCopies:
             what = f"no memory has a copy of what rank {', '.join(map(str, lacking))} held"
             if len(lacking) == world.size:
                 what = "no copy is whole yet, and a call before the first batch cannot be repeated"
+            elif is_there:
+                calls = "calls between batches, such as save() and evaluate()"
+                what = f"no copy has been taken since {calls}, which a new process would not make"
             raise PipelineError(f"{what}: go on from a checkpoint")
         batches: int = max(usable)
         contents = next((own.contents for own in self._own if own.contents and own.batches == batches), None)

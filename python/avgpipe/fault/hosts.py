@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
@@ -17,12 +16,11 @@ import torch
 import torch.distributed as dist
 
 from avgpipe.fault.membership import Membership
+from avgpipe.ranks.met import break_off
 
 _LIMIT = 2  # of waits, in the timeouts after which the coordinator aborts them
 _SEGMENT = 2**20  # bytes, of a message
 _RESULT = 2**20  # tags from here on are of sums
-_ABORT = timedelta(milliseconds=1)
-_NO_TAG = 2**21  # which no message has
 
 
 class Meeting(dist.Store):  # type: ignore[name-defined,misc]
@@ -83,12 +81,8 @@ class HostGroup:
         return self._group.recv([tensor], source, tag)
 
     def abort(self) -> None:
-        """End all that is under way here, at once, with an error.
-
-        A receive whose time is up closes all connections of a gloo group.
-        """
-        with suppress(RuntimeError):
-            self.receive(torch.empty(1), (self.index + 1) % self.size, _NO_TAG).wait(_ABORT)
+        """End all that is under way here, at once, with an error."""
+        break_off(self._group, (self.index + 1) % self.size)
 
     def texts(self, text: bytes, sizes: Sequence[int]) -> list[bytes]:
         """Return a text of every process; ``sizes``: the most bytes of each."""

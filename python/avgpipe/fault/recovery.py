@@ -252,6 +252,8 @@ class Recovery(Policy):
                 _log.warning("a checkpoint was not written: %s", unsaved)
         if (worker := getattr(session, "worker", None)) is not None:
             worker.close(LIMITS.lost_links_s)
+        if (world := getattr(session, "world", None)) is not None:
+            world.disconnect()
         if dist.is_initialized():
             dist.destroy_process_group()
 

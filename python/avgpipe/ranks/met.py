@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 _PREEMPTED = "preempted"  # name of a text
 _PASS_TAG = 2**30  # no link uses it
+_NO_TAG = 2**21  # which no message has
+_AT_ONCE = timedelta(milliseconds=1)
 _MOST_BYTES = 2**30  # of a rank's value in gather
 
 
@@ -109,6 +111,10 @@ class Met(World):
                 else self.group.recv([tensor], source, _PASS_TAG)
             )
             work.wait(self._limit)
+
+    def disconnect(self) -> None:
+        if self.group is not None:  # in the midst of its making
+            break_off(self.group, (self.rank + 1) % self.size)
 
     # ---- failures ------------------------------------------------------------------------------------------------
 
@@ -287,6 +293,16 @@ def gather(value: Any, group: dist.ProcessGroup | None = None, limit: timedelta 
     padded = torch.zeros(max(sizes), dtype=torch.uint8)
     padded[: len(own)] = own
     return [json.loads(part[:size].cpu().numpy().tobytes()) for part, size in zip(all_gather(padded), sizes)]
+
+
+def break_off(group: Any, other: int) -> None:
+    """Close all connections of a group of gloo at once: what is under way ends with an error, here and elsewhere.
+
+    Destroying the group does not, as long as anything refers to it. A receive whose time is up does. ``other``: a
+    rank of the group, not this one.
+    """
+    with suppress(RuntimeError):
+        group.recv([torch.empty(1)], other, _NO_TAG).wait(_AT_ONCE)
 
 
 def is_of_transport(error: BaseException) -> bool:

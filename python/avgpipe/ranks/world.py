@@ -99,6 +99,9 @@ class World:
     def pass_on(self, tensor: torch.Tensor, source: int, target: int) -> None:
         """Send a CPU tensor from rank ``source`` into that of ``target``, of the same size; others return."""
 
+    def disconnect(self) -> None:
+        """End this rank's part in collectives: ranks that wait for it in one get an error at once."""
+
     def describe(self, roles: Sequence[str]) -> None:
         """Name what each rank does, in rank order, for messages about it."""
         self._roles = tuple(roles)
