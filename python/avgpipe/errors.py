@@ -21,7 +21,13 @@ class StageError(PipelineError, ValueError):
 
 
 class PeerLost(PipelineError):
-    """Another worker died, failed or closed its connection."""
+    """Another worker died, failed or closed its connection.
+
+    Attributes:
+        has_waited: Whether this one waited for it up to a time limit, as for a process that a signal has stopped.
+    """
+
+    has_waited = False
 
 
 class PipelineTimeout(PipelineError, TimeoutError):

@@ -169,8 +169,11 @@ def test_any_text_can_be_put(text: str) -> None:
 def test_who_does_not_come_is_named() -> None:
     board = Board(Store(), 0, 4)
     board.put("start/2", "here")
-    with pytest.raises(PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"):
+    with pytest.raises(
+        PeerLost, match=r"rank 0 has waited 0 s at its start for rank 1, rank 3, which died"
+    ) as found:
         board.meet("start", time.monotonic() + 0.1)
+    assert found.value.has_waited
 
 
 def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
@@ -181,8 +184,9 @@ def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
         monkeypatch.setenv(name, value)
     private_store().set(prospect(1), "[1]")
     begin = time.monotonic()
-    with pytest.raises(PeerLost, match="at its start for rank 1"):
+    with pytest.raises(PeerLost, match="at its start for rank 1") as found:
         join(60)
+    assert not found.value.has_waited
     private_store().set("avgpipe/start/1", "here")  # and is killed then
     never = threading.Event()
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: never.wait(60))
@@ -328,8 +332,9 @@ def test_who_neither_has_connected_nor_notices_is_named() -> None:
     store.texts = {"here/done/1": b"", "here/done/3": b""}
     with pytest.raises(
         PeerLost, match=r"rank 0 cannot connect to rank 2, which died or is stopped: not done after 1 s"
-    ):
+    ) as found:
         connecting(lambda: ends.wait(60), store, limit_s=1.0)
+    assert found.value.has_waited  # so the launcher looks for ranks that are stopped
     ends.set()
 
 

@@ -200,7 +200,8 @@ class Recovery(Policy):
         self, session: Session, loss: PeerLost | PipelineTimeout, latest: float, returned: int = 0
     ) -> None:
         """Go back to a state after at most ``latest`` batches; repeat those whose results were ``returned``."""
-        before, has_waited = _feed(session), isinstance(loss, PipelineTimeout)
+        before = _feed(session)
+        has_waited = isinstance(loss, PipelineTimeout) or loss.has_waited
         while True:
             self._await_generation(session, loss, has_waited)
             worker = session.worker

@@ -127,10 +127,12 @@ class Board:
             what = f"rank {self._rank} cannot meet the others at its {place}"
             raise PeerLost(f"{what}: {reason(error)}") from error
         if missing:
-            raise PeerLost(
+            loss = PeerLost(
                 f"rank {self._rank} has waited {time.monotonic() - begin:.0f} s at its {place} for {_names(missing)}, "
                 "which died before, or does not arrive"
             )
+            loss.has_waited = time.monotonic() > deadline
+            raise loss
 
     def connect(
         self,
@@ -145,8 +147,9 @@ class Board:
         the failure. ``meanwhile``: see :meth:`missing`.
         """
         task, deadline, why = in_thread(make), time.monotonic() + limit_s, None
+        is_late = False
         while why is None and not wait([task], LIMITS.connect_look_s).done:
-            if time.monotonic() > deadline:
+            if is_late := time.monotonic() > deadline:
                 why = f"not done after {limit_s:g} s"
             elif meanwhile() is True:
                 why = "a rank is to be replaced"
@@ -170,7 +173,9 @@ class Board:
         if not wait([task], LIMITS.connect_end_s).done and meanwhile() is True:
             atexit.register(wait, [task], limit_s)
         fate = f"{_names(missing)}, which died or is stopped" if missing else "others, though all are there"
-        raise PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
+        loss = PeerLost(f"rank {self._rank} cannot connect to {fate}: {why}")
+        loss.has_waited = is_late
+        raise loss
 
     def _ask(self, question: Callable[[], T], limit_s: float = LIMITS.store_answer_s) -> T:
         if self._unanswered is not None and not self._unanswered.done():
