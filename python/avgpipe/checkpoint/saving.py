@@ -40,9 +40,8 @@ class Saving:
         self._session, self._worker = session, session.worker
         self._locks = FolderLocks()
         self._snapshot = Snapshot()
-        self._threads: World | None = (
-            None  # the ranks' threads; made when no batch is in flight, as they connect
-        )
+        # The ranks' threads; made when no batch is in flight, as they connect.
+        self._threads: World | None = None
         self._writing: Future[None] | None = None
         self._nothing_saved = ""  # the beginning of an error
 

@@ -82,9 +82,8 @@ class FusedStep:
         self._known: list[Any] = []  # what the plan of calls was made for
         self._calls: list[FusedCall] = []
         self._state: dict[str, FlatBuffers] = {}
-        self._counts_there = (
-            False  # whether steps are counted on the device, whatever the optimizer's groups ask for
-        )
+        # Whether steps are counted on the device, whatever the optimizer's groups ask for.
+        self._counts_there = False
         if self._is_possible:  # now, as checking gaps may wait for a device
             with suppress(Unfusable):
                 self._locate()

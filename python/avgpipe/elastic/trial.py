@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import avgpipe_ext
+from avgpipe.device import on_accelerator
 from avgpipe.elastic.flat import FlatBuffers, Region, copied
 from avgpipe.elastic.reference import Reference
 from avgpipe.elastic.replica import STATE, Replica, region_of, same_strides, settings_of
@@ -45,9 +46,8 @@ class TrialSteps:
         outer = reference.outer
         assert outer is not None, "the rule needs an outer optimizer"
         if replica.not_flat:
-            raise ValueError(
-                f"rule {reference.elasticity.rule!r} needs weights in flat buffers: {replica.not_flat}"
-            )
+            rule = reference.elasticity.rule
+            raise ValueError(f"rule {rule!r} needs weights in flat buffers: {replica.not_flat}")
         if type(inner) is not type(outer):
             raise ValueError(
                 f"the replica's optimizer is {type(inner).__name__} and the reference's {type(outer).__name__}: make "
@@ -144,14 +144,18 @@ class TrialSteps:
 
     def _publish(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         update = self._update
-        update.zero_()
-        given = [(pair[2], grad) for pair, grad in zip(self._pairs, grads) if grad is not None]
-        if given:
-            views = [region.view(update.flats) for region, _ in given]
-            torch._foreach_copy_(views, [g.to_dense() if g.is_sparse else g for _, g in given])
-            torch._foreach_neg_(views)
-        norms = torch._foreach_norm([flat for flat in update.flats if flat.numel()], float("inf"))
-        return [~norm.isfinite() for norm in norms]
+        there = ((pair[2], g) for pair, g in zip(self._pairs, grads) if g is not None)
+        given = [(region.view(update.flats), g.to_dense() if g.is_sparse else g) for region, g in there]
+        if len(given) < len(grads):
+            update.zero_()
+        if given and on_accelerator(given[0][0]):  # two launches for all
+            torch._foreach_copy_([view for view, _ in given], [g for _, g in given])
+            torch._foreach_neg_([view for view, _ in given])
+        else:  # one pass over memory
+            for view, g in given:
+                torch.neg(g, out=view)
+        flats = [flat for flat in update.flats if flat.numel()]
+        return [~norm.isfinite() for norm in torch._foreach_norm(flats, float("inf"))]
 
     @property
     def _update(self) -> FlatBuffers:
@@ -220,14 +224,10 @@ class TrialSteps:
         """Copy a state into memory that is reused."""
         own = self._own.setdefault(p, {})
         for name, value in state.items():
-            known = own.get(name)
+            known: Any = own.get(name)
             if not isinstance(value, torch.Tensor):
                 own[name] = value
-            elif (
-                isinstance(known, torch.Tensor)
-                and type(known) is type(value)
-                and (known.shape, known.dtype) == (value.shape, value.dtype)
-            ):
+            elif type(known) is type(value) and (known.shape, known.dtype) == (value.shape, value.dtype):
                 known.copy_(value)
             else:
                 own[name] = copied(value)
@@ -256,11 +256,9 @@ class Call:
     def __call__(self, grads: Sequence[torch.Tensor | None]) -> torch.Tensor:
         own = [g for n in self.numbers if (g := grads[n]) is not None]
         if self.step is None:
-            settings = settings_of(torch.optim.SGD, self.group)
+            settings = settings_of(torch.optim.SGD, self.group) | {"check_finite": True}
             momenta = self.moments[0] if self.moments else None
-            return avgpipe_ext.trial_sgd_(
-                self.x, self.z, own, momenta, self.update, check_finite=True, **settings
-            )
+            return avgpipe_ext.trial_sgd_(self.x, self.z, own, momenta, self.update, **settings)
         settings = settings_of(torch.optim.Adam, self.group) | {"step": self.step, "check_finite": True}
         first, second = self.moments
         return avgpipe_ext.trial_adam_(self.x, self.z, own, first, second, self.update, **settings)

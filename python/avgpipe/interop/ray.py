@@ -21,9 +21,8 @@ from avgpipe.errors import PipelineError
 from avgpipe.ranks.launch import tied
 
 _LOST = -1  # instead of an exit code
-_END_S = (
-    60.0  # for the other commands to end, once the run has ended; a lost one may wait for a node for ever
-)
+# For the other commands to end, once the run has ended; a lost one may wait for a node for ever.
+_END_S = 60.0
 
 
 class Node:
