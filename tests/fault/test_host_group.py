@@ -89,7 +89,7 @@ def test_narrow_messages_are_summed_in_full_width_and_alike_everywhere(
 
 def test_texts_of_all_are_there_in_order() -> None:
     def act(group: HostGroup) -> list[bytes]:
-        return group.texts(b"of %d" % group.index * (group.index + 1), [100, 200, 300])
+        return group.texts(b"of %d" % group.index * (group.index + 1), [100, 200, 300])()
 
     assert on_all(3, act) == [[b"of 0", b"of 1of 1", b"of 2of 2of 2"]] * 3
 

@@ -154,8 +154,8 @@ class TrialSteps:
         else:  # one pass over memory
             for view, g in given:
                 torch.neg(g, out=view)
-        flats = [flat for flat in update.flats if flat.numel()]
-        return [~norm.isfinite() for norm in torch._foreach_norm(flats, float("inf"))]
+        # On a CPU norms of infinite order take ten times as long.
+        return [~torch.stack(flat.aminmax()).isfinite().all() for flat in update.flats if flat.numel()]
 
     @property
     def _update(self) -> FlatBuffers:

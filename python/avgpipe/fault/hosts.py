@@ -21,6 +21,8 @@ from avgpipe.ranks.met import break_off
 _LIMIT = 2  # of waits, in the timeouts after which the coordinator aborts them
 _SEGMENT = 2**20  # bytes, of a message
 _RESULT = 2**20  # tags from here on are of sums
+_TEXT = 2**21 - 1  # of texts
+_TEXT = 2**21 - 1
 
 
 class Meeting(dist.Store):  # type: ignore[name-defined,misc]
@@ -84,16 +86,24 @@ class HostGroup:
         """End all that is under way here, at once, with an error."""
         break_off(self._group, (self.index + 1) % self.size)
 
-    def texts(self, text: bytes, sizes: Sequence[int]) -> list[bytes]:
-        """Return a text of every process; ``sizes``: the most bytes of each."""
+    def texts(self, text: bytes, sizes: Sequence[int]) -> Callable[[], list[bytes]]:
+        """Begin to exchange texts; return a function that waits for them, and returns that of every process.
+
+        ``sizes``: the most bytes of each.
+        """
         buffers = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
         buffers[self.index][: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         others = [n for n in range(self.size) if n != self.index]
-        works = [(self.receive(buffers[n], n), n) for n in others]
-        works += [(self.send(buffers[self.index], n), n) for n in others]
-        for work, other in works:
-            self._wait(work, other)
-        return [bytes(buffer.numpy()).rstrip(b"\0") for buffer in buffers]
+        works = [(self.receive(buffers[n], n, _TEXT), n) for n in others]
+        works += [(self.send(buffers[self.index], n, _TEXT), n) for n in others]
+
+        def found() -> list[bytes]:
+            for work, other in works:
+                self._wait(work, other)
+            self.awaited = None
+            return [bytes(buffer.numpy()).rstrip(b"\0") for buffer in buffers]
+
+        return found
 
     def sum(self, own: torch.Tensor, out: torch.Tensor, wire: torch.dtype | None = None) -> None:
         """Write the sum of all processes' ``own`` into ``out``, with the same bits everywhere.

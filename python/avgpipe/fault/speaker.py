@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -147,14 +148,14 @@ class Speaker:
         self._under_way = group, [*speakers]
         each = TEXT_BYTES * len(exchange.like)
         sizes = [each * sum(term.host == host for term in counting.values()) for host in speakers]
-        theirs = [json.loads(text) for text in group.texts(json.dumps(texts).encode(), sizes)]
+        posted = group.texts(json.dumps(texts).encode(), sizes)
+        theirs = cache(lambda: [json.loads(text) for text in posted()])
         for place in exchange.like:
-            rows = sorted(row for of in theirs for row in of[str(place)])
-            pipelines, values = [i for i, _ in rows], [value for _, value in rows]
             out = exchange.own.sums(place, turn)
             slots = {i: exchange.of(term).slot(place, turn) for i, term in near.items()}
-            if any(value["has_update"] for value in values):
-                have = {i for i, value in texts[place] if value["has_update"]}
+            have = {i for i, value in texts[place] if value["has_update"]}
+            # A host with an update knows that there is a sum before the texts of others are there.
+            if have or any(value["has_update"] for of in theirs() for _, value in of[str(place)]):
                 for n, region in enumerate(out.update_regions):
                     own = self._near_sum(
                         n, region, [s.update_regions[n] for i, s in slots.items() if i in have]
@@ -162,7 +163,8 @@ class Speaker:
                     group.sum(own, region, exchange.wire)
             for n, region in enumerate(out.buffer_regions):
                 group.sum(self._near_sum(~n, region, [s.buffer_regions[n] for s in slots.values()]), region)
-            out.write([pipelines, values])
+            rows = sorted(row for of in theirs() for row in of[str(place)])
+            out.write([[i for i, _ in rows], [value for _, value in rows]])
         self._mark(exchange.own, turn)
 
     def _near_sum(self, n: int, like: torch.Tensor, regions: list[torch.Tensor]) -> torch.Tensor:
