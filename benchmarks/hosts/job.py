@@ -2,7 +2,7 @@
 
     avgpipe run --isolate ... benchmarks/hosts/job.py TIMES --pipelines 3 --mib 12
 
-The process of pipeline 0 writes a line of JSON into the file TIMES for each result: batch, samples, time. The clock is
+With ``--pipelines 1`` it trains alone, started by Python. The process of pipeline 0 writes a line of JSON into the file TIMES for each result: batch, samples, time. The clock is
 the same in all processes of a machine.
 """
 
@@ -44,14 +44,14 @@ def main() -> None:
     parser.add_argument("--warmup-rounds", type=int, help="of the rule; default: the plan's")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    own = int(os.environ["AVGPIPE_PIPELINE"])
+    own = int(os.environ.get("AVGPIPE_PIPELINE", 0))
     speed = [*map(float, asked.speeds.split(","))][own] if asked.speeds else 1.0
     plan = avgpipe.Plan(
         stages=1,
         pipelines=asked.pipelines,
         micro_batches=asked.micro_batches,
         warmup_rounds=asked.warmup_rounds,
-        isolate=True,
+        isolate=asked.pipelines > 1,
     )
     batch = torch.zeros(asked.micro_batches, 1), torch.ones(asked.micro_batches, 1)
     with (

@@ -4,8 +4,8 @@
 
 One isolated pipeline on each of three hosts, emulated by network namespaces on this machine, as root. A layer sleeps
 for ``--sample-ms`` for each sample on a host of speed 1, and twice as long on one of speed 0.5. The pipelines share
-each batch. One host of speed 1 alone trains a sample in ``--sample-ms``, so the limit is the sum of speeds over this
-time.
+each batch. In turns with them one host trains alone, without other pipelines, at each of the speeds: the limit is the
+sum of what all hosts reach alone. Shares follow the paces after some 40 steps, which are not timed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from avgpipe_lab.bench.namespaces import check_namespaces, network
 from benchmarks.common.record import say, write_record
 from benchmarks.hosts.training import train
 from benchmarks.tables.hosts import hosts_speeds
+
+_SETTLE = 60  # steps, until shares are steady
 
 
 def main() -> None:
@@ -33,15 +35,22 @@ def main() -> None:
     asked = parser.parse_args()
     check_namespaces("this benchmark")
     speeds = [float(speed) for speed in asked.speeds.split(",")]
-    job = ["--pipelines", str(len(speeds)), "--mib", f"{asked.mib:g}", "--speeds", asked.speeds]
-    job += ["--micro-batches", str(asked.samples), "--sample-s", f"{asked.sample_ms / 1e3:g}"]
-    turns = []
+    job = ["--mib", f"{asked.mib:g}", "--micro-batches", str(asked.samples)]
+    job += ["--sample-s", f"{asked.sample_ms / 1e3:g}"]
+    turns: list[float] = []
+    alone: dict[float, list[float]] = {speed: [] for speed in speeds}
     with network(len(speeds), asked.rate, own_boot_ids=True) as net:
         for number in range(asked.rounds):
-            turns.append(train(net, job, asked.steps).samples_per_s)
-            say(f"round {number + 1} of {asked.rounds}: {turns[-1]:.2f} samples/s")
+            for speed, each in alone.items():
+                words = [*job, "--pipelines", "1", "--speeds", f"{speed:g}"]
+                each.append(train(net, words, asked.steps // 4, is_alone=True).samples_per_s)
+            words = [*job, "--pipelines", str(len(speeds)), "--speeds", asked.speeds]
+            turns.append(train(net, words, asked.steps, settle=_SETTLE).samples_per_s)
+            found = {f"{speed:g}": f"{each[-1]:.1f}" for speed, each in alone.items()}
+            say(f"round {number + 1} of {asked.rounds}: alone {found}, all {turns[-1]:.1f} samples/s")
     settings = {name: getattr(asked, name) for name in ("samples", "sample_ms", "mib", "rate", "steps")}
     record = {**settings, "speeds": speeds, "samples_per_s": turns}
+    record["alone"] = [{"speed": speed, "samples_per_s": each} for speed, each in alone.items()]
     write_record("hosts-speeds", "hosts of different speeds", record, asked.out)
     print(hosts_speeds(record))
 

@@ -43,20 +43,31 @@ class TimedSteps:
         return sum(self.samples[1:]) / (self.ends_s[-1] - self.ends_s[0])
 
 
-def train(net: Network, job: Sequence[str], steps: int) -> TimedSteps:
-    """Run ``job.py`` with these arguments; PipelineError if a host does not join, or the run ends."""
+def train(
+    net: Network, job: Sequence[str], steps: int, settle: int = _SETTLE, is_alone: bool = False
+) -> TimedSteps:
+    """Run ``job.py`` with these arguments; PipelineError if a host does not join, or the run ends.
+
+    Args:
+        settle: Steps that are not timed, once all have joined.
+        is_alone: Whether the first host trains without the others, as plain Python does.
+    """
     with tempfile.TemporaryDirectory(prefix="avgpipe-") as name:
         times = Path(name, "times")
         times.touch()
+        script = [str(FOLDER / "job.py"), str(times), *job]
 
         def go_on(count: int) -> None:
             end = len(_results(times)) + count
             commands.wait_until(lambda: len(_results(times)) >= end, LIMIT_S, "no further steps")
 
         with CommandsOnHosts(net, Path(name)) as commands:
-            commands.run(["--stages", "1"], [str(FOLDER / "job.py"), str(times), *job], restarts=0)
-            commands.wait_for(_JOINED, LIMIT_S, net.hosts - 1)
-            go_on(_SETTLE)
+            if is_alone:
+                commands.start(0, *script)
+            else:
+                commands.run(["--stages", "1"], script, restarts=0)
+                commands.wait_for(_JOINED, LIMIT_S, net.hosts - 1)
+            go_on(settle)
             begin_s, before = time.monotonic(), [net.traffic(host) for host in range(net.hosts)]
             go_on(steps)
             end_s, after = time.monotonic(), [net.traffic(host) for host in range(net.hosts)]

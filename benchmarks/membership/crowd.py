@@ -149,6 +149,9 @@ class Crowd:
         # Steps: whole at all hosts or about to be, when the last of them was; to be trained on.
         self.done, self._done_at, self._plan, self._planned = 0, 0.0, 0, -1
         self._counted = 0  # of them, those whose samples were counted
+        # Of the last step that was counted, how many shares were lost; as of the others, until the next of these.
+        self._lost: int | None = None
+        self._changes = set[int]()
         self.left = round(setting.minutes * 60 / setting.step_s)
         self._next_at = 0.0  # when the next step ends, if all goes well
         self._freezes = 0
@@ -357,17 +360,20 @@ class Crowd:
     def _count(self, steps: int) -> None:
         """Count the samples of steps that have ended for good: trained on, or left to the others."""
         for step in range(self._counted, steps):
-            counting, all_members = set(self.roster.counting(step)), self.roster.members(step)
-            ended = {t.pipeline for t in self.roster.terms if t.published <= step < t.end}
-            self._check(
-                counting | ended == set(all_members),
-                "a step has samples of a pipeline that is not named",
-                step,
-            )
-            lost = len(all_members) - len(counting)
-            self._check(bool(counting) and lost == len(ended), "a share counts twice", step, counting & ended)
-            self.left += lost - 1
-            self.seen.retrained += lost
+            if self._lost is None or step in self._changes:
+                counting, all_members = set(self.roster.counting(step)), self.roster.members(step)
+                ended = {t.pipeline for t in self.roster.terms if t.published <= step < t.end}
+                self._check(
+                    counting | ended == set(all_members),
+                    "a step has samples of a pipeline that is not named",
+                    step,
+                )
+                self._lost = lost = len(all_members) - len(counting)
+                self._check(
+                    bool(counting) and lost == len(ended), "a share counts twice", step, counting & ended
+                )
+            self.left += self._lost - 1
+            self.seen.retrained += self._lost
             self._counted = step + 1
 
     def _late(self, step: int) -> None:
@@ -409,6 +415,8 @@ class Crowd:
         before, self.version = self.roster, self.version + 1
         self.roster = before.changed(terms, since)
         self._check(self.roster.terms == self.members.roster.terms, "hosts have another roster", self.version)
+        self._lost = None
+        self._changes = {n for t in self.roster.terms for n in (t.first, t.published, t.cut, t.end)}
         self.seen.rosters += 1
         was = {term.number: term for term in before.terms}
         changed = [term for term in self.roster.terms if was.get(term.number) != term]

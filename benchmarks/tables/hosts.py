@@ -44,17 +44,20 @@ def hosts_steps(record: Record) -> str:
 
 
 def hosts_speeds(record: Record) -> str:
-    """The samples per second of all hosts beside the sum of their speeds."""
-    alone = 1e3 / record["sample_ms"]
-    limit, measured = alone * sum(record["speeds"]), statistics.median(record["samples_per_s"])
+    """The samples per second of all hosts beside the sum of what each reaches alone."""
+    alone = {one["speed"]: statistics.median(one["samples_per_s"]) for one in record["alone"]}
+    limit, measured = (
+        sum(map(alone.__getitem__, record["speeds"])),
+        statistics.median(record["samples_per_s"]),
+    )
     row = [
         " + ".join(f"{speed:g}" for speed in record["speeds"]),
-        f"{alone:.1f}",
+        ", ".join(f"{rate:.1f}" for rate in alone.values()),
         f"{limit:.1f}",
         f"{measured:.1f}",
         against(measured / limit, least=_OF_SPEEDS),
     ]
     return table(
-        "speeds of the hosts | samples/s of speed 1 alone: | the sum: | measured, median: | of the sum:",
+        "speeds of the hosts | samples/s alone, of each speed: | the sum: | measured, median: | of the sum:",
         [row],
     )

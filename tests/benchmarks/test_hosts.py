@@ -29,8 +29,9 @@ def test_a_step_is_beside_an_all_reduce_and_the_busiest_host_beside_the_gradient
 
 
 def test_speeds_are_beside_their_sum() -> None:
-    found = {"speeds": [1, 1, 0.5], "sample_ms": 20.0, "samples_per_s": [74.0, 75.0, 76.0]}
-    assert hosts_speeds(found).splitlines()[-1] == "| 1 + 1 + 0.5 | 50.0 | 125.0 | 75.0 | **0.60** |"
+    alone = [{"speed": 1, "samples_per_s": [49.0, 50.0, 50.5]}, {"speed": 0.5, "samples_per_s": [25.0]}]
+    found = {"speeds": [1, 1, 0.5], "samples_per_s": [74.0, 75.0, 76.0], "alone": alone}
+    assert hosts_speeds(found).splitlines()[-1] == "| 1 + 1 + 0.5 | 50.0, 25.0 | 125.0 | 75.0 | **0.60** |"
 
 
 def test_bytes_are_those_of_a_step() -> None:
