@@ -2,8 +2,8 @@
 
     avgpipe run --isolate ... benchmarks/hosts/job.py TIMES --pipelines 3 --mib 12
 
-With ``--pipelines 1`` it trains alone, started by Python. The process of pipeline 0 writes a line of JSON into the file TIMES for each result: batch, samples, time. The clock is
-the same in all processes of a machine.
+With ``--pipelines 1`` it trains alone, started by Python. The process of pipeline 0 writes a line of JSON into the file
+TIMES for each result: batch, samples, time. The clock is the same in all processes of a machine.
 """
 
 from __future__ import annotations
