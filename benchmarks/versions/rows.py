@@ -231,6 +231,41 @@ print(time.perf_counter() - begin)
     return found
 
 
+def isolated() -> Found:
+    """A step of two isolated pipelines on this host, each of one process, with 25 million parameters."""
+    program = """
+import os, sys, time
+import torch
+from torch import nn
+import avgpipe
+class Layer(nn.Module):
+    def __init__(self, numel):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(numel))
+    def forward(self, x):
+        return x + self.w.mean()
+torch.set_num_threads(1)
+plan = avgpipe.Plan(stages=1, pipelines=2, micro_batches=2, isolate=True, warmup_rounds=0)
+batch = torch.zeros(2, 1), torch.ones(2, 1)
+with avgpipe.Pipeline(nn.Sequential(Layer(int(sys.argv[1]))), plan, loss_fn=nn.MSELoss(),
+        optimizer=lambda p: torch.optim.SGD(p, lr=1e-4), timeout_s=120) as pipeline:
+    ends = [time.monotonic() for _ in pipeline.train([batch] * 60)]
+if os.environ["AVGPIPE_PIPELINE"] == "0":
+    taken = sorted(end - begin for begin, end in zip(ends[10:], ends[11:]))
+    with open(sys.argv[2], "w") as file:
+        file.write(str(1e3 * taken[len(taken) // 2]))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        script, out = Path(folder) / "job.py", Path(folder) / "ms"
+        script.write_text(program)
+        words = "run", "--isolate", "--stages", "1", "--pipelines", "2", str(script), str(ELEMENTS), str(out)
+        command = [sys.executable, "-m", "avgpipe", *words]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        return {
+            "two isolated pipelines, staleness 1, 25 million elements, ms per step": float(out.read_text())
+        }
+
+
 def train() -> Found:
     """The whole of a short `avgpipe train`."""
     with tempfile.TemporaryDirectory() as folder:
@@ -256,6 +291,7 @@ ROWS: dict[str, Callable[[], Any]] = {
     "predict": predict,
     "first": first,
     "train": train,
+    "isolated": isolated,
 }
 
 if __name__ == "__main__":
