@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -146,3 +147,48 @@ def test_a_host_that_is_lost_counts_in_steps_that_were_summed_with_it(exchange: 
     exchange.adopt(Known(Roster(terms), exchange.known.facts, epoch=1, resume=1))
     exchange._collect()
     assert [*exchange.turns[0].values] == [0, 1, 2]
+
+
+class _Group:
+    """Sums with another host, whose pipeline 2 has published an update of tens; notes the order of what happens."""
+
+    awaited = None
+
+    def __init__(self) -> None:
+        self.order: list[Any] = []
+
+    def texts(self, text: bytes, sizes: list[int]) -> Any:
+        def found() -> list[bytes]:
+            self.order.append("texts")
+            return [text, json.dumps({"0": [[2, {"has_update": True}]]}).encode()]
+
+        return found
+
+    def sum(self, own: torch.Tensor, out: torch.Tensor, wire: Any = None) -> None:
+        self.order.append(own.tolist()[:4])
+        out.copy_(own + 10)
+
+
+@pytest.mark.parametrize("exchange", [True], indirect=True)
+@pytest.mark.parametrize("has_update", [True, False])
+def test_a_host_with_an_update_begins_the_sum_before_the_texts_of_others_are_there(
+    exchange: TurnExchange, has_update: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speaker, "_run", lambda self: None)
+    mate: _Mate = exchange.mate  # type: ignore[attr-defined]
+    if has_update:
+        _publish(exchange, 1)
+        mate.publish(1)
+    else:  # as where a batch has too few micro-batches for this host
+        exchange.membership.begun = 2
+        exchange.publish(0, 1, {"has_update": False}, [], [])
+        mate.memory.slot(0, 1).write({"has_update": False})
+        mate.memory.counts[0].ring()
+    speaker, group = Speaker(exchange, exchange.known), _Group()
+    monkeypatch.setattr(speaker, "_group", lambda speakers: group)
+    speaker._sum(1)
+    assert group.order == ([[2.0] * 4, "texts"] if has_update else ["texts", [0.0] * 4])
+    sums = exchange.own.sums(0, 1)
+    assert sums.updates[0].tolist() == [12.0 if has_update else 10.0] * 4
+    assert sums.read() == [[0, 1, 2], [{"has_update": has_update}] * 2 + [{"has_update": True}]]
+    assert exchange.own.whole(1) == exchange.known.epoch
