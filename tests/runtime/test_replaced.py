@@ -268,6 +268,33 @@ def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
         assert policy._called == 1  # an iterator is not read again, so no process goes back to before it
 
 
+def test_later_calls_that_find_a_value_or_nothing_need_not_be_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(STORE_FILE, "")
+    monkeypatch.setenv("TEST_FOLDER", "")
+    with made() as p:
+        for _ in p.train(given(1)):
+            loss = p.evaluate(given(2)).loss
+            p.save(tmp_path / "saved")
+            assert p.once("a call within another", lambda: p.evaluate(given(2)).loss) == loss
+        policy = p._session.policy
+        assert isinstance(policy, Recovery)
+        evaluation, save, outer = (policy._found[1, n] for n in range(3))
+        assert (evaluation[0]["loss"], save, outer) == (loss, [None], [loss])
+        assert policy._called == -1
+        policy._place = 1, -1  # as a new process, which makes them once more
+        found = dict(policy._found)
+        assert p.evaluate(given(2)).loss == loss
+        p.save(tmp_path / "not written")
+        assert p.once("a call within another", lambda: 0.0) == loss
+        assert policy._found == found
+        assert not (tmp_path / "not written").exists()
+        p.requires_grad_("0", False)
+        assert policy._found == found, "batches before it trained all weights"
+        assert policy._called == 1
+
+
 def die_early(phase: str, rank: int, end: str) -> None:
     """Have this process end in a phase of its start, where it is the first one that is this rank."""
     places: dict[str, tuple[Any, str]] = {
@@ -638,6 +665,45 @@ def test_who_is_killed_in_a_call_is_replaced_by_one_that_makes_it(
         assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
         assert seen.keys() == expected[1].keys()
         assert seen == run[0][1]
+
+
+def save_and_evaluate(dies_in: int | None = None, dies_after: int | None = None) -> Any:
+    """Losses by batch, and evaluations, after every fourth batch, each between a save and another call.
+
+    A rank dies in the evaluation after a batch, or after all calls there, before there is another copy.
+    """
+    losses, seen = dict[int, float](), dict[int, float]()
+    is_first = os.environ[GENERATION] == "0"
+    with made(SHARED) as p:
+        for result in p.train(given(2 * BATCHES)[p.batches :]):
+            losses[result.batch] = result.loss
+            if result.batch % 4 < 3:
+                continue
+            if result.batch in (dies_in, dies_after) and is_first:
+                send_copies(p)
+            p.save(Path(os.environ["TEST_FOLDER"], "saved"))
+            metric = (lambda *_: dies(1)) if result.batch == dies_in and is_first else None
+            seen[result.batch] = p.evaluate(given()[:2], metric).loss
+            assert p.once("three", lambda: 3) == 3
+            p.wait_for_save()
+            if result.batch == dies_after:
+                dies(1)
+        return losses, seen, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["dies_in", "dies_after"])
+@pytest.mark.parametrize("batch", [3, 7, 11])
+def test_who_is_killed_after_calls_is_replaced_by_one_that_gets_what_they_have_found(
+    when: str, batch: int
+) -> None:
+    (expected, _), _ = replaced(2, function=save_and_evaluate)
+    run, count = replaced(2, function=save_and_evaluate, **{when: batch})
+    assert count == 1
+    assert_as_undisturbed(run, expected)
+    if when == "dies_in":
+        assert batch in run[1][1], "the new process has the evaluation too"
 
 
 def train_on_another_loader(dies_after: int | None = None) -> Any:

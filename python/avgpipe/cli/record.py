@@ -126,25 +126,26 @@ class Standing(Copies):
     def __init__(self, every_s: float) -> None:
         super().__init__(every_s)
         self.given: dict[str, Any] | None = None
-        self._segment: dict[str, Any] | None = None
+        self._segments: deque[dict[str, Any]] = deque(maxlen=_LATEST)
         self._rows: deque[dict[str, Any]] = deque(maxlen=_LATEST)
 
     def segment(self, values: dict[str, Any]) -> None:
         """Note the segment that begins."""
-        self._segment = {
-            "segment": values,
-            "begun_at": time.monotonic(),
-        }  # one clock for all processes of a host
+        # One clock for all processes of a host.
+        self._segments.append({"segment": values, "begun_at": time.monotonic()})
 
     def row(self, row: Mapping[str, Any]) -> None:
         """Note the row of a batch, which the first rank may not have written when it is lost."""
         self._rows.append({"kind": "train", **row})
 
     def give(self, batches: int) -> dict[str, Any] | None:
-        return None if self._segment is None else {**self._segment, "rows": [*self._rows]}
+        begun = [one for one in self._segments if one["segment"]["first"] <= batches]
+        return {**begun[-1], "rows": [*self._rows]} if begun else None
 
     def take(self, given: dict[str, Any] | None) -> None:
         self.given = given
+        if given is not None:
+            self._segments.append({name: given[name] for name in ("segment", "begun_at")})
 
     def rows(self, folder: Path, batches: int) -> list[dict[str, Any]]:
         """Return the rows of the run's first ``batches`` batches, for a process that replaces another."""

@@ -282,7 +282,7 @@ class StateCopies:
         where there is none.
 
         Args:
-            earliest: batches before the last call that a new rank does not make; -1 if there is none.
+            earliest: batches before the last call that a new rank cannot make; -1 if there is none.
             latest: batches after which a new rank would miss what this one does; infinity on a new one.
             has_all: whether this rank has all batches and calls since the beginning.
         """
@@ -302,7 +302,7 @@ class StateCopies:
             if len(lacking) == world.size:
                 what = "no copy is whole yet, and a call before the first batch cannot be repeated"
             elif is_there:
-                calls = "calls between batches, such as save() and evaluate()"
+                calls = "calls between batches, such as load() and predict()"
                 what = f"no copy has been taken since {calls}, which a new process would not make"
             raise PipelineError(f"{what}: go on from a checkpoint")
         batches: int = max(usable)

@@ -65,6 +65,12 @@ class Recovery(Policy):
         self._first = self._loads = 0  # the number of the first one; loads so far
         self._calls: list[_EarlyCall] = []
         self._ahead: list[list[Any]] = []  # results of calls of others that this process has not made yet
+        # Results, each in a list, of calls after the first batch that need not be made again, by their places: how many
+        # results came before the call, and its number among the calls there. [None] for a save.
+        self._found: dict[tuple[int, int], list[Any]] = {}
+        self._place = 0, 0  # of the last call
+        self._value: list[Any] = []  # what once() has found in it
+        self._is_calling = self._is_finding = False
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
 
     def check(self, spec: Spec) -> None:
@@ -96,6 +102,7 @@ class Recovery(Policy):
             self._loads += 1
             self._copies.forget()
             feed.kept.clear()
+            self._found.clear()  # batches may count from an earlier one again
             if self._has_begun:
                 self._called = feed.next_batch
             else:
@@ -109,6 +116,7 @@ class Recovery(Policy):
             return
         self._has_begun, self._ahead = True, []
         if session.world.size == 1:
+            self._found = {}
             return
         feed, copies, plan = _feed(session), self._copies, session.spec.running
         copies.collect()
@@ -124,18 +132,35 @@ class Recovery(Policy):
         del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
         if copies.oldest > self._first:
             self._calls = []
+        self._found = {place: found for place, found in self._found.items() if place[0] > copies.oldest}
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
     def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
         """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
+        if self._is_calling:  # from within a function that once() calls
+            return act()
         if self._ahead and self._ahead[0] == [None]:
             return cast(T, self._take())
+        self._is_calling = True
+        try:
+            return self._call(session, act, given)
+        finally:
+            self._is_calling = False
+
+    def _call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
         # A repeated call must draw the same random numbers, such as a loader's seed.
         begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
         again = None if any(isinstance(value, Iterator) for value in given) else partial(_repeat, act, begin)
-        count, loads = len(self._calls), self._loads
+        count, before = len(self._calls), (self._loads, len(self._set_flags))
+        place = self._place = self._following(session)
         while True:
+            known = self._found.get(
+                place
+            )  # others have made this call, and this process goes the same way again
+            if known == [None]:
+                return cast(T, None)
+            self._value = []
             try:
                 found = act()
             except LOST as loss:
@@ -148,9 +173,18 @@ class Recovery(Policy):
                 self._note_call(session, count, [], again)
                 raise
             else:
-                changes_nothing = found is None and self._loads == loads
-                self._note_call(session, count, [None] if changes_nothing else [], again)
+                if known is None:
+                    changes_nothing = found is None and self._loads == before[0]
+                    keeps_flags = len(self._set_flags) == before[1]
+                    if self._has_begun and (self._value or (changes_nothing and keeps_flags)):
+                        self._found[place] = self._value or [None]
+                    self._note_call(session, count, [None] if changes_nothing else [], again)
                 return found
+
+    def _following(self, session: Session) -> tuple[int, int]:
+        """Return the place of the next call."""
+        results, (last, number) = _feed(session).next_result, self._place
+        return results, number + 1 if results == last else 0
 
     def _note_call(
         self, session: Session, count: int, found: list[Any], again: Callable[[], None] | None
@@ -161,7 +195,8 @@ class Recovery(Policy):
         """
         self._copies.ask_for_one()
         if self._has_begun:
-            self._called = max(self._called, session.feed.next_batch)
+            if self._place not in self._found:
+                self._called = max(self._called, session.feed.next_batch)
         elif len(self._calls) == count:  # else once() has noted its result
             if found or again is not None:
                 self._ahead = self._ahead[1:]
@@ -172,8 +207,18 @@ class Recovery(Policy):
     def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
         if self._ahead and self._ahead[0]:
             return self._take()
-        found = find()
-        if not self._has_begun:
+        if known := self._found.get(self._place):
+            return known[0]
+        if self._is_finding:  # the result of the call around it has this one
+            return find()
+        self._is_finding = True
+        try:
+            found = find()
+        finally:
+            self._is_finding = False
+        if self._has_begun:
+            self._value = [found]
+        else:
             self._calls.append(_EarlyCall([found]))
         return found
 
@@ -271,6 +316,9 @@ class Recovery(Policy):
         found = max(world.gather([call.found for call in self._calls]), key=len)
         self._has_begun = batches > 0
         self._ahead = [] if batches else found[len(self._calls) :]
+        # A process whose script continues from there makes calls after later results, and none before.
+        later = [row for rows in world.gather([*self._found.items()]) for row in rows]
+        self._found = {(at, number): value for (at, number), value in later if at > batches}
         given = world.gather(None if latest == math.inf else self._asked.give(batches))
         if latest == math.inf:
             self._asked.take(next((value for value in given if value is not None), None))
