@@ -243,6 +243,7 @@ PLACES = {
     "first validation": {"phase": "evaluation"},
     "first save": {"phase": "save", "action": "written"},
     "first epoch": {"phase": "training", "batch": 50},
+    "later save": {"phase": "save", "action": "written", "after": 1},
     "second epoch": {"phase": "update", "batch": 110},
 }
 

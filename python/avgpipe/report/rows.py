@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -25,11 +25,13 @@ _OF_WORKLOAD = ("preset", "batch_size", "metric_name", "lower_is_better", "title
 
 def of_all(pipeline: Pipeline, what: str, value: Any) -> list[Any]:
     """Return a small value of every rank; it is gathered again if a rank is replaced meanwhile."""
+    found: list[Any] = _measured(pipeline, what, lambda: pipeline.world.gather(value))
+    return found
 
-    def gather() -> list[Any]:
-        return pipeline.world.gather(value)
 
-    return pipeline.once(what, gather) if pipeline.has_copies else gather()
+def _measured(pipeline: Pipeline, what: str, measure: Callable[[], Any]) -> Any:
+    """Return what all ranks measure together; a process that replaces another gets the others' result."""
+    return pipeline.once(what, measure) if pipeline.has_copies else measure()
 
 
 class RowMaker:
@@ -69,7 +71,7 @@ class RowMaker:
         found: dict[str, Any] = {"loss": done.loss, "metric": metric, "metrics": metrics}
         speed = self._since_last_validation(pipeline, done, steps)
         if pipeline.plan.pipelines > 1:
-            found["distances"] = asdict(pipeline.distances())
+            found["distances"] = _measured(pipeline, "distances", lambda: asdict(pipeline.distances()))
         skipped, peaks = self.of_ranks(pipeline)
         facts: dict[str, Any] = {"skipped_updates": skipped, "peak_memory_bytes": peaks}
         if self._warnings and not done.batches:
@@ -96,9 +98,10 @@ class RowMaker:
         if done.batches == before.batches:
             return {}
         seconds = done.seconds - before.seconds
+        busy = _measured(pipeline, "busy shares", lambda: pipeline.busy_fractions(first))
         return {
             "samples_per_second": (done.samples - before.samples) / seconds if seconds > 0 else None,
-            "worker_busy_fraction": [round(share, 4) for share in pipeline.busy_fractions(first)],
+            "worker_busy_fraction": [round(share, 4) for share in busy],
         }
 
     def of_ranks(self, pipeline: Pipeline) -> tuple[int, list[int]]:
