@@ -128,8 +128,8 @@ def may_leave(
         group
         for group, left_at in ((groups[number], left_at) for number, left_at in leavers.items())
         if not group.is_lost
-        and not (ended and leaves_unfinished(group))
         and all(ended[h] >= left_at for h in slowest if h != group.host)
+        and not (ended and leaves_unfinished(group))
     ]
 
 
