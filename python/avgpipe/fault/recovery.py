@@ -155,9 +155,8 @@ class Recovery(Policy):
         count, before = len(self._calls), (self._loads, len(self._set_flags))
         place = self._place = self._following(session)
         while True:
-            known = self._found.get(
-                place
-            )  # others have made this call, and this process goes the same way again
+            # Of a call that others have made, and this process makes as it goes the same way again.
+            known = self._found.get(place)
             if known == [None]:
                 return cast(T, None)
             self._value = []
