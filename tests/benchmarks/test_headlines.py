@@ -52,7 +52,6 @@ HEADLINES = {
     "faults-lost-worker-*": LATE,
     "faults-lost-pipeline-*": APART,
     "faults-training-*": APART,
-    "faults-hosts-*": APART,
 }
 """What was asked for beside sizes and schedule, of records with several pipelines."""
 
@@ -70,6 +69,8 @@ OTHERS = {
     "overlap-audit-*": "timed, with and without the audit",
     "report-page-*": "no plan",
     "slips-*": "staleness 0, as the page says: equality with one device is asked",
+    "hosts-*": "timed, as the page says without the warm-up, and within it",
+    "faults-pauses-*": "timed, around faults",
     "versions-*": "timed, in both versions alike",
     "simulation-*": "simulated: no training",
 }

@@ -19,6 +19,7 @@ from avgpipe.ranks import met, rendezvous
 from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.met import gather
 from avgpipe.ranks.world import meet
+from tests.patience import limit
 from tests.runner import Ranks, run
 
 VALUES = [
@@ -150,15 +151,13 @@ def test_nothing_of_the_package_unpickles() -> None:
     assert found == {("codec.py", "treespec_loads(")}  # behind check_structure
 
 
-def test_a_rank_hears_of_a_loss_from_neighbours_that_break_off_though_their_groups_are_still_referred_to() -> (
-    None
-):
+def test_who_breaks_off_ends_a_collective_though_something_refers_to_the_group() -> None:
     store, lost = HashStore(), 2
     gloo: Any = torch.distributed.ProcessGroupGloo  # type: ignore[attr-defined]
     kept = []  # as by a traceback
 
     def act(rank: int) -> str:
-        group = gloo(store, rank, 4, timedelta(seconds=20))
+        group = gloo(store, rank, 4, timedelta(seconds=limit(20)))
         kept.append(group)
         if rank == lost:
             return "silent"
@@ -174,4 +173,4 @@ def test_a_rank_hears_of_a_loss_from_neighbours_that_break_off_though_their_grou
 
     with ThreadPoolExecutor(4) as pool:
         opposite, *_ = pool.map(act, range(4))
-    assert "losed by peer" in opposite
+    assert "Connection" in opposite, "closed or reset; not timed out"
