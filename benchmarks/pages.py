@@ -170,7 +170,7 @@ TABLES: dict[str, Callable[..., str]] = {
         *(slips.slips_count, slips.slips_plans, slips.slips_silent, slips.slips_design, slips.slips_ranks),
         *(families.families_count, families.families_not_equal, families.families_equal),
         *(faults.faults_pauses, faults.faults_lost_pipeline, faults.faults_lost_worker),
-        *(faults.faults_copies, faults.faults_copies_memory, faults.faults_hosts),
+        *(faults.faults_copies, faults.faults_copies_memory),
         *(exchange.exchange_seconds, exchange.exchange_bytes),
         *(exchange.members_promises, exchange.members_seconds, exchange.members_cost, exchange.members_sizes),
         *(hosts.hosts_steps, hosts.hosts_speeds),

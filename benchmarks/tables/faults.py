@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from benchmarks.tables.markdown import MIB, NOTHING, Record, against, table
 
 _KILL_PAUSE_S = 0.5  # bar
+_NOTICED_S = 1.0  # after the timeout
 _WRONG = ("samples", "exit codes", "left over")
 _KILL_S, _BACK_S, _COST_PERCENT = 2.0, 5.0, 2.0  # bars
 
@@ -51,7 +52,7 @@ def faults_pauses(record: Record) -> str:
     groups = dict.fromkeys((trial["case"], trial["kind"]) for trial in record["trials"])
     for case, kind in groups:
         trials = [t for t in record["trials"] if (t["case"], t["kind"]) == (case, kind)]
-        bar = _KILL_PAUSE_S if kind == "kill" else record["timeout_s"]
+        bar = _KILL_PAUSE_S if kind == "kill" else record["timeout_s"] + _NOTICED_S
         wrong = [
             sum(any(text.startswith(column) for text in t["wrong"]) for t in trials) for column in _WRONG
         ]
@@ -145,21 +146,6 @@ def faults_copies_memory(record: Record) -> str:
         "MiB | its own state: | two copies of it and its neighbour's: | measured: | a run without copies:"
     )
     return table(header, rows)
-
-
-def faults_hosts(record: Record) -> str:
-    """A row for each way."""
-    rows = [
-        (
-            row["name"],
-            f"{1e3 * row['median_s']:.0f}",
-            f"{1e3 * row['quartile1_s']:.0f}-{1e3 * row['quartile3_s']:.0f}",
-            "" if number == 0 else f"{100 * row['cost']:.1f} %",
-            f"{row['command_mib']:.0f}",
-        )
-        for number, row in enumerate(record["rows"])
-    ]
-    return table("| ms/step: | quartiles: | cost: | MiB of the larger command:", rows)
 
 
 def _spread(seconds: Iterable[float], most: float | None = None) -> tuple[str, str]:

@@ -131,13 +131,13 @@ def test_pauses_are_beside_their_bar_and_broken_promises_are_counted() -> None:
     }
     good["pause_later_s"] = 0.1
     bad = {**good, "pause_s": 0.7, "back_after_s": None, "wrong": ["samples: a", "samples: b", "hangs: c"]}
-    late = {**good, "kind": "stop", "pause_s": 5.5}
+    late = {**good, "kind": "stop", "pause_s": 6.5}
     found = faults_pauses({"timeout_s": 5.0, "trials": [good, good, bad, late]}).splitlines()
     ours = "| 3 hosts, kill | 3 | 0.5 s | 0.20 s | **0.70** s | 0.10 s | 6.00 s | 6.00 s | **1** | 0 | 0 | **1** |"
     assert found[-2] == ours
     assert (
         found[-1]
-        == "| 3 hosts, stop | 1 | 5 s | **5.50** s | **5.50** s | 0.10 s | 6.00 s | 6.00 s | 0 | 0 | 0 | 0 |"
+        == "| 3 hosts, stop | 1 | 6 s | **6.50** s | **6.50** s | 0.10 s | 6.00 s | 6.00 s | 0 | 0 | 0 | 0 |"
     )
 
 
