@@ -22,7 +22,6 @@ _LIMIT = 2  # of waits, in the timeouts after which the coordinator aborts them
 _SEGMENT = 2**20  # bytes, of a message
 _RESULT = 2**20  # tags from here on are of sums
 _TEXT = 2**21 - 1  # of texts
-_TEXT = 2**21 - 1
 
 
 class Meeting(dist.Store):  # type: ignore[name-defined,misc]

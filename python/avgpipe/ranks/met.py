@@ -113,7 +113,7 @@ class Met(World):
             work.wait(self._limit)
 
     def disconnect(self) -> None:
-        if self.group is not None:  # in the midst of its making
+        if self.group is not None:  # else it was lost while they connected
             break_off(self.group, (self.rank + 1) % self.size)
 
     # ---- failures ------------------------------------------------------------------------------------------------
