@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import time
@@ -17,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from avgpipe import CheckpointError, Copies, PeerLost, Pipeline, PipelineTimeout, Plan
+from avgpipe import CheckpointError, Copies, PeerLost, Pipeline, PipelineError, PipelineTimeout, Plan
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
 from avgpipe.fault.generation import announcement, prospect, waited_for
-from avgpipe.fault.recovery import Recovery
+from avgpipe.fault.recovery import Recovery, _Call
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
 from avgpipe.links.link import Message
@@ -250,8 +251,8 @@ def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
         policy = p._session.policy
         assert isinstance(policy, Recovery)
         state = p.state_dict()
-        calls = json.loads(json.dumps([call.found for call in policy._calls]))
-        assert calls[1:] == [[None], [7], []]  # all make the last one again
+        calls = [_Call(*json.loads(json.dumps(call[:2]))) for call in policy._calls]
+        assert [call.found for call in calls[1:]] == [[None], [7], []]  # all make the last one again
     with made() as p:
         policy = p._session.policy
         assert isinstance(policy, Recovery)
@@ -261,7 +262,7 @@ def test_a_new_process_gets_what_calls_before_the_first_batch_have_found(
         assert p.once("seven", lambda: 8) == seven
         assert p.state_dict().keys() == state.keys()
         assert p.once("eight", lambda: 8) == 8
-        assert [call.found for call in policy._calls] == [*calls, [8]]
+        assert [call[:2] for call in policy._calls] == [*(call[:2] for call in calls), ("once('eight')", [8])]
         assert policy._called == -1
         with pytest.raises(ValueError, match="weights must be"):
             p.evaluate(iter(given(2)), weights=7)
@@ -280,7 +281,7 @@ def test_later_calls_that_find_a_value_or_nothing_need_not_be_made_again(
             assert p.once("a call within another", lambda: p.evaluate(given(2)).loss) == loss
         policy = p._session.policy
         assert isinstance(policy, Recovery)
-        evaluation, save, outer = (policy._found[1, n] for n in range(3))
+        evaluation, save, outer = (policy._found[1, n].found for n in range(3))
         assert (evaluation[0]["loss"], save, outer) == (loss, [None], [loss])
         assert policy._called == -1
         policy._place = 1, -1  # as a new process, which makes them once more
@@ -293,6 +294,35 @@ def test_later_calls_that_find_a_value_or_nothing_need_not_be_made_again(
         p.requires_grad_("0", False)
         assert policy._found == found, "batches before it trained all weights"
         assert policy._called == 1
+
+
+def test_a_new_process_that_makes_other_calls_than_the_others_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(STORE_FILE, "")
+    monkeypatch.setenv("TEST_FOLDER", "")
+    with made() as p:
+        policy = p._session.policy
+        assert isinstance(policy, Recovery)
+        policy._ahead = [_Call("evaluate()", [None])]
+        with pytest.raises(
+            PipelineError, match=r"calls wait_for_save\(\) after 0 .* have called evaluate\(\):"
+        ):
+            p.wait_for_save()
+        policy._ahead = []
+        for _ in p.train(given(1)):
+            assert p.once("a value", lambda: 7) == 7
+        policy._place, policy._made = (1, -1), 2
+        for name in ("once('other')", "evaluate()"):
+            policy._found[1, 0] = policy._found[1, 0]._replace(name=name)
+            with pytest.raises(PipelineError, match="give"):
+                p.once("a value", lambda: 8)
+            policy._place = 1, -1
+        policy._found[1, 0] = policy._found[1, 0]._replace(name="once('a value')")
+        assert p.once(find=lambda: 8, what="a value") == 7
+        with pytest.raises(PipelineError, match=r"calls save\(\) after 1 results, .* made no further call:"):
+            p.save(tmp_path / "not written")
+        assert not (tmp_path / "not written").exists()
 
 
 def die_early(phase: str, rank: int, end: str) -> None:
@@ -689,6 +719,35 @@ def save_and_evaluate(dies_in: int | None = None, dies_after: int | None = None)
             if result.batch == dies_after:
                 dies(1)
         return losses, seen, p.state_dict()
+
+
+def keep_the_best() -> str:
+    """Save what has the best loss so far, which a new process does not remember; return the error."""
+    is_first = os.environ[GENERATION] == "0"
+    best = 0.0 if is_first else math.inf
+    set_interval(6)
+    try:
+        with made(SHARED) as p:
+            for result in p.train(given(2 * BATCHES)[p.batches :]):
+                if result.batch == 15:
+                    if is_first:
+                        send_copies(p)
+                    if result.loss < best:
+                        p.save(Path(os.environ["TEST_FOLDER"], "best"))
+                    p.evaluate(given()[:2])
+                    dies(1)
+    except PipelineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_new_process_that_does_not_remember_the_best_loss_ends_the_run() -> None:
+    (first, second), count = replaced(2, function=keep_the_best)
+    assert count == 1
+    assert "calls save() after 16 results, where the others have called evaluate()" in second
+    assert "rank 1" in first
 
 
 @pytest.mark.ranks

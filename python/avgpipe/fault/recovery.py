@@ -38,14 +38,16 @@ def _nothing() -> None:
     pass
 
 
-class _EarlyCall(NamedTuple):
-    """A call before the first batch, which a process that replaces another makes, too.
+class _Call(NamedTuple):
+    """A call of the user's that a process which replaces another makes, too.
 
     Attributes:
-        found: its result for that process, in a list; empty if all make it again together.
+        name: such as ``once('best')``.
+        found: its result for that process, in a list; [None] for a save; empty if all make it again together.
         repeat: makes it again.
     """
 
+    name: str
     found: list[Any]
     repeat: Callable[[], None] = _nothing
 
@@ -63,12 +65,13 @@ class Recovery(Policy):
         self._called = -1  # batches before the last call that no new process makes; -1: there is none
         self._has_begun = False  # a batch
         self._first = self._loads = 0  # the number of the first one; loads so far
-        self._calls: list[_EarlyCall] = []
-        self._ahead: list[list[Any]] = []  # results of calls of others that this process has not made yet
-        # Results, each in a list, of calls after the first batch that need not be made again, by their places: how many
-        # results came before the call, and its number among the calls there. [None] for a save.
-        self._found: dict[tuple[int, int], list[Any]] = {}
-        self._place = 0, 0  # of the last call
+        self._calls: list[_Call] = []  # before the first batch
+        self._ahead: list[_Call] = []  # those of others that this process has not made yet
+        # Calls after the first batch that need not be made again, by their places: how many results came before the
+        # call, and its number among the calls there.
+        self._found: dict[tuple[int, int], _Call] = {}
+        self._made = 0  # the others have made all calls after fewer results than this
+        self._place, self._name = (0, 0), ""  # of the last call
         self._value: list[Any] = []  # what once() has found in it
         self._is_calling = self._is_finding = False
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
@@ -103,6 +106,7 @@ class Recovery(Policy):
             self._copies.forget()
             feed.kept.clear()
             self._found.clear()  # batches may count from an earlier one again
+            self._made = 0
             if self._has_begun:
                 self._called = feed.next_batch
             else:
@@ -136,11 +140,13 @@ class Recovery(Policy):
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
-    def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
+    def call(self, session: Session, name: str, act: Callable[[], T], given: Sequence[Any]) -> T:
         """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
         if self._is_calling:  # from within a function that once() calls
             return act()
-        if self._ahead and self._ahead[0] == [None]:
+        self._place, self._name = self._following(session), _named(name, given)
+        self._compare()
+        if self._ahead and self._ahead[0].found == [None]:
             return cast(T, self._take())
         self._is_calling = True
         try:
@@ -153,11 +159,11 @@ class Recovery(Policy):
         begin = [(g, g.get_state()) for g in generators_of(session.spec.device)]
         again = None if any(isinstance(value, Iterator) for value in given) else partial(_repeat, act, begin)
         count, before = len(self._calls), (self._loads, len(self._set_flags))
-        place = self._place = self._following(session)
+        place, name = self._place, self._name
         while True:
             # Of a call that others have made, and this process makes as it goes the same way again.
             known = self._found.get(place)
-            if known == [None]:
+            if known and known.found == [None]:
                 return cast(T, None)
             self._value = []
             try:
@@ -176,9 +182,21 @@ class Recovery(Policy):
                     changes_nothing = found is None and self._loads == before[0]
                     keeps_flags = len(self._set_flags) == before[1]
                     if self._has_begun and (self._value or (changes_nothing and keeps_flags)):
-                        self._found[place] = self._value or [None]
+                        self._found[place] = _Call(name, self._value or [None])
                     self._note_call(session, count, [None] if changes_nothing else [], again)
                 return found
+
+    def _compare(self) -> None:
+        """Raise PipelineError if this process, which replaces another, makes another call than the others."""
+        (results, _), known = self._place, self._ahead[0] if self._ahead else self._found.get(self._place)
+        if known.name == self._name if known else results >= self._made:
+            return
+        others = f"called {known.name}" if known else "made no further call"
+        raise PipelineError(
+            f"this process replaces another one, and calls {self._name} after {results} results, where the others "
+            f"have {others}: a script must make the same calls as theirs after each result. What it remembers, such "
+            "as the best loss so far, a subclass of avgpipe.Copies passes on by give() and take()"
+        )
 
     def _following(self, session: Session) -> tuple[int, int]:
         """Return the place of the next call."""
@@ -190,7 +208,7 @@ class Recovery(Policy):
     ) -> None:
         """Note that all ranks have made a call, which a restart from an earlier batch would repeat.
 
-        ``count``: noted calls before it. ``found``: see :class:`_EarlyCall`. ``again``: makes it again, if it can be.
+        ``count``: noted calls before it. ``found``: see :class:`_Call`. ``again``: makes it again, if it can be.
         """
         self._copies.ask_for_one()
         if self._has_begun:
@@ -199,15 +217,15 @@ class Recovery(Policy):
         elif len(self._calls) == count:  # else once() has noted its result
             if found or again is not None:
                 self._ahead = self._ahead[1:]
-                self._calls.append(_EarlyCall(found, again or _nothing))
+                self._calls.append(_Call(self._name, found, again or _nothing))
             else:
                 self._called = session.feed.next_batch + 1
 
     def once(self, session: Session, what: str, find: Callable[[], Any]) -> Any:
-        if self._ahead and self._ahead[0]:
+        if self._ahead and self._ahead[0].found:
             return self._take()
         if known := self._found.get(self._place):
-            return known[0]
+            return known.found[0]
         if self._is_finding:  # the result of the call around it has this one
             return find()
         self._is_finding = True
@@ -218,12 +236,12 @@ class Recovery(Policy):
         if self._has_begun:
             self._value = [found]
         else:
-            self._calls.append(_EarlyCall([found]))
+            self._calls.append(_Call(self._name, [found]))
         return found
 
     def _take(self) -> Any:
         """Return what a call found that the others have made before."""
-        self._calls.append(_EarlyCall(self._ahead.pop(0)))
+        self._calls.append(self._ahead.pop(0))
         return self._calls[-1].found[0]
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
@@ -238,6 +256,7 @@ class Recovery(Policy):
             self._draw_as_at_first()
         else:
             returned = feed.next_result
+            self._made = returned + (not in_call)
             self._recover(session, loss, max(0, returned - in_call), returned)
 
     def _recover(
@@ -312,12 +331,14 @@ class Recovery(Policy):
             set_requires_grad(worker, find_parameters(model, names), flag)
         has_all = self._called < 0 and len(before.kept) == before.next_batch - self._first
         batches = self._copies.go_back(world, model, worker, self._called, latest, has_all)
-        found = max(world.gather([call.found for call in self._calls]), key=len)
+        calls = max(world.gather([call[:2] for call in self._calls]), key=len)
         self._has_begun = batches > 0
-        self._ahead = [] if batches else found[len(self._calls) :]
+        self._ahead = [] if batches else [_Call(*call) for call in calls[len(self._calls) :]]
         # A process whose script continues from there makes calls after later results, and none before.
-        later = [row for rows in world.gather([*self._found.items()]) for row in rows]
-        self._found = {(at, number): value for (at, number), value in later if at > batches}
+        later = [(*place, *call[:2]) for place, call in self._found.items() if place[0] > batches]
+        rows = [row for rows in world.gather(later) for row in rows]
+        self._found = {(at, number): _Call(*call) for at, number, *call in rows}
+        self._made = max(world.gather(self._made))
         given = world.gather(None if latest == math.inf else self._asked.give(batches))
         if latest == math.inf:
             self._asked.take(next((value for value in given if value is not None), None))
@@ -334,6 +355,12 @@ class Recovery(Policy):
             session.train_on()
             if session.feed.results:
                 session.feed.results.popleft()
+
+
+def _named(name: str, given: Sequence[Any]) -> str:
+    """Return a call as it is named to users; a call of once() by what it finds, too."""
+    what = next((value for value in given if isinstance(value, str)), None) if name == "once" else None
+    return f"{name}()" if what is None else f"{name}({what!r})"
 
 
 def _set(states: Sequence[tuple[torch.Generator, torch.Tensor]]) -> None:

@@ -49,8 +49,8 @@ class Policy:
 
     # ---- ranks that are lost -----------------------------------------------------------------------------------------
 
-    def call(self, session: Session, act: Callable[[], T], given: Sequence[Any]) -> T:
-        """Return what ``act()`` returns, a call of the user's with the arguments ``given``."""
+    def call(self, session: Session, name: str, act: Callable[[], T], given: Sequence[Any]) -> T:
+        """Return what ``act()`` returns, a call of the user's of a method ``name`` with the arguments ``given``."""
         return act()
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:

@@ -234,6 +234,7 @@ def recovering(call: _Call) -> _Call:
     @wraps(call)
     def again(self: Any, *args: Any, **options: Any) -> Any:
         session = self._session
-        return session.policy.call(session, partial(call, self, *args, **options), (*args, *options.values()))
+        act = partial(call, self, *args, **options)
+        return session.policy.call(session, call.__name__, act, (*args, *options.values()))
 
     return cast(_Call, again)
