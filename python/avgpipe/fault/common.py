@@ -18,7 +18,6 @@ class CommonResults:
 
     def __init__(self) -> None:
         self._once: dict[tuple[str, int, int], _Once] = {}
-        self._found: dict[tuple[str, int, int], Any] = {}
         self._found_at = float("-inf")  # on the monotonic clock
 
     @property
@@ -30,10 +29,14 @@ class CommonResults:
     def ask(
         self, group: int, what: str, number: int, turn: int, batches: int, reply: Callable[[Any], None]
     ) -> None:
-        once = self._once.setdefault((what, number, turn), _Once(turn, batches))
+        # A pipeline that joins later does not know the batches before the first step of a resumed run.
+        once = self._once.setdefault((what, number, turn), _Once(turn, batches if turn else 0))
         once.ask(group, reply)
-        while len(self._once) > _KNOWN:  # drop the oldest, whose results all have received long ago
-            del self._once[next(iter(self._once))]
+        if (
+            len(self._once) > _KNOWN
+        ):  # drop the oldest, which all have received; the last, one before the first batch
+            known = (name for name, old in self._once.items() if old.batches and old.reply)
+            del self._once[next(known, next(iter(self._once)))]
 
     def choose(self, is_near: Callable[[int], bool], may_ask_near: Callable[[int], bool]) -> None:
         """Choose a group to compute each requested result; a near one, if one of them will request it.
@@ -45,23 +48,13 @@ class CommonResults:
                 once.choose(is_near if may_ask_near(once.turn) else lambda group: True)
 
     def done(self, what: str, number: int, turn: int, value: Any) -> None:
-        once = self._once[what, number, turn]
-        once.done(value)
-        # A pipeline that joins later does not know the batches before the first step of a resumed run.
-        self._note_found((what, number, once.batches if turn else 0), value)
+        self._once[what, number, turn].done(value)
         self._found_at = time.monotonic()
 
-    def found(self, what: str, number: int, batches: int) -> list[Any]:
-        """Return the result from after ``batches`` batches in a list; empty if it is not known."""
-        name = what, number, batches
-        return [self._found[name]] if name in self._found else []
-
-    def _note_found(self, name: tuple[str, int, int], value: Any) -> None:
-        """Keep a result for pipelines that join later; one from before the first batch is kept for ever."""
-        self._found[name] = value
-        if len(self._found) > _KNOWN:
-            oldest = next((known for known in self._found if known[-1] > 0), name)
-            del self._found[oldest]
+    def found(self, what: str, number: int, batches: int) -> dict[str, Any]:
+        """Return the reply with the result from after ``batches`` batches; empty if it is not known."""
+        of_name = [one for name, one in self._once.items() if name[:2] == (what, number) and one.reply]
+        return next((one.reply for one in reversed(of_name) if one.batches == batches), {})
 
     def gone(self, group: int) -> None:
         for once in self._once.values():
@@ -73,19 +66,22 @@ class _Once:
 
     Args:
         turn: the step that follows.
-        batches: the number of the loader's batches before it.
+        batches: the number of the loader's batches before it, as pipelines that join later count them.
+
+    Attributes:
+        reply: with the value; empty before it is known.
     """
 
     def __init__(self, turn: int, batches: int) -> None:
         self.turn, self.batches = turn, batches
         self._doer: int | None = None  # the number of a group
-        self._value: list[Any] = []
+        self.reply: dict[str, Any] = {}
         self._waiting: list[tuple[int, Callable[[Any], None]]] = []
 
     @property
     def is_under_way(self) -> bool:
         """Whether a group is computing it."""
-        return self._doer is not None and not self._value
+        return self._doer is not None and not self.reply
 
     @property
     def is_awaited(self) -> bool:
@@ -94,8 +90,8 @@ class _Once:
 
     def ask(self, group: int, reply: Callable[[Any], None]) -> None:
         """Answer a process of a group: with the value, with the order to compute it, or later."""
-        if self._value:
-            reply({"value": self._value[0]})
+        if self.reply:
+            reply(self.reply)
         elif self._doer == group:
             reply({})
         else:
@@ -109,13 +105,13 @@ class _Once:
             self.ask(*asked)
 
     def done(self, value: Any) -> None:
-        self._value = [value]
+        self.reply = {"value": value}
         for _, reply in self._waiting:
-            reply({"value": value})
+            reply(self.reply)
         self._waiting = []
 
     def gone(self, group: int) -> None:
         """Forget a group; another one has to compute the result if this one was at it."""
         self._waiting = [waiting for waiting in self._waiting if waiting[0] != group]
-        if self._doer == group and not self._value:
+        if self._doer == group and not self.reply:
             self._doer = None

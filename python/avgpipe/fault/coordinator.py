@@ -243,8 +243,7 @@ class Coordinator:
             self._common.done(*values)
         elif kind == "found":
             request, *name = values
-            found = self._common.found(*name)
-            reply(request, {"value": found[0]} if found else {})
+            reply(request, self._common.found(*name))
         elif kind == "tell" and self._recorder is not None:
             self._recorder.hear(*values)
         elif kind == "ask" and self._recorder is not None:

@@ -17,7 +17,6 @@ there.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -122,9 +121,6 @@ class TurnExchange:
         self._there: dict[int, Processes] = {}  # of terms on this host, by their numbers
         self._first = self._next = 0  # the first step, and the first one that has not ended
         self._known = membership.known
-        self._asked = Counter[str]()  # by name, the requests between two steps
-        self._asked_before = 0  # the later of these two steps
-        self._asked_again = Counter[tuple[str, int]]()  # requests of found_before
         self._ended: dict[int, Published] = {}  # by stage replica, of the last step that has ended
         self.turns: dict[int, Turn] = {}
         self._caps: dict[int, int] = {}  # steps published by lost terms that still count
@@ -388,35 +384,6 @@ class TurnExchange:
             return False
         self.membership.report_late(turn, "" if self._speaker is None else self._speaker.waits_for)
         return True
-
-    # ---- results that one computes for all ---------------------------------------------------------------------------
-
-    def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
-        """Return the result that one pipeline computes for all between two steps, as JSON returns it.
-
-        Another pipeline computes it if that one is lost. Every process calls this before the same step,
-        equally often for each name.
-
-        Args:
-            batches: number of the loader's batches before it: the position at which a pipeline that joins
-                later asks :meth:`found_before`.
-        """
-        turn = self.membership.begun
-        if turn != self._asked_before:
-            self._asked, self._asked_before = Counter(), turn
-        self._asked[what] += 1
-        name = what, self._asked[what], turn
-        known = self.membership.once(*name, batches)
-        if known:
-            return known[0]
-        value = find()
-        self.membership.done(*name, value)
-        return value
-
-    def found_before(self, what: str, batches: int) -> list[Any]:
-        """Return in a list the others' result from after ``batches`` batches; empty if there is none."""
-        self._asked_again[what, batches] += 1
-        return self.membership.found(what, self._asked_again[what, batches], batches)
 
     def close(self, leaves: bool) -> None:
         """``leaves``: whether this pipeline is done; else it counts as lost."""

@@ -210,14 +210,14 @@ class Isolation(Policy):
         A pipeline that joins later repeats what the others have done long ago, and gets the results from
         then.
         """
-        feed, exchange = self.feed, self.exchange
+        feed, launcher = self.feed, self.launcher
         if feed.is_behind:
-            found = exchange.found_before(what, feed.place)
+            found = launcher.found_before(what, feed.place)
             if found:
                 return found[0]
             feed.enter()
             what += ", of one that joined"  # the others request something else before this step
-        return exchange.once(what, feed.next_batch, find)
+        return launcher.once(what, feed.next_batch, find)
 
     def _take_part(self, session: Session) -> Counts | None:
         """Become a member of the run; return the run's position if others train already."""

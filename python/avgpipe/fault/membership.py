@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
@@ -108,6 +109,9 @@ class Membership:
         self._replies: dict[int, Any] = {}
         self._posted: dict[tuple[str, str], str] = {}
         self._requests = 0
+        self._asked = Counter[str]()  # by name, the results requested between two steps
+        self._asked_before = 0  # the later of these two steps
+        self._asked_again = Counter[tuple[str, int]]()  # requests of found_before
         self._is_released = False
         self._lock = threading.Condition()
         self._sending = threading.Lock()
@@ -201,23 +205,30 @@ class Membership:
         """Report that this process has the state that it begins with."""
         self._send_if_alive("has state")
 
-    def once(self, what: str, number: int, turn: int, batches: int) -> list[Any]:
-        """Return another pipeline's result in a list; empty where this one must compute it for `done`.
+    def once(self, what: str, batches: int, find: Callable[[], Any]) -> Any:
+        """Return the result that one pipeline computes for all between two steps, as JSON returns it.
+
+        Another pipeline computes it if that one is lost. Every process calls this before the same step,
+        equally often for each name.
 
         Args:
-            number: how often it was requested before the step.
-            batches: the number of the loader's batches before it.
+            batches: number of the loader's batches before it: the position at which a pipeline that joins
+                later asks :meth:`found_before`.
         """
-        reply = self._request("once", what, number, turn, batches, limit_s=None)
-        return [reply["value"]] if "value" in reply else []
+        if self.begun != self._asked_before:
+            self._asked, self._asked_before = Counter(), self.begun
+        self._asked[what] += 1
+        name = what, self._asked[what], self.begun
+        reply = self._request("once", *name, batches, limit_s=None)
+        if "value" not in reply:
+            reply = {"value": find()}
+            self._send_if_alive("done", *name, reply["value"])
+        return reply["value"]
 
-    def done(self, what: str, number: int, turn: int, value: Any) -> None:
-        self._send_if_alive("done", what, number, turn, value)
-
-    def found(self, what: str, number: int, batches: int) -> list[Any]:
-        """Return in a list the result from after ``batches`` batches; empty if it is not known."""
-        reply = self._request("found", what, number, batches)
-        return [reply["value"]] if "value" in reply else []
+    def found_before(self, what: str, batches: int) -> list[Any]:
+        """Return in a list the others' result from after ``batches`` batches; empty if there is none."""
+        self._asked_again[what, batches] += 1
+        return [*self._request("found", what, self._asked_again[what, batches], batches).values()]
 
     def tell(self, kind: str, *values: Any) -> None:
         """Send a report to the recorder of the run, in the launcher."""
