@@ -145,7 +145,7 @@ class Isolated:
 
     @property
     def terms(self) -> list[Term]:
-        return [term for _, term in sorted(self.coordinator.history.items())]
+        return [term for _, term in sorted(self._members.history.items())]
 
     def counting(self, turn: int) -> list[int]:
         return sorted(s.pipeline for s in self.terms if s.first <= turn < s.counts_until)

@@ -31,7 +31,6 @@ from avgpipe.fault.door import (
 )
 from avgpipe.fault.group import Command, Group, Kill, Say, Send
 from avgpipe.fault.members import Members
-from avgpipe.fault.roster import Term
 from avgpipe.ranks.process import host_here
 
 
@@ -55,6 +54,7 @@ class Coordinator:
 
     Attributes:
         members: the state of the run.
+        far_address: host and port where commands of other hosts find the run; None if they cannot.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Coordinator:
         listening: tuple[socket.socket, str] | None = None,
     ) -> None:
         self.address = address
-        self._far = None if listening is None else called(listening[0])
+        self.far_address = None if listening is None else called(listening[0])
         far = [] if listening is None else [(listening[0], listening[1].encode())]
         self._door = Door([(listen_here(address), token), *far])
         self._lost, self._say, self._recorder, self._let_join = lost, say, recorder, let_join
@@ -81,15 +81,6 @@ class Coordinator:
         self._connections: dict[tuple[int, int], Connection] = {}
         self._selector = selectors.DefaultSelector()  # of all connections
         self._deaf: set[Connection] = set()  # that were cut, as they took no message
-
-    @property
-    def far_address(self) -> str | None:
-        """Host and port where commands of other hosts find the run; None if they cannot."""
-        return self._far
-
-    @property
-    def history(self) -> dict[int, Term]:
-        return self.members.history
 
     def close(self) -> None:
         self._door.close()
@@ -214,7 +205,7 @@ class Coordinator:
         self.members.hello(*place, about, time.monotonic())
         self._unknown.discard(connection)
         self._known[connection], self._connections[place] = place, connection
-        self._send(connection, "welcome", {**progress, "spans_hosts": self._far is not None})
+        self._send(connection, "welcome", {**progress, "spans_hosts": self.far_address is not None})
 
     def _send(self, connection: Connection, *message: Any) -> None:
         self._send_text(connection, encoded(message))

@@ -102,6 +102,8 @@ class TurnExchange:
         wire: dtype in which updates go to other hosts; None: their own.
 
     Attributes:
+        known: the newest of the coordinator's decisions for which this process is prepared.
+        next_turn: the first step that has not ended.
         turns: steps that have ended; the caller removes each that it has handled.
         batches: returns the number of the loader's batches begun.
     """
@@ -119,8 +121,8 @@ class TurnExchange:
         self._facts = {"memory": self.own.facts, "bell": bell}
         self.batches: Callable[[], int] = lambda: membership.batches
         self._there: dict[int, Processes] = {}  # of terms on this host, by their numbers
-        self._first = self._next = 0  # the first step, and the first one that has not ended
-        self._known = membership.known
+        self._first = self.next_turn = 0  # the first step, and the first one that has not ended
+        self.known = membership.known
         self._ended: dict[int, Published] = {}  # by stage replica, of the last step that has ended
         self.turns: dict[int, Turn] = {}
         self._caps: dict[int, int] = {}  # steps published by lost terms that still count
@@ -136,28 +138,18 @@ class TurnExchange:
 
     def enter(self, digests: list[str]) -> int:
         """Become a member; return the first step."""
-        self._first = self._next = self.membership.enter(digests, self._facts)
-        return self._next
-
-    @property
-    def known(self) -> Known:
-        """The newest of the coordinator's decisions for which this process is prepared."""
-        return self._known
-
-    @property
-    def next_turn(self) -> int:
-        """The first step that has not ended."""
-        return self._next
+        self._first = self.next_turn = self.membership.enter(digests, self._facts)
+        return self.next_turn
 
     @property
     def address(self) -> str:
         """The address of this host towards other hosts."""
-        return self.membership.here or self._known.here or "127.0.0.1"
+        return self.membership.here or self.known.here or "127.0.0.1"
 
     # ---- for the membership, in its thread ---------------------------------------------------------------------------
 
     def position(self) -> list[int]:
-        return [self.batches(), self._next, self.own.published()]
+        return [self.batches(), self.next_turn, self.own.published()]
 
     def failed(self, failure: PipelineError) -> None:
         self._mailbox.fail(failure)
@@ -181,7 +173,7 @@ class TurnExchange:
         for caps in (self._caps, self._capped):
             for number in caps.keys() & ended:
                 del caps[number]
-        self._known, self._is_broken = known, False
+        self.known, self._is_broken = known, False
         if self._speaker is None and self._spans_hosts(known.roster):
             self._speaker = named("avgpipe.fault.speaker:Speaker")(self, known)
         self._mailbox.bell.ring()
@@ -194,9 +186,9 @@ class TurnExchange:
             self._halt_speaker()
         for number in lost:
             if (there := self._there.get(number)) is not None and number not in self._caps:
-                self._capped[number] = next(t for t in count(self._next) if not self._whole_by(there, t))
+                self._capped[number] = next(t for t in count(self.next_turn) if not self._whole_by(there, t))
                 self._caps[number] = there.published()
-        whole = next(t for t in count(self._next) if not self._is_whole(t, [self.membership.rank]))
+        whole = next(t for t in count(self.next_turn) if not self._is_whole(t, [self.membership.rank]))
         return whole, {n: self._caps[n] for n in lost if n in self._caps}
 
     def _halt_speaker(self) -> None:
@@ -226,7 +218,7 @@ class TurnExchange:
 
     def may_publish(self, turn: int) -> bool:
         """Whether the memory of a step is free: the step two before it, if any, is applied everywhere here."""
-        there = ((term, self._there.get(term.number)) for term in self._known.roster.present)
+        there = ((term, self._there.get(term.number)) for term in self.known.roster.present)
         rank = self.membership.rank
         return all(
             found is None or term.first + found.ranks[rank].applied() >= turn - 1 for term, found in there
@@ -241,12 +233,12 @@ class TurnExchange:
 
     def may_sum(self, turn: int) -> bool:
         """Whether the sums of a step may begin: it is published here, and the step before is whole for all ranks."""
-        is_next = turn <= self._next or self._is_whole(turn - 1, self._known.facts[self.membership.group])
+        is_next = turn <= self.next_turn or self._is_whole(turn - 1, self.known.facts[self.membership.group])
         return is_next and self.all_near_published(turn) and self.may_publish(turn)
 
     def ring(self) -> None:
         """Wake the processes of this host."""
-        for term in self._known.roster.present:
+        for term in self.known.roster.present:
             if term.number in self._there:
                 self._there[term.number].ring()
 
@@ -268,7 +260,7 @@ class TurnExchange:
 
     def near(self, turn: int) -> dict[int, Term]:
         """Return the terms on this host that count in a step, by pipeline."""
-        counting = self._known.roster.counting(turn)
+        counting = self.known.roster.counting(turn)
         return {i: term for i, term in counting.items() if term.host == self.membership.host}
 
     def all_near_published(self, turn: int) -> bool:
@@ -290,8 +282,8 @@ class TurnExchange:
 
     def _collect(self) -> None:
         """Deliver the steps that have ended."""
-        while self._next < self.membership.begun:
-            turn, known = self._next, self._known
+        while self.next_turn < self.membership.begun:
+            turn, known = self.next_turn, self.known
             is_whole = self._is_whole(turn, known.facts[self.membership.group])
             # A sum of the next epoch must not complete one of this epoch: looked at after the sums.
             if not is_whole or (self._is_broken and not self._is_alone(turn, known)):
@@ -303,7 +295,7 @@ class TurnExchange:
                 self._mailbox.put(key, published)
                 self.turns[turn] = Turn(turn, dict(zip(published.pipelines, published.values)))
             self._ended = found
-            self._next += 1
+            self.next_turn += 1
 
     def _published_here(self, turn: int, place: int) -> Published:
         terms = self.near(turn)
@@ -316,7 +308,7 @@ class TurnExchange:
 
     def _is_whole(self, turn: int, ranks: Iterable[int]) -> bool:
         """Whether this host has all that counts in a step, for some ranks."""
-        if self._is_alone(turn, self._known):
+        if self._is_alone(turn, self.known):
             return self.all_near_published(turn)
         return all(self._who_has(turn, rank) is not None for rank in ranks)
 
@@ -378,8 +370,8 @@ class TurnExchange:
         The coordinator ends the late pipelines, or this one; or this process waits and reports again, while
         others compute a result for all.
         """
-        turn = self._next
-        own = self._known.roster.counting(turn).get(self.membership.pipeline)
+        turn = self.next_turn
+        own = self.known.roster.counting(turn).get(self.membership.pipeline)
         if own is None or turn >= own.first + self._published(own):
             return False
         self.membership.report_late(turn, "" if self._speaker is None else self._speaker.waits_for)

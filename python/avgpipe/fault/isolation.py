@@ -142,29 +142,16 @@ class Isolation(Policy):
     def __init__(self, plan: Plan) -> None:
         self.pipeline = isolated(plan)
         self.join = self._join
-        self._feed: TurnFeed | None = None
-        self._others: OtherPipelines | None = None
+        self.feed: TurnFeed  # of the open session, as the next two
+        self.exchange: TurnExchange
+        self.states: States
 
     def _join(self, worker: Worker) -> OtherPipelines:
-        self._others = OtherPipelines(
+        others = OtherPipelines(
             worker, lambda number, turn: give_state(worker, number, self.feed.before(turn))
         )
-        return self._others
-
-    @property
-    def feed(self) -> TurnFeed:
-        assert self._feed is not None
-        return self._feed
-
-    @property
-    def exchange(self) -> TurnExchange:
-        assert self._others is not None
-        return self._others.exchange
-
-    @property
-    def states(self) -> States:
-        assert self._others is not None
-        return self._others.states
+        self.exchange, self.states = others.exchange, others.states
+        return others
 
     @property
     def launcher(self) -> Membership:
@@ -172,7 +159,7 @@ class Isolation(Policy):
 
     def make_feed(self, session: Session) -> TurnFeed:
         spec = session.spec
-        self._feed = TurnFeed(
+        self.feed = TurnFeed(
             session.worker,
             spec.running,
             session.loader,
@@ -182,7 +169,7 @@ class Isolation(Policy):
             self.exchange,
             self._paces(session) if spec.running.shares > 1 else None,
         )
-        return self._feed
+        return self.feed
 
     def _paces(self, session: Session) -> SharesByPace | None:
         """Return what decides on shares by pace; None where the launcher asked for equal ones."""

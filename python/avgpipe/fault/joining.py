@@ -60,12 +60,16 @@ def leave_address(folder: Path, address: str, token: str) -> None:
 
 
 class Joined:
-    """The launcher's end: processes that another command has started, and reports on."""
+    """The launcher's end: processes that another command has started, and reports on.
+
+    Attributes:
+        is_cut: whether their command has ended without a word.
+    """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._limit = float("inf")  # on the monotonic clock, for their end
-        self._has_ended = self._is_cut = False
+        self._has_ended = self.is_cut = False
 
     def poll_or_kill(self) -> bool | None:
         """Return None while they run; True once all have ended, or the connection to their command."""
@@ -73,13 +77,8 @@ class Joined:
             if not self._has_ended and self._connection.poll(0):
                 self._has_ended = received(self._connection)[0] == ENDED
         except (OSError, EOFError, ValueError):
-            self._has_ended = self._is_cut = True
+            self._has_ended = self.is_cut = True
         return True if self._has_ended or time.monotonic() > self._limit else None
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether their command has ended without a word."""
-        return self._is_cut
 
     def kill(self, why: str, blamed: int | None = None) -> None:
         """Have the command end all, and send it the reason."""
@@ -90,9 +89,6 @@ class Joined:
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
         self.kill("the run has ended")
-
-    def release(self) -> None:
-        self._connection.close()
 
 
 @dataclass(frozen=True)

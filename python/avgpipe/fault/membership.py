@@ -91,6 +91,7 @@ class Membership:
         known: the coordinator's decisions; replaced as a whole.
         begun: how many steps this process has begun; the next has this number.
         here: the address of this host towards the launcher's, if that is another one.
+        failure: the error for which this process can no longer take part in the run.
     """
 
     def __init__(self, rank: int, size: int, name: str, period: int, timeout_s: float) -> None:
@@ -105,7 +106,7 @@ class Membership:
         self._unseen: list[int] = []
         self._is_to_stop = False
         self._stop: int | None = None
-        self._failure: PipelineError | None = None
+        self.failure: PipelineError | None = None
         self._replies: dict[int, Any] = {}
         self._posted: dict[tuple[str, str], str] = {}
         self._requests = 0
@@ -215,10 +216,11 @@ class Membership:
             batches: number of the loader's batches before it: the position at which a pipeline that joins
                 later asks :meth:`found_before`.
         """
-        if self.begun != self._asked_before:
-            self._asked, self._asked_before = Counter(), self.begun
+        turn = self.begun
+        if turn != self._asked_before:
+            self._asked, self._asked_before = Counter(), turn
         self._asked[what] += 1
-        name = what, self._asked[what], self.begun
+        name = what, self._asked[what], turn
         reply = self._request("once", *name, batches, limit_s=None)
         if "value" not in reply:
             reply = {"value": find()}
@@ -265,7 +267,7 @@ class Membership:
         self._send_if_alive("leave", self.begun, published)
         limit_s = max(_RELEASE_S, self.timeout_s)  # a step of other hosts may take that long
         with self._lock:
-            self._lock.wait_for(lambda: self._is_released or self._failure is not None, limit_s)
+            self._lock.wait_for(lambda: self._is_released or self.failure is not None, limit_s)
 
     def close(self) -> None:
         self._is_closed = True
@@ -275,7 +277,7 @@ class Membership:
 
     def _exit(self) -> None:
         """Leave at the end of a script that closes nothing, unless an error has ended it."""
-        if getattr(sys, "last_value", None) is None and self._failure is None:
+        if getattr(sys, "last_value", None) is None and self.failure is None:
             self.leave()
 
     def _request(self, kind: str, *values: Any, limit_s: float | None = -1.0) -> Any:
@@ -287,10 +289,10 @@ class Membership:
 
     def _await(self, done: Callable[[], bool], limit_s: float | None) -> None:
         """Wait with the lock held; without a limit, as long as the launcher sends messages."""
-        if not self._lock.wait_for(lambda: done() or self._failure is not None, limit_s):
+        if not self._lock.wait_for(lambda: done() or self.failure is not None, limit_s):
             raise PipelineTimeout(f"the launcher has not answered within {limit_s:g} s")
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -320,7 +322,7 @@ class Membership:
         if self._is_closed:
             return
         with self._lock:
-            self._failure = failure
+            self.failure = failure
             self._lock.notify_all()
         cut(self._connection)  # else it would be missed only after a timeout
         if self._participant is not None:
@@ -381,11 +383,6 @@ class Membership:
         for number in self._unseen:
             self._send("unseen", number)
         self._is_frozen = False
-
-    @property
-    def failure(self) -> PipelineError | None:
-        """The error for which this process can no longer take part in the run."""
-        return self._failure
 
     def _send(self, *message: Any) -> None:
         text = encoded(message)

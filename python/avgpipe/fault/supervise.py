@@ -194,7 +194,7 @@ class Supervisor:
 
     def history(self) -> dict[str, Any]:
         """Return the pipelines lost and joined so far; steps are counted from 0, over all pipelines."""
-        terms = sorted(self._coordinator.history.items())
+        terms = sorted(self._members.history.items())
         lost = [(term, self._losses[number]) for number, term in terms if number in self._losses]
         lost.sort(key=lambda loss: loss[0].published)
         return {
@@ -292,7 +292,7 @@ class Supervisor:
             }
         number, place = self._new_group(free[0])
         joined, resources = Joined(connection), ExitStack()
-        resources.callback(joined.release)
+        resources.callback(connection.close)
         self._groups[number] = _Launched(free[0], joined, resources)
         where = f" on {about['name']}" if about["is_far"] else ""
         self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
