@@ -146,7 +146,7 @@ def test_a_host_that_is_lost_counts_in_steps_that_were_summed_with_it(exchange: 
     terms.append(Term(2, 2, 0, published=1, end=1, host="there", was_lost=True))
     exchange.adopt(Known(Roster(terms), exchange.known.facts, epoch=1, resume=1))
     exchange._collect()
-    assert [*exchange.turns[0].values] == [0, 1, 2]
+    assert [*exchange.turns[0]] == [0, 1, 2]
 
 
 class _Group:

@@ -21,7 +21,7 @@ from avgpipe import Plan
 from avgpipe.elastic.flat import Arena
 from avgpipe.elastic.optimizer import ElasticAveraging
 from avgpipe.elastic.reference import Reference
-from avgpipe.fault.exchange import Published, Turn
+from avgpipe.fault.exchange import Published
 from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.fault.turn_feed import Counts, TurnFeed
@@ -351,7 +351,7 @@ class One:
         turn = self.here.turn
         self.mailbox[turn] = published
         self.turns.collect()
-        self.exchange.turns[turn] = Turn(turn, dict(zip(published.pipelines, published.values)))
+        self.exchange.turns[turn] = dict(zip(published.pipelines, published.values))
         self.feed.finish_oldest()
         self.feed.results.clear()
 

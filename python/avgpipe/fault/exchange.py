@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Any
 
@@ -26,13 +27,20 @@ import torch
 
 from avgpipe.errors import PipelineError
 from avgpipe.fault.membership import Known, Membership
-from avgpipe.fault.roster import Roster, Term
+from avgpipe.fault.roster import Term
 from avgpipe.fault.slots import Like, ProcessMemory
 from avgpipe.links.link import Key, Mailbox, Message
 from avgpipe.ranks.environment import named
 from avgpipe_ext.ring import Bell, Memory
 
 _KEPT = 4  # epochs of which a process remembers the first step
+
+
+@lru_cache(maxsize=2)
+def _is_alone(turn: int, known: Known) -> bool:
+    """Whether one host alone has a part in a step; asked again and again while it is under way."""
+    # Terms of a lost host count in steps that were summed with it, though it does not speak any more.
+    return len({term.host for term in known.roster.counting(turn).values()}) <= 1
 
 
 @dataclass(frozen=True)
@@ -62,14 +70,6 @@ class Published:
         if len(self.buffers) == len(self.pipelines):
             return self.buffers
         return [[total / len(self.pipelines) for total in total_of] for total_of in self.buffers]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A step that has ended: the values of the pipelines that count in it."""
-
-    number: int
-    values: dict[int, Any]
 
 
 class Processes:
@@ -104,7 +104,8 @@ class TurnExchange:
     Attributes:
         known: the newest of the coordinator's decisions for which this process is prepared.
         next_turn: the first step that has not ended.
-        turns: steps that have ended; the caller removes each that it has handled.
+        turns: by step that has ended, the values of the pipelines that count in it; the caller removes each that it
+            has handled.
         batches: returns the number of the loader's batches begun.
     """
 
@@ -124,13 +125,12 @@ class TurnExchange:
         self._first = self.next_turn = 0  # the first step, and the first one that has not ended
         self.known = membership.known
         self._ended: dict[int, Published] = {}  # by stage replica, of the last step that has ended
-        self.turns: dict[int, Turn] = {}
+        self.turns: dict[int, dict[int, Any]] = {}
         self._caps: dict[int, int] = {}  # steps published by lost terms that still count
         self._capped: dict[int, int] = {}  # and the first step whose sum, made by one of them, does not
         self._valid_from: list[tuple[int, int]] = []  # first steps of epochs, and these
         self._epoch = 0
         self._is_broken = False  # the epoch has ended, and the next one is not known
-        self._asked_alone = -1, membership.known, True
         self._speaker: Any = None
         self._halted: list[Any] = []  # speakers of earlier epochs
         mailbox.sources.append(self._collect)
@@ -174,7 +174,7 @@ class TurnExchange:
             for number in caps.keys() & ended:
                 del caps[number]
         self.known, self._is_broken = known, False
-        if self._speaker is None and self._spans_hosts(known.roster):
+        if self._speaker is None and len({t.host for t in known.roster.terms if not t.was_lost}) > 1:
             self._speaker = named("avgpipe.fault.speaker:Speaker")(self, known)
         self._mailbox.bell.ring()
         self.own.speaker_bell.ring()
@@ -186,7 +186,8 @@ class TurnExchange:
             self._halt_speaker()
         for number in lost:
             if (there := self._there.get(number)) is not None and number not in self._caps:
-                self._capped[number] = next(t for t in count(self.next_turn) if not self._whole_by(there, t))
+                memory = there.ranks[self.membership.rank]
+                self._capped[number] = next(t for t in count(self.next_turn) if not self._has_sums(memory, t))
                 self._caps[number] = there.published()
         whole = next(t for t in count(self.next_turn) if not self._is_whole(t, [self.membership.rank]))
         return whole, {n: self._caps[n] for n in lost if n in self._caps}
@@ -194,9 +195,6 @@ class TurnExchange:
     def _halt_speaker(self) -> None:
         self._speaker.halt()
         self._halted, self._speaker = [*self._halted[-1:], self._speaker], None
-
-    def _spans_hosts(self, roster: Roster) -> bool:
-        return len({term.host for term in roster.terms if not term.was_lost}) > 1
 
     # ---- publishing --------------------------------------------------------------------------------------------------
 
@@ -249,15 +247,6 @@ class TurnExchange:
         """Return the key of a stage replica's message that a step has ended; its value is a `Published`."""
         return Key(Message.REFERENCE_UPDATE, pipeline, place, place, turn, -1)
 
-    def _is_alone(self, turn: int, known: Known) -> bool:
-        """Whether this host alone has a part in a step; asked again and again while it is under way."""
-        asked = self._asked_alone
-        if asked[:2] != (turn, known):
-            # Terms of a lost host count in steps that were summed with it, though it does not speak any more.
-            hosts = {term.host for term in known.roster.counting(turn).values()}
-            asked = self._asked_alone = turn, known, len(hosts) <= 1
-        return asked[2]
-
     def near(self, turn: int) -> dict[int, Term]:
         """Return the terms on this host that count in a step, by pipeline."""
         counting = self.known.roster.counting(turn)
@@ -286,14 +275,14 @@ class TurnExchange:
             turn, known = self.next_turn, self.known
             is_whole = self._is_whole(turn, known.facts[self.membership.group])
             # A sum of the next epoch must not complete one of this epoch: looked at after the sums.
-            if not is_whole or (self._is_broken and not self._is_alone(turn, known)):
+            if not is_whole or (self._is_broken and not _is_alone(turn, known)):
                 return
-            find = self._published_here if self._is_alone(turn, known) else self._summed
+            find = self._published_here if _is_alone(turn, known) else self._summed
             found = {place: find(turn, place) for place in self.like}
             for place, published in found.items():
                 key = self.key(self.membership.pipeline, place, turn)
                 self._mailbox.put(key, published)
-                self.turns[turn] = Turn(turn, dict(zip(published.pipelines, published.values)))
+                self.turns[turn] = dict(zip(published.pipelines, published.values))
             self._ended = found
             self.next_turn += 1
 
@@ -308,39 +297,31 @@ class TurnExchange:
 
     def _is_whole(self, turn: int, ranks: Iterable[int]) -> bool:
         """Whether this host has all that counts in a step, for some ranks."""
-        if self._is_alone(turn, self.known):
+        if _is_alone(turn, self.known):
             return self.all_near_published(turn)
-        return all(self._who_has(turn, rank) is not None for rank in ranks)
+        return all(self.whole_sums(turn, rank) is not None for rank in ranks)
 
-    def _who_has(self, turn: int, rank: int) -> ProcessMemory | None:
+    def whole_sums(self, turn: int, rank: int) -> ProcessMemory | None:
         """Return the memory on this host that has the sums of a step whole, for a rank."""
         for number, there in list(self._there.items()):
-            memory = there.ranks.get(rank)
-            is_there = memory is not None and memory.has_sums and self._is_valid(turn, memory.whole(turn))
-            # Looked at after the memory: freeze() looks at that once more.
-            if is_there and turn < self._capped.get(number, turn + 1):
+            memory = there.ranks[rank]
+            # The cap is looked at after the memory: freeze() looks at that once more.
+            if self._has_sums(memory, turn) and turn < self._capped.get(number, turn + 1):
                 return memory
         return None
 
-    def _is_valid(self, turn: int, epoch: int) -> bool:
-        """Whether sums of a step that were made in an epoch still count."""
+    def _has_sums(self, memory: ProcessMemory, turn: int) -> bool:
+        """Whether a memory has the sums of a step whole, made in an epoch in which they still count."""
+        epoch = memory.whole(turn) if memory.has_sums else -1
         return epoch >= max((of for first, of in self._valid_from if first <= turn), default=0)
 
-    def _whole_by(self, there: Processes, turn: int) -> bool:
-        memory = there.ranks[self.membership.rank]
-        return memory.has_sums and self._is_valid(turn, memory.whole(turn))
-
     def _summed(self, turn: int, place: int) -> Published:
-        memory = self._who_has(turn, self.membership.rank)
+        memory = self.whole_sums(turn, self.membership.rank)
         assert memory is not None
         sums = memory.sums(place, turn)
         pipelines, values = sums.read()
         has_update = any(value["has_update"] for value in values)
         return Published(pipelines, values, [sums.updates] if has_update else [], [sums.buffers])
-
-    def whole_sums(self, turn: int) -> ProcessMemory | None:
-        """Return the memory on this host that has the sums of a step whole, for this process's rank."""
-        return self._who_has(turn, self.membership.rank)
 
     # ---- numbers for the other processes of this pipeline -----------------------------------------------------------
 

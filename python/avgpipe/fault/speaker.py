@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("avgpipe")
 _LOOK_S = 1.0  # between checks whether it is to end
 _END_S = 5.0  # for its threads to end, as one inside gloo would abort the process at its end
-_LOOPBACK = "127.0.0.1"
 
 
 class Speaker:
@@ -200,7 +199,7 @@ class Speaker:
         group, order = self._group(speakers), [*speakers]
         mine = self._exchange.own
         if host == owed[0]:
-            theirs = self._exchange.whole_sums(turn - 1)
+            theirs = self._exchange.whole_sums(turn - 1, self._membership.rank)
             assert theirs is not None
             works = [
                 group.send(part, order.index(lacking), n)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from avgpipe.device import ReadyOnEvent
 from avgpipe.errors import PipelineError
-from avgpipe.fault.exchange import Turn, TurnExchange
+from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.shares import FeedPart, Unfinished
 from avgpipe.model.batch import Columns, loss_weights, sample_count, sizes_of
@@ -150,9 +150,9 @@ class TurnFeed(Feed):
         new = [self._results_of(ended) for number, ended in self._exchange.turns.items() if number < turn]
         return Counts(self._before.get(turn, self.next_batch), self.ended + sum(new))
 
-    def _results_of(self, turn: Turn) -> int:
-        """Return how many results a step has that is not noted yet."""
-        sizes = [values["part"][2] for values in turn.values.values() if values["part"] is not None]
+    def _results_of(self, ended: dict[int, Any]) -> int:
+        """Return how many results a step has that is not noted yet, by what was published with it."""
+        sizes = [values["part"][2] for values in ended.values() if values["part"] is not None]
         return int(any(sizes)) if self._is_shared else len(sizes)
 
     # ---- beginning ---------------------------------------------------------------------------------------------------
@@ -334,28 +334,28 @@ class TurnFeed(Feed):
                 fetch()
             for lane in lanes:
                 lane.finish(turn)
-            self._note(self._exchange.turns.pop(turn))
+            self._note(turn, self._exchange.turns.pop(turn))
         self._in_flight.popleft()
         del self._before[turn]
         if worker.pace is not None:
             worker.pace.note()
 
-    def _note(self, turn: Turn) -> None:
+    def _note(self, turn: int, ended: dict[int, Any]) -> None:
         """Note the results of a step; lost parts are kept until they are queued."""
-        parts = self._unfinished.of(turn.number)
+        parts = self._unfinished.of(turn)
         if self._paces is not None:
-            counting, own = self._membership.known.roster.counting(turn.number), parts.get(self._pipeline)
-            paces = {counting[i].number: values.get("pace") for i, values in turn.values.items()}
-            self._paces.end(turn.number, 0 if own is None else len(own.sizes), paces)
+            counting, own = self._membership.known.roster.counting(turn), parts.get(self._pipeline)
+            paces = {counting[i].number: values.get("pace") for i, values in ended.items()}
+            self._paces.end(turn, 0 if own is None else len(own.sizes), paces)
         ends: list[tuple[int, FeedPart, BatchEnd]] = []
-        for i, values in turn.values.items():
+        for i, values in ended.items():
             part, published = parts.pop(i, None), values["part"]
             if published != (None if part is None else part.place):
-                self._report_mismatch(i, turn.number, published, part)
+                self._report_mismatch(i, turn, published, part)
             if part is not None and published is not None:
                 ends.append((i, part, BatchEnd(*values["end"])))
                 self._worker.notice.loss(ends[-1][2].loss, part.batch, i)
-        self._unfinished.end(turn.number, turn.values)
+        self._unfinished.end(turn, ended)
         samples = sum(part.samples for _, part, _ in ends)
         if not self._is_shared:
             for i, part, end in ends:
@@ -363,7 +363,7 @@ class TurnFeed(Feed):
         elif samples:  # else all pipelines that had samples are lost
             whole = BatchEnd.whole([end for _, _, end in ends], self._options.sums_loss)
             self.results.append(result_of(whole, ends[0][1].batch, None, samples, self._options))
-        self.ended += self._results_of(turn)
+        self.ended += self._results_of(ended)
 
     def _report_mismatch(self, i: int, turn: int, published: Any, part: FeedPart | None) -> None:
         """Report that pipeline ``i`` has another loader; raise unless it is the only one that joined later.
