@@ -75,7 +75,6 @@ class Members:
         self._unanswered: set[tuple[int, int]] = set()  # groups and ranks that have been asked
         self._has_news = False  # since the last look for changes; there are many more messages than changes
         self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
-        self._left: list[Group] = []  # the groups that have left
         # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
         self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
@@ -101,8 +100,8 @@ class Members:
     @property
     def training(self) -> set[int]:
         """The pipelines that train, or have left with the last step and may still be about to exit."""
-        done = (g for g in self._left if not g.has_ended)
-        return {*self.members.values(), *(g.pipeline for g in done if g.left_at == self.reached)}
+        done = (g for g in self.groups.values() if g.left_at == self.reached and not g.has_ended)
+        return {*self.members.values(), *(group.pipeline for group in done)}
 
     @property
     def is_awaited(self) -> bool:
@@ -280,7 +279,6 @@ class Members:
             self._leavers[group.number] = max(p.begun for p in group.processes.values())
         else:
             group.left_at = self.reached  # no step was its to take part in
-            self._left.append(group)
             self._release(group)
 
     def _late(
@@ -442,7 +440,6 @@ class Members:
         published = {g.number: readable(g, staying, self._resume) for g in gone}
         for group in leaving:
             group.left_at = published[group.number] = self._leavers[group.number]
-            self._left.append(group)
         # Those that wait for their first step, which is to come, have begun none.
         answers = [(g, p.answer) for g in staying for p in g.processes.values() if p.answer is not None]
         counts = [answer.begun for g, answer in answers if answer.begun > g.first]
@@ -461,6 +458,7 @@ class Members:
         if self._is_to_stop and self._stop is None:
             self._stop = begun
         self._admit(joining, begun, begins)
+        self.history |= {term.number: term for term in self.roster.terms}
         self._forget(begun)
         self._send_roster()
         self._has_news = True  # such as a pipeline that was refused for now
@@ -504,7 +502,7 @@ class Members:
             first = 0 if begins else -(-max(begun, self._clean) // group.period) * group.period
             donor = None if begins else near[0].pipeline
             term = Term(group.pipeline, group.number, first, donor, host=group.host)
-            self.history[group.number], group.first = term, first
+            group.first = first
             self.roster.enter(term)
             self.members[group.number] = group.pipeline
             self._started.pop(group.number, None)
@@ -516,18 +514,14 @@ class Members:
     def _apply_end(self, group: Group, published: int, begun: int) -> None:
         was_lost = group.is_lost
         term = self.roster.leave(group.pipeline, published, begun, was_lost)
-        self.history[group.number] = term
         # The reference does not have the published steps of an unfinished period either.
         lost = self._note_lost_steps(group, term.published, term.end, begun)
         for other in self.roster.present:
             joined = self.groups[other.number]
             needs = other.donor == group.pipeline and not joined.has_state()
-            changed = self.roster.change_donor(other.number) if needs else None
-            if needs and changed is None:
+            if needs and self.roster.change_donor(other.number) is None:
                 why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
                 self._lose(joined, None, why if was_lost else OVER)
-            elif changed is not None:
-                self.history[other.number] = changed
         if lost:
             self._lose_latecomers(group.pipeline, term.published)
 
@@ -552,9 +546,7 @@ class Members:
         """Have lost groups count in no step whose sum is still to be made, where no process can read them any more."""
         readers = {g.host for g in staying if self.term_of(g).first <= self._resume}
         for term in self.roster.cut(readers, self._resume, begun):
-            group = self.groups[term.number]
-            self.history[term.number] = term
-            self._note_lost_steps(group, term.cut, term.published, begun)
+            self._note_lost_steps(self.groups[term.number], term.cut, term.published, begun)
             self._lose_latecomers(term.pipeline, term.cut)
 
     def _forget(self, begun: int) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.fault.door import VERSION, Messages, connect, cut, encoded, received, socket_of
-from avgpipe.fault.roster import Roster
+from avgpipe.fault.roster import Roster, Term
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
 
@@ -160,16 +160,18 @@ class Membership:
         if "why" in reply:
             raise ValueError(reply["why"])
         with self._lock:
-            self._await(lambda: self._own_first() is not None, None)
+            self._await(lambda: self.own_term is not None, None)
             return self.begun
 
-    def _own_first(self) -> int | None:
-        return next((term.first for term in self.known.roster.terms if term.number == self.group), None)
+    @property
+    def own_term(self) -> Term | None:
+        """That of this pipeline, once it is a member."""
+        return self.known.roster.of(self.group)
 
     @property
     def is_late(self) -> bool:
         """Whether this pipeline, a member, has joined a run in which others trained already."""
-        return any(term.donor is not None for term in self.known.roster.terms if term.number == self.group)
+        return self.own_term is not None and self.own_term.donor is not None
 
     def begin(self) -> int:
         """Begin the next step, and return its number; waits while its members are being decided."""
@@ -368,18 +370,18 @@ class Membership:
         stop: int | None,
         here: str,
     ) -> None:
-        was_member = self._own_first() is not None
+        was_member = self.own_term is not None
         roster = self.known.roster.changed(terms, since)
-        about = {n: self.known.facts[n] for n in roster.numbers() & self.known.facts.keys()}
+        numbers = {term.number for term in roster.terms}
+        about = {n: fact for n, fact in self.known.facts.items() if n in numbers}
         about |= {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
         own = owed.get(str(self.rank))
         known = Known(roster, about, epoch, resume, None if own is None else (own[0], own[1]), here)
         if self._participant is not None:
             self._unseen = self._participant.adopt(known)
         self.known, self._stop = known, stop
-        first = self._own_first()
-        if not was_member and first is not None:
-            self.begun = first
+        if not was_member and self.own_term is not None:
+            self.begun = self.own_term.first
         for number in self._unseen:
             self._send("unseen", number)
         self._is_frozen = False

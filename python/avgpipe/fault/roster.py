@@ -100,8 +100,9 @@ class Roster:
         """The terms whose end is not known."""
         return [term for term in self.terms if not term.has_ended]
 
-    def numbers(self) -> set[int]:
-        return {term.number for term in self.terms}
+    def of(self, number: int) -> Term | None:
+        """Return the term with a number; None if it is not known."""
+        return next((term for term in self.terms if term.number == number), None)
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
@@ -111,39 +112,33 @@ class Roster:
 
     def leave(self, pipeline: int, published: int, begun: int, was_lost: bool = False) -> Term:
         """End a member's term; it published the steps before ``published``, and none has begun ``begun``."""
-        number, term = next(
-            (n, s) for n, s in enumerate(self.terms) if s.pipeline == pipeline and not s.has_ended
-        )
+        term = next(term for term in self.present if term.pipeline == pipeline)
         end = max(begun, term.first)
-        gone = replace(term, published=min(published, end), end=end, was_lost=was_lost)
-        self.terms[number] = gone
-        return gone
+        return self._change(term, published=min(published, end), end=end, was_lost=was_lost)
+
+    def _change(self, term: Term, **changes: Any) -> Term:
+        changed = self.terms[self.terms.index(term)] = replace(term, **changes)
+        return changed
 
     def cut(self, hosts: Collection[str], turn: int, begun: int) -> list[Term]:
         """Have lost terms count in no step from ``turn`` on that are on none of these hosts; return these terms.
 
         No process has begun step ``begun``.
         """
-        found: list[Term] = []
-        for n, term in enumerate(self.terms):
-            first = max(turn, term.first)
-            if term.was_lost and term.host not in hosts and first < term.counts_until:
-                self.terms[n] = replace(term, cut=first, cut_from=begun)
-                found.append(self.terms[n])
-        return found
+        lost = [term for term in self.terms if term.was_lost and term.host not in hosts]
+        firsts = [(term, max(turn, term.first)) for term in lost]
+        return [self._change(t, cut=first, cut_from=begun) for t, first in firsts if first < t.counts_until]
 
     def change_donor(self, number: int) -> Term | None:
         """Have another member give a joining pipeline its state; None if there is none.
 
         All that were members before have it: the pipeline's first step cannot end without the pipeline.
         """
-        n, term = next((n, term) for n, term in enumerate(self.terms) if term.number == number)
+        term = self.of(number)
+        assert term is not None
         heirs = [other for other in self.present if other.first < term.first]
         near = [other for other in heirs if other.host == term.host] or heirs
-        if not near:
-            return None
-        self.terms[n] = replace(term, donor=near[0].pipeline)
-        return self.terms[n]
+        return self._change(term, donor=near[0].pipeline) if near else None
 
     def forget(self, turn: int) -> None:
         """Drop the terms that ended before step ``turn``."""

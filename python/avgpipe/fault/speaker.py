@@ -105,8 +105,7 @@ class Speaker:
 
     def _has_begun(self, turn: int) -> bool:
         """Whether this process has published a step, so that its members are decided."""
-        number = self._membership.group
-        own = next((term for term in self._exchange.known.roster.terms if term.number == number), None)
+        own = self._exchange.known.roster.of(self._membership.group)
         return own is not None and turn < own.first + self._exchange.own.published()
 
     def _speakers(self, turn: int) -> dict[str, Term] | None:
@@ -190,9 +189,8 @@ class Speaker:
     def _give_owed(self) -> int:
         """Give the sums of the step before this epoch to hosts that lack it, or get them; return the first step."""
         owed, turn, host = self._known.owed, self._known.resume, self._membership.host
-        terms = self._known.roster.terms
-        own = next((term.first for term in terms if term.number == self._membership.group), 0)
-        first = max(turn, own, self._exchange.next_turn)
+        own = self._known.roster.of(self._membership.group)
+        first = max(turn, 0 if own is None else own.first, self._exchange.next_turn)
         speakers = self._speakers(turn)
         if owed is None or speakers is None or host not in (owed[0], *owed[1]):
             return first
