@@ -14,8 +14,7 @@ import socket
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
@@ -86,15 +85,7 @@ def connect(where: str, secret: bytes) -> Connection:
     end.settimeout(None)
     _prepare(end)
     connection = Connection(end.detach())
-    timer = threading.Timer(GREET_S, cut, [connection])
-    timer.start()
-    try:
-        _prove(connection, (answer_challenge, _CALLER + secret), (deliver_challenge, _CALLED + secret))
-    except BaseException:
-        connection.close()
-        raise
-    finally:
-        timer.cancel()
+    _prove(connection, (answer_challenge, _CALLER + secret), (deliver_challenge, _CALLED + secret))
     return connection
 
 
@@ -119,12 +110,21 @@ def cut(connection: Connection) -> None:
         end.shutdown(socket.SHUT_RDWR)
 
 
-def _prove(connection: Connection, *steps: tuple[object, bytes]) -> None:
-    for step, key in steps:
-        try:
-            step(connection, key)  # type: ignore[operator]
-        except AssertionError as error:  # another protocol
+def _prove(connection: Connection, *steps: tuple[Callable[[Connection, bytes], object], bytes]) -> None:
+    """Greet the other end, within a limit; where that fails the connection is closed."""
+    timer = threading.Timer(GREET_S, cut, [connection])
+    timer.daemon = True
+    try:
+        timer.start()
+        for step, key in steps:
+            step(connection, key)
+    except BaseException as error:
+        connection.close()
+        if isinstance(error, AssertionError):  # another protocol
             raise AuthenticationError("the peer sent no challenge") from error
+        raise
+    finally:
+        timer.cancel()
 
 
 # ---- messages --------------------------------------------------------------------------------------------------------
@@ -192,13 +192,11 @@ class Door:
     """
 
     def __init__(self, listening: Sequence[tuple[socket.socket, bytes]]) -> None:
-        self._listening = list(listening)
         self._entered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
-        self._greeted: dict[Connection, tuple[socket.socket, float]] = {}  # where each called, and its limit
-        self._lock = threading.Lock()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="avgpipe-door", daemon=True)
-        self._thread.start()
+        self._threads = [threading.Thread(target=self._run, args=one, daemon=True) for one in listening]
+        for thread in self._threads:
+            thread.start()
 
     def entered(self) -> list[Connection]:
         """Return the connections of those that have been let in since the last call."""
@@ -210,56 +208,31 @@ class Door:
 
     def close(self) -> None:
         self._is_closed = True
-        self._thread.join()
-        for listening, _ in self._listening:
-            listening.close()
-        with self._lock:
-            for connection in self._greeted:
-                cut(connection)
+        for thread in self._threads:
+            thread.join()
         for connection in self.entered():
             connection.close()
 
-    def _run(self) -> None:
-        secrets = dict(self._listening)
-        while not self._is_closed:
-            with self._lock:
-                late = [one for one, (_, limit) in self._greeted.items() if time.monotonic() > limit]
-                greeted = Counter(where for where, _ in self._greeted.values())
-            for connection in late:
-                cut(connection)
-            # Each socket has places of its own: callers of other hosts take none from the processes here.
-            free = [where for where in secrets if greeted[where] < _MOST_CALLERS]
-            if not free:
-                time.sleep(_LOOK_S)
-            for one in wait(free, _LOOK_S) if free else ():
-                assert isinstance(one, socket.socket)
-                try:
-                    end, _ = one.accept()
-                    _prepare(end)
-                    self._greet(Connection(end.detach()), one, secrets[one])
-                except (OSError, RuntimeError):  # such as when no descriptors or threads are left for now
-                    time.sleep(_LOOK_S)
+    def _run(self, listening: socket.socket, secret: bytes) -> None:
+        # Each socket has places of its own: callers of other hosts take none from the processes here.
+        places, its, mine = threading.Semaphore(_MOST_CALLERS), _CALLER + secret, _CALLED + secret
 
-    def _greet(self, connection: Connection, where: socket.socket, secret: bytes) -> None:
-        with self._lock:
-            self._greeted[connection] = where, time.monotonic() + GREET_S
-
-        def greet() -> None:
-            try:
-                _prove(
-                    connection, (deliver_challenge, _CALLER + secret), (answer_challenge, _CALLED + secret)
-                )
+        def greet(connection: Connection) -> None:
+            with suppress(Exception):  # it has ended, or does not know the secret
+                _prove(connection, (deliver_challenge, its), (answer_challenge, mine))
                 self._entered.put(connection)
-            except (OSError, EOFError, ValueError, AuthenticationError):  # it ended, or does not know it
-                connection.close()
-            finally:
-                with self._lock:
-                    self._greeted.pop(connection, None)
+            places.release()
 
-        try:
-            threading.Thread(target=greet, name="avgpipe-greeting", daemon=True).start()
-        except RuntimeError:
-            with self._lock:
-                del self._greeted[connection]
-            connection.close()
-            raise
+        with listening:
+            while not self._is_closed:
+                if not (wait([listening], _LOOK_S) and places.acquire(timeout=_LOOK_S)):
+                    continue
+                try:
+                    end, _ = listening.accept()
+                    _prepare(end)
+                    threading.Thread(
+                        target=greet, args=[Connection(end.detach())], name="avgpipe-greeting", daemon=True
+                    ).start()
+                except (OSError, RuntimeError):  # such as when no descriptors or threads are left for now
+                    places.release()
+                    time.sleep(_LOOK_S)
