@@ -14,7 +14,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -91,22 +90,6 @@ class Joined:
         self.kill("the run has ended")
 
 
-@dataclass(frozen=True)
-class _Target:
-    """A run to join.
-
-    Attributes:
-        name: in messages.
-        address, secret: where it is found, and what it requires.
-        is_far: whether it may be on another host.
-    """
-
-    name: str
-    address: str
-    secret: str
-    is_far: bool
-
-
 def join(folder: Path, say: Callable[[str], None]) -> int:
     """Start one more pipeline for the run whose launcher's address is in ``folder``, and wait for its end.
 
@@ -130,10 +113,7 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
-    try:
-        return _join(_Target(str(folder), address, token, False), say)
-    except (FileNotFoundError, ConnectionRefusedError):
-        raise ValueError(f"{folder}: no run with --isolate is active there") from None
+    return _join(str(folder), address, token, say)
 
 
 def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
@@ -141,46 +121,47 @@ def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
     """
-    return _join(_Target(address, address, secret, True), say)
+    return _join(address, address, secret, say)
 
 
-def _join(run: _Target, say: Callable[[str], None]) -> int:
+def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> int:
+    """``run``: its name in messages."""
+    is_far = not address.startswith("/")
     try:
-        connection = connect(run.address, run.secret.encode())
+        connection = connect(address, secret.encode())
     except (ConnectionRefusedError, FileNotFoundError):
-        if not run.is_far:
-            raise
-        raise NoPlace(f"{run.name}: no run is active there") from None
+        none, what = (NoPlace, "no run") if is_far else (ValueError, "no run with --isolate")
+        raise none(f"{run}: {what} is active there") from None
     except AuthenticationError as error:
-        raise ValueError(f"{run.name}: its launcher cannot be asked: {reason(error)}") from None
+        raise ValueError(f"{run}: its launcher cannot be asked: {reason(error)}") from None
     except (OSError, EOFError) as error:
-        raise NoPlace(f"{run.name}: its launcher cannot be reached: {reason(error)}") from None
+        raise NoPlace(f"{run}: its launcher cannot be reached: {reason(error)}") from None
     with connection:
         welcome = _ask(connection, run)
         job = Job(**welcome["job"])
-        if run.is_far:
+        if is_far:
             job = as_here(job)
         else:
             os.chdir(welcome["folder"])
-        place = environment(run.address, run.secret, welcome["group"], welcome["pipeline"])
+        place = environment(address, secret, welcome["group"], welcome["pipeline"])
         place[RESTART] = welcome["restart"]
-        return _run(job, welcome["pipeline"], place, connection, run.name, say)
+        return _run(job, welcome["pipeline"], place, connection, run, say)
 
 
-def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
+def _ask(connection: Connection, run: str) -> dict[str, Any]:
     """Ask to start one more pipeline; NoPlace where the run accepts none."""
     about = {"host": host_here(), "name": socket.gethostname()}
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
         if not connection.poll(LIMITS.join_answer_s):
-            raise NoPlace(f"{run.name}: its launcher has not answered within {LIMITS.join_answer_s:g} s")
+            raise NoPlace(f"{run}: its launcher has not answered within {LIMITS.join_answer_s:g} s")
         _, welcome = received(connection)
     except (OSError, EOFError) as error:
-        raise NoPlace(f"{run.name}: its launcher has not answered: {reason(error)}") from None
+        raise NoPlace(f"{run}: its launcher has not answered: {reason(error)}") from None
     if (why := welcome.get("why")) in (OVER, TOO_FEW):
-        raise RunEnded(run.name, why)
+        raise RunEnded(run, why)
     if "why" in welcome:
-        raise NoPlace(f"{run.name}: {welcome['why']}")
+        raise NoPlace(f"{run}: {welcome['why']}")
     return dict(welcome)
 
 
