@@ -139,12 +139,14 @@ class Replacing(LaunchPolicy):
         waiting = [one.process for one in (*self._starting.values(), *self._spares)]
         return [*self._ranks.values(), *waiting]
 
-    def _start(self, rank: int, **others: str) -> Started:
+    def _start(self, rank: int, waits: bool = False) -> Started:
         self._made += 1
         folder = self._folder / f"process-{self._made}"
         folder.mkdir()
-        place = {**self._place(rank), STORE_FILE: str(self._folder / "store")}
-        return start([self._command], folder, {**self._added, **place, **others}, size=self._size)
+        place = {**self._added, **self._place(rank), STORE_FILE: str(self._folder / "store")}
+        return start(
+            [self._command], folder, place | ({SPARE: str(folder)} if waits else {}), size=self._size
+        )
 
     def _place(self, rank: int) -> dict[str, str]:
         counts = {GENERATION: str(self._generation), RESTART: str(self._replaced[rank])}
@@ -152,11 +154,9 @@ class Replacing(LaunchPolicy):
 
     def _start_waiting(self, rank: int, deadline: float = float("inf")) -> _WaitingRank:
         """Start a process that waits at its Pipeline; -1: a spare. ``deadline``: of its predecessor."""
-        folder = self._folder / f"waiting-{self._made}"
-        folder.mkdir()
-        process = self._start(rank, **{SPARE: str(folder)})
+        process = self._start(rank, waits=True)
         deadline = min(deadline, time.monotonic() + LIMITS.start_s)
-        return _WaitingRank(process, pipe_of(folder, rank), deadline, StoppedTimer())
+        return _WaitingRank(process, pipe_of(process.folder, rank), deadline, StoppedTimer())
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 

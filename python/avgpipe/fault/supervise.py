@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
@@ -87,20 +86,13 @@ class LostPipeline:
 
 @dataclass
 class _Launched:
-    pipeline: int
+    pipeline: int  # -1: a spare
     processes: Started | Joined
     resources: ExitStack
     why: str | None = None  # the reason for ending it; "" where the exit code of its process says more
     blamed: int | None = None  # a rank
     kill_at: float = float("inf")  # of the monotonic clock
     stopped_timer: StoppedTimer = field(default_factory=StoppedTimer)  # before its processes have connected
-
-
-@dataclass(frozen=True)
-class _Spare:
-    processes: Started
-    resources: ExitStack
-    folder: TemporaryDirectory[str]  # where its processes get their place; removed after that
 
 
 class Supervisor:
@@ -122,7 +114,7 @@ class Supervisor:
     ) -> None:
         self._job, self._isolation, self._say = job, isolation, say
         self._groups: dict[int, _Launched] = {}
-        self._spares: list[_Spare] = []
+        self._spares: list[_Launched] = []
         self._no_spares_until = 0.0  # of the monotonic clock
         self._later: dict[int, float] = {}  # when pipelines are started again that could not be
         self._started = 0  # groups
@@ -183,13 +175,12 @@ class Supervisor:
         return bool(self._groups)
 
     def close(self, number: int) -> None:
-        started: list[_Launched | _Spare] = [*self._groups.values(), *self._spares]
-        for one in started:
+        for one in (*self._groups.values(), *self._spares):
             one.processes.close(number)
             one.resources.close()
 
     def all_started(self) -> list[Started]:
-        groups: list[_Launched | _Spare] = [*self._groups.values(), *self._spares]
+        groups = (*self._groups.values(), *self._spares)
         return [group.processes for group in groups if isinstance(group.processes, Started)]
 
     def history(self) -> dict[str, Any]:
@@ -214,7 +205,8 @@ class Supervisor:
 
     def _start(self, pipeline: int) -> None:
         number, place = self._new_group(pipeline)
-        self._groups[number] = self._from_spares(pipeline, place) or self._start_group(pipeline, place)
+        group = self._groups[number] = self._from_spares(place) or self._start_processes(place)
+        group.pipeline = pipeline
 
     def _start_late(self) -> None:
         """Start pipelines whose start failed before, as long as the run continues."""
@@ -234,20 +226,20 @@ class Supervisor:
             self._later[pipeline] = time.monotonic() + LIMITS.again_s
             return f"it cannot be started again now, the next try is in {LIMITS.again_s:g} s: {reason(error)}"
 
-    def _start_group(self, pipeline: int, place: Mapping[str, str]) -> _Launched:
+    def _start_processes(self, place: Mapping[str, str]) -> _Launched:
         with ExitStack() as stack:
-            return _Launched(pipeline, self._job.start(stack, place), stack.pop_all())
+            return _Launched(-1, self._job.start(stack, place), stack.pop_all())
 
-    def _from_spares(self, pipeline: int, place: Mapping[str, str]) -> _Launched | None:
+    def _from_spares(self, place: Mapping[str, str]) -> _Launched | None:
         """Assign a place to a spare that is ready; keep the others, except those that have ended."""
         for spare in list(self._spares):
+            assert isinstance(spare.processes, Started)
             has_ended = spare.processes.poll_or_kill() is not None
-            pipes = [pipe_of(spare.folder.name, rank) for rank in range(self._job.size)]
+            pipes = [pipe_of(spare.processes.folder, rank) for rank in range(self._job.size)]
             if has_ended or assign_place(pipes, place):
                 self._spares.remove(spare)
-                spare.folder.cleanup()
                 if not has_ended:
-                    return _Launched(pipeline, spare.processes, spare.resources)
+                    return spare
                 spare.resources.close()
         return None
 
@@ -256,18 +248,11 @@ class Supervisor:
         if not self._members.has_begun or self._finished or self._missing:
             return
         try:
-            self._start_spares()
+            while len(self._spares) < self._isolation.spares and time.monotonic() > self._no_spares_until:
+                self._spares.append(self._start_processes({SPARE: ""}))
         except _NO_ROOM as error:
             self._no_spares_until = time.monotonic() + LIMITS.again_s
             self._say(f"no spare pipeline can be started: {reason(error)}")
-
-    def _start_spares(self) -> None:
-        while len(self._spares) < self._isolation.spares and time.monotonic() > self._no_spares_until:
-            with ExitStack() as stack:
-                folder = TemporaryDirectory(prefix="avgpipe-")
-                stack.callback(folder.cleanup)
-                processes = self._job.start(stack, {SPARE: folder.name})
-                self._spares.append(_Spare(processes, stack.pop_all(), folder))
 
     def _new_group(self, pipeline: int) -> tuple[int, dict[str, str]]:
         number, self._started = self._started, self._started + 1

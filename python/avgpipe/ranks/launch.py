@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError
-from avgpipe.ranks.environment import STORE_FILE, cores, launch_environment
+from avgpipe.ranks.environment import SPARE, STORE_FILE, cores, launch_environment
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import (
     ARGUMENTS,
@@ -182,9 +182,12 @@ class Job:
     ) -> Started:
         """Start the processes of a pipeline; their resources are kept until the end of ``stack``.
 
+        With SPARE in ``place`` they are spares, which wait for their place in the folder in which they meet.
         ``prefixes`` and ``captures``: see :func:`run_on_ranks`.
         """
         folder = stack.enter_context(run_folder())
+        if SPARE in place:
+            place = {**place, SPARE: str(folder)}
         if self.arguments is None:
             address = stack.enter_context(loopback_store())
         else:
