@@ -19,8 +19,8 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Protocol
 
+from avgpipe.fault.exchange import TurnExchange
 from avgpipe.model.batch import sizes_of
 from avgpipe.runtime.pace import KINDS
 from avgpipe.runtime.scheduler import Scheduler
@@ -46,16 +46,6 @@ def shares_by(paces: Sequence[float], micro_batches: int) -> list[int]:
     return counts
 
 
-class Numbers(Protocol):
-    """A number for each process of a pipeline, 0.0 at first."""
-
-    def note(self, number: float) -> None:
-        """Write the number of this process."""
-
-    def noted(self) -> list[float]:
-        """Return the numbers of all."""
-
-
 class SharesByPace:
     """The shares that all processes of all pipelines decide on.
 
@@ -64,12 +54,7 @@ class SharesByPace:
         micro_batches: of a whole batch.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        board: Numbers,
-        micro_batches: int,
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, board: TurnExchange, micro_batches: int) -> None:
         self._scheduler, self._board, self._micro_batches = scheduler, board, micro_batches
         self._paces: dict[int, float] = {}  # by term, those decided on
         self._next: tuple[int, dict[int, float]] | None = None  # the first step with these

@@ -9,6 +9,7 @@ system; processes that have opened it keep it when this one ends.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ TEXT_BYTES = 8192  # of a published slot
 _SUM_TEXT_BYTES = 2**18  # of a slot for sums, which has the texts of all pipelines
 _NUMBER = 8  # bytes
 _HEAD_BYTES = 64
+_HEAD = struct.Struct("<3q")  # of a slot for sums: the number of its ring, its step and its epoch
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,10 @@ class TurnSlot:
         offset += text_bytes
         self.updates, self.buffers = list[torch.Tensor](), list[torch.Tensor]()
         self.update_regions, self.buffer_regions = list[torch.Tensor](), list[torch.Tensor]()
-        kinds = (
+        for given, tensors, regions in (
             (like.updates, self.updates, self.update_regions),
-            (
-                like.buffers,
-                self.buffers,
-                self.buffer_regions,
-            ),
-        )
-        for given, tensors, regions in kinds:
+            (like.buffers, self.buffers, self.buffer_regions),
+        ):
             begin, dtype = offset, None
             for tensor in given:
                 if dtype not in (None, tensor.dtype):
@@ -188,16 +185,11 @@ class ProcessMemory:
 
     def mark_whole(self, turn: int, epoch: int) -> None:
         """Say that the sums of a step, made in an epoch, are whole."""
-        numbers = self._whole.count() + 1, turn, epoch
-        for n, number in enumerate(numbers):
-            self._heads[turn % SLOTS][n * _NUMBER : (n + 1) * _NUMBER] = number.to_bytes(_NUMBER, "little")
+        _HEAD.pack_into(self._heads[turn % SLOTS], 0, self._whole.count() + 1, turn, epoch)
         self._whole.ring()
 
     def whole(self, turn: int) -> int:
         """Return the epoch in which the sums of a step were made whole; -1 if they are not."""
         rings = self._whole.count()  # what was written before is visible now
-        head = bytes(self._heads[turn % SLOTS][: 3 * _NUMBER])
-        ring, of_turn, epoch = (
-            int.from_bytes(head[n : n + _NUMBER], "little") for n in range(0, 3 * _NUMBER, _NUMBER)
-        )
+        ring, of_turn, epoch = _HEAD.unpack(bytes(self._heads[turn % SLOTS][: _HEAD.size]))
         return epoch if 0 < ring <= rings and of_turn == turn else -1
