@@ -62,11 +62,12 @@ class Answer:
     seen: Mapping[int, int]
 
 
-@dataclass
+@dataclass(eq=False)
 class Process:
     """One process of a pipeline, as far as it has reported.
 
     Attributes:
+        group, rank: its place.
         name: its name in messages.
         heard_at: time of its last message.
         doing: what it was doing then.
@@ -80,6 +81,8 @@ class Process:
         reported_late: the last step on which it timed out although every pipeline had published it.
     """
 
+    group: Group = field(repr=False)
+    rank: int
     name: str
     heard_at: float
     doing: str = "its start"
@@ -93,6 +96,10 @@ class Process:
     has_state: bool = False
     answer: Answer | None = None
     reported_late: int = -1
+
+    def send(self, message: Sequence[Any]) -> Send:
+        """Return the command to send it a message."""
+        return Send(self.group.number, self.rank, message)
 
 
 @dataclass
@@ -143,6 +150,5 @@ class Freeze:
         breaks: whether sums over hosts that are under way are given up.
     """
 
-    number: int
     lost: frozenset[int]
     breaks: bool

@@ -67,7 +67,7 @@ def behind(
 
 
 def late(
-    group: Group, process: Process, turn: int, waited_s: float, behind: Mapping[int, Group], is_alone: bool
+    process: Process, turn: int, waited_s: float, behind: Mapping[int, Group], is_alone: bool
 ) -> list[Blame]:
     """Find the pipelines whose step a process waits for; its own if all have published it, the second time.
 
@@ -75,14 +75,14 @@ def late(
         behind: The pipelines that have not published the step.
         is_alone: Whether all that count in it are on one host.
     """
-    waited = f"pipeline {group.pipeline} has waited {waited_s:g} s for"
+    waited = f"pipeline {process.group.pipeline} has waited {waited_s:g} s for"
     found: list[Blame] = []
     for pipeline, other in behind.items():
         doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
         found.append((other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}"))
     if not behind and is_alone and process.reported_late == turn:
         why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
-        found.append((group, None, f"{why}{process.doing}"))
+        found.append((process.group, None, f"{why}{process.doing}"))
     return found
 
 

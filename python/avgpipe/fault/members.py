@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say, Send
+from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say
 from avgpipe.fault.judgement import (
     Blame,
     behind,
@@ -72,11 +72,11 @@ class Members:
         self._started: dict[int, float] = {}  # groups that have not entered, and when they were started
         self._freezes = 0
         self._frozen: Freeze | None = None
-        self._unanswered: set[tuple[int, int]] = set()  # groups and ranks that have been asked
+        self._unanswered: set[Process] = set()  # that have been asked
         self._has_news = False  # since the last look for changes; there are many more messages than changes
         self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
-        # By group and rank: the step on which a process timed out, the timeout in seconds, and when it said so.
-        self._late_ones: dict[tuple[int, int], tuple[int, float, float]] = {}
+        # The step on which a process timed out, the timeout in seconds, and when it said so.
+        self._late_ones: dict[Process, tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
         self._silent_at = -_NEVER  # the earliest time at which a process may have been silent for too long
         self._sent: dict[int, Term] = {}  # terms as the members know them
@@ -128,7 +128,7 @@ class Members:
         The batches are the fewest that any process has begun: a process that is ahead may be lost before the
         pipeline joins, and the others begin its batches only then.
         """
-        begun = (p.batches for g in self.living() for p in g.processes.values() if p.batches is not None)
+        begun = (process.batches for process in self._processes() if process.batches is not None)
         return {"has_begun": self.has_begun, "batches": min(begun, default=0)}
 
     def term_of(self, group: Group) -> Term:
@@ -137,6 +137,9 @@ class Members:
     def living(self) -> list[Group]:
         """Return the groups that are members and not lost."""
         return [g for n in self.members if not (g := self.groups[n]).is_lost]
+
+    def _processes(self) -> list[Process]:
+        return [process for group in self.living() for process in group.processes.values()]
 
     # ---- events ------------------------------------------------------------------------------------------------------
 
@@ -157,14 +160,13 @@ class Members:
             raise ValueError(f"the processes started together with {about['name']} have ended")
         self.timeout_s = float(about["timeout_s"])
         self._silent_at = -_NEVER
-        group.processes[rank] = Process(str(about["name"]), now)
+        group.processes[rank] = Process(group, rank, str(about["name"]), now)
 
     def receive(self, number: int, rank: int, kind: str, values: Sequence[Any], now: float) -> list[Command]:
         """Handle a message. ValueError, TypeError or KeyError for an invalid one."""
-        group = self.groups[number]
-        process = group.processes[rank]
+        process = self.groups[number].processes[rank]
         process.heard_at = now
-        _HANDLERS[kind](self, group, rank, process, now, *values)
+        _HANDLERS[kind](self, process, now, *values)
         return self._changed(now)
 
     def closed(self, number: int, rank: int, now: float) -> list[Command]:
@@ -213,61 +215,43 @@ class Members:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def _alive(self, group: Group, rank: int, process: Process, now: float, doing: str, *counts: int) -> None:
+    def _alive(self, process: Process, now: float, doing: str, *counts: int) -> None:
         process.doing = str(doing)
         process.batches, process.begun, process.ended, process.published = map(int, counts)
-        if process.begun > group.first:  # else it waits for its first step, which may never come
+        if process.begun > process.group.first:  # else it waits for its first step, which may never come
             self.reached = max(self.reached, process.begun)
         self._has_news = self._has_news or bool(self._leavers)  # which wait for the ends of steps
-        self._out.append(Send(group.number, rank, _HEARD))
+        self._out.append(process.send(_HEARD))
 
     def _answered(
-        self,
-        group: Group,
-        rank: int,
-        process: Process,
-        now: float,
-        freeze: int,
-        begun: int,
-        batches: int,
-        whole: int,
-        seen: Mapping[str, int],
+        self, process: Process, now: float, freeze: int, begun: int, batches: int, whole: int, seen: Any
     ) -> None:
         counts = {int(number): int(count) for number, count in seen.items()}
         process.answer = Answer(int(freeze), int(begun), int(whole), counts)
         process.begun, process.batches = int(begun), int(batches)
         if process.answer.freeze == self._freezes:
-            self._unanswered.discard((group.number, rank))
+            self._unanswered.discard(process)
             self._has_news = self._has_news or not self._unanswered or bool(self._leavers)
 
-    def _enter(
-        self,
-        group: Group,
-        rank: int,
-        process: Process,
-        now: float,
-        request: int,
-        digests: Sequence[str],
-        facts: Any,
-    ) -> None:
+    def _enter(self, process: Process, now: float, request: int, digests: Sequence[str], facts: Any) -> None:
         """Admit a process with the plan and model of the others, and at the start with their weights."""
         for other in self.groups.values():
-            theirs = () if other.is_lost or rank not in other.processes else other.processes[rank].digests
+            mate = other.processes.get(process.rank)
+            theirs = () if other.is_lost or mate is None else mate.digests
             if not theirs:
                 continue
             if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
                 what = "plan or model" if theirs[0] != digests[0] else "initial weights"
                 why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
-                self._out.append(Send(group.number, rank, ["reply", request, {"why": why}]))
+                self._out.append(process.send(["reply", request, {"why": why}]))
                 return
             break  # it is like all others
         process.digests, process.facts, process.wants = digests, facts, "enter"
-        group.ready_at, self._has_news = now, True
-        self._out.append(Send(group.number, rank, ["reply", request, {}]))
+        process.group.ready_at, self._has_news = now, True
+        self._out.append(process.send(["reply", request, {}]))
 
-    def _leave(
-        self, group: Group, rank: int, process: Process, now: float, begun: int, published: int
-    ) -> None:
+    def _leave(self, process: Process, now: float, begun: int, published: int) -> None:
+        group = process.group
         process.wants, process.begun, self._has_news = "leave", int(begun), True
         process.published = int(published)
         if process.begun > group.first:
@@ -281,47 +265,37 @@ class Members:
             group.left_at = self.reached  # no step was its to take part in
             self._release(group)
 
-    def _late(
-        self,
-        group: Group,
-        rank: int,
-        process: Process,
-        now: float,
-        turn: int,
-        waited_s: float,
-        host: str = "",
-    ) -> None:
+    def _late(self, process: Process, now: float, turn: int, waited_s: float, host: str = "") -> None:
         if host:
-            self._waits_for.setdefault(group.number, str(host))
-        self._late_ones[group.number, rank] = int(turn), float(waited_s), now
+            self._waits_for.setdefault(process.group.number, str(host))
+        self._late_ones[process] = int(turn), float(waited_s), now
         if now > self._asked_at + _JUDGE_S:  # they report by themselves, too
             self._asked_at = now
-            self._out += [Send(g.number, r, ["report"]) for g in self.living() for r in g.processes]
+            self._out += [p.send(["report"]) for p in self._processes()]
 
-    def _broken(
-        self, group: Group, rank: int, process: Process, now: float, epoch: int, host: str = ""
-    ) -> None:
-        if epoch == self.epoch and group.number in self.members:
-            self._waits_for.setdefault(group.number, str(host))
+    def _broken(self, process: Process, now: float, epoch: int, host: str = "") -> None:
+        number = process.group.number
+        if epoch == self.epoch and number in self.members:
+            self._waits_for.setdefault(number, str(host))
             self._broken_at = now if self._broken_at is None else self._broken_at
-            self._broken_by.add(group.number)
+            self._broken_by.add(number)
 
-    def _unseen(self, group: Group, rank: int, process: Process, now: float, other: int) -> None:
+    def _unseen(self, process: Process, now: float, other: int) -> None:
         """A process cannot open the memory of another one, so it must have ended, and no step may need it."""
         if other in self.members:
             self._lose(self.groups[other], None, "")
 
-    def _has_state(self, group: Group, rank: int, process: Process, now: float) -> None:
+    def _has_state(self, process: Process, now: float) -> None:
         process.has_state = True
 
-    def _gives_up(self, group: Group, rank: int, process: Process, now: float, why: str) -> None:
-        self._lose(group, None, str(why))
+    def _gives_up(self, process: Process, now: float, why: str) -> None:
+        self._lose(process.group, None, str(why))
 
-    def _stops(self, group: Group, rank: int, process: Process, now: float) -> None:
+    def _stops(self, process: Process, now: float) -> None:
         self._is_to_stop = self._has_news = True
 
     def _release(self, group: Group) -> None:
-        self._out += [Send(group.number, rank, ["released"]) for rank in group.processes]
+        self._out += [process.send(["released"]) for process in group.processes.values()]
 
     # ---- losses ------------------------------------------------------------------------------------------------------
 
@@ -349,33 +323,27 @@ class Members:
 
     def _judge(self, now: float, computed_at: float) -> None:
         """Find the cause for processes that are late, once all have reported since, or would have."""
-        heard = min((p.heard_at for g in self.living() for p in g.processes.values()), default=now)
+        heard = min((process.heard_at for process in self._processes()), default=now)
         found: dict[int, tuple[dict[int, Group], bool]] = {}  # by step: all wait for the same one
-        for (number, rank), (turn, waited_s, at) in list(self._late_ones.items()):
-            group = self.groups.get(number)
-            if group is None or group.is_lost or number not in self.members:
-                del self._late_ones[number, rank]
+        for process, (turn, waited_s, at) in list(self._late_ones.items()):
+            group = process.group
+            if group.is_lost or group.number not in self.members:
+                del self._late_ones[process]
             elif now >= computed_at + waited_s and (heard > at or now > at + _JUDGE_S):
-                del self._late_ones[number, rank]
+                del self._late_ones[process]
                 if self.term_of(group).first <= turn:
                     if turn not in found:
                         is_alone = len(self.roster.speakers(turn)) <= 1
                         found[turn] = behind(turn, self.roster, self.groups, self.members), is_alone
-                    self._end_late(group, group.processes[rank], turn, waited_s, *found[turn])
+                    self._end_late(process, turn, waited_s, *found[turn])
 
     def _end_late(
-        self,
-        group: Group,
-        process: Process,
-        turn: int,
-        waited_s: float,
-        missing: Mapping[int, Group],
-        is_alone: bool,
+        self, process: Process, turn: int, waited_s: float, missing: Mapping[int, Group], is_alone: bool
     ) -> None:
-        self._lose_all(late(group, process, turn, waited_s, missing, is_alone))
+        self._lose_all(late(process, turn, waited_s, missing, is_alone))
         if not missing and not is_alone:
             self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
-            self._broken_by.add(group.number)
+            self._broken_by.add(process.group.number)
         elif not missing:
             process.reported_late = turn  # the last publication may still be in flight
 
@@ -408,18 +376,17 @@ class Members:
         if self._frozen is None and not is_due:
             return
         staying = [g for g in self.living() if g.number not in left]
-        asked = [(g.number, rank, p) for g in staying for rank, p in g.processes.items()]
+        asked = [process for group in staying for process in group.processes.values()]
         leaves_early = any(p.begun < self.reached for g in leaving for p in g.processes.values())
         breaks = bool(lost) or is_broken or leaves_early
         if self._frozen is None or self._frozen.lost != lost or (breaks and not self._frozen.breaks):
             self._freezes += 1
-            self._frozen = Freeze(self._freezes, lost, breaks)
-            self._unanswered = {(number, rank) for number, rank, _ in asked}
+            self._frozen, self._unanswered = Freeze(lost, breaks), set(asked)
             message = ["freeze", self._freezes, sorted(lost), breaks]
-            for number, rank, process in asked:
+            for process in asked:
                 process.answer = None
-                self._out.append(Send(number, rank, message))
-        if all(p.answer is not None and p.answer.freeze == self._freezes for _, _, p in asked):
+                self._out.append(process.send(message))
+        if all(p.answer is not None and p.answer.freeze == self._freezes for p in asked):
             self._apply(lost, leaving, joining)
 
     def _ready(self) -> list[Group]:
@@ -551,7 +518,7 @@ class Members:
 
     def _forget(self, begun: int) -> None:
         """Drop steps that no member still needs: all are past a step once all have published the next."""
-        ended = [p.ended for g in self.living() for p in g.processes.values()]
+        ended = [process.ended for process in self._processes()]
         self.roster.forget(min([begun, self._resume if self.epoch else begun, *ended]) - 2)
         needed = {term.number for term in self.roster.terms}
         self.groups = {
@@ -566,7 +533,7 @@ class Members:
         whole, part = (["roster", *self._shown(some), *about] for some in ([*terms.values()], changed))
         for group in self.living():
             message = part if group.number in self._sent else whole
-            self._out += [Send(group.number, rank, message) for rank in group.processes]
+            self._out += [process.send(message) for process in group.processes.values()]
         self._sent = terms
 
     def _shown(self, terms: Sequence[Term]) -> list[Any]:
