@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 from zlib import crc32
 
@@ -25,7 +24,7 @@ from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import TurnExchange
 from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.shares import FeedPart, Unfinished
-from avgpipe.model.batch import Columns, loss_weights, sample_count, sizes_of
+from avgpipe.model.batch import Columns, sample_count, sizes_of
 from avgpipe.model.context import Position
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import named
@@ -210,16 +209,9 @@ class TurnFeed(Feed):
         for one, samples in zip(given, counts):
             self._columns.check(one, samples)
         parts = [min(self._micro_batches, samples) for samples in counts]
-        mark, answers = _mark(given), cut([targets for _, targets in given], parts, counts, dims.targets)
-        if copied is not None:
-            given = copied.value
-        sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        weights = loss_weights(self._options.loss_fn, answers, sizes, self._options.loss_weight)
-        inputs, targets = (
-            cut([pair[n] for pair in given], parts, counts, (dims.inputs, dims.targets)[n]) for n in (0, 1)
-        )
+        pieces = cut(given, copied, counts, parts, self._options)
         self.next_batch += 1
-        return FeedPart(self.next_batch - 1, 0, inputs, targets, sizes, weights, mark, copied, is_shared)
+        return FeedPart(self.next_batch - 1, 0, *pieces, _mark(given), copied, is_shared)
 
     def _begin_turn(self, batch: Batch | None = None) -> None:
         """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches.

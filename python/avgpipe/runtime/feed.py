@@ -245,16 +245,9 @@ class BatchFeed(Feed):
                 self._parts,
             )
         parts = [self._parts_of(samples) for samples in counts]
-        sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
-        answers = cut([targets for _, targets in given], parts, counts, dims.targets)
-        loss_fn, loss_weight = self._options.loss_fn, self._options.loss_weight
-        weights = loss_weights(loss_fn, answers, sizes, loss_weight)
         form = named("avgpipe.runtime.graphs:form_of")(given) if self._options.cuda_graphs else None
-        if copied is not None:
-            given = copied.value
-            answers = cut([targets for _, targets in given], parts, counts, dims.targets)
-        inputs = cut([inputs for inputs, _ in given], parts, counts, dims.inputs)
-        work = Work(batch, len(sizes), inputs, answers, weights, copied, form=form)
+        inputs, targets, sizes, weights = cut(given, copied, counts, parts, self._options)
+        work = Work(batch, len(sizes), inputs, targets, weights, copied, form=form)
         shares = (
             enumerate(self._share_out(work, weights))
             if self._shares > 1
@@ -374,13 +367,28 @@ def _end_of(states: list[BatchState], weight: float) -> BatchEnd:
     return BatchEnd.of(states[-1].outcome, states[-1].metrics, states[-1].norm, lr, weight)
 
 
-def cut(values: list[Any], parts: list[int], samples: list[int], dims: Any) -> list[Any]:
-    """Split each value into its number of micro-batches, from ``parts``; return all in one list."""
-    return [piece for value, p, n in zip(values, parts, samples) for piece in split(value, p, n, dims)]
-
-
 Pairs = list[tuple[Any, Any]]  # of (inputs, targets)
 Batch = tuple[Pairs, ReadyOnEvent | None]
+
+
+def cut(
+    given: Pairs, copied: ReadyOnEvent | None, counts: list[int], parts: list[int], options: TrainingOptions
+) -> tuple[list[Any], list[Any], list[int], LossWeights]:
+    """Split pairs into micro-batches; return inputs, targets, samples and weights of these, each in one list.
+
+    ``counts`` and ``parts``: of each pair, its samples and its micro-batches.
+    """
+
+    def pieces(pairs: Pairs, n: int) -> list[Any]:
+        dims = options.batch_dims.targets if n else options.batch_dims.inputs
+        return [piece for of, p, c in zip(pairs, parts, counts) for piece in split(of[n], p, c, dims)]
+
+    sizes = list(chain.from_iterable(map(sizes_of, counts, parts)))
+    targets = pieces(given, 1)
+    weights = loss_weights(options.loss_fn, targets, sizes, options.loss_weight)
+    if copied is not None:
+        given, targets = copied.value, pieces(copied.value, 1)
+    return pieces(given, 0), targets, sizes, weights
 
 
 def _autocasts() -> bool:
