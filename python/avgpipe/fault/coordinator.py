@@ -29,7 +29,7 @@ from avgpipe.fault.door import (
     listen_here,
     socket_of,
 )
-from avgpipe.fault.group import Command, Group, Kill, Say, Send
+from avgpipe.fault.group import Command, Group, Kill, Say
 from avgpipe.fault.members import Members
 from avgpipe.ranks.process import host_here
 
@@ -123,19 +123,15 @@ class Coordinator:
         last: Any = None
         text = b""
         for command in commands:
-            if isinstance(command, Send):
-                connection = self._connections.get((command.group, command.rank))
-                if connection is not None:
-                    if (
-                        command.message is not last
-                    ):  # else it is the same for many: a roster of a thousand hosts
-                        last = message = command.message
-                        text = encoded([*message, self._here] if message[0] == "roster" else message)
-                    self._send_text(connection, text)
-            elif isinstance(command, Kill):
+            if isinstance(command, Kill):
                 self._lost(command.group, command.rank, command.why)
             elif isinstance(command, Say):
                 self._say(command.line)
+            elif (connection := self._connections.get((command.group, command.rank))) is not None:
+                if command.message is not last:  # else it is the same for many: a roster of a thousand hosts
+                    last = message = command.message
+                    text = encoded([*message, self._here] if message[0] == "roster" else message)
+                self._send_text(connection, text)
 
     # ---- connections -------------------------------------------------------------------------------------------------
 

@@ -110,16 +110,8 @@ class StateCopies:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._own = [Snapshot() for _ in range(_KEPT)]  # the oldest first
-        self._theirs: dict[int, Received] = {}  # of the process before, by their numbers
-        self._sending: list[tuple[Key, torch.Tensor]] = []
         self._worker: Worker | None = None
-        self._intervals = Intervals(_SHARE * every_s)
-        self._interval, self._due = 1, 0  # batches between copies; batches before the next copy
-        self._late = 0  # batches by which the last copy must be sent
-        self._is_steady, self._count = False, 0  # since the last recovery; number of copies since then
-        # Time and batches of the last agreement; None after a pause, which says nothing about batches.
-        self._agreed: tuple[float, int] | None = None
+        self._begin_again(Snapshot(), None)
 
     def attach(self, worker: Worker) -> None:
         """Use another worker's links from now on."""
@@ -154,7 +146,9 @@ class StateCopies:
 
     def ask_for_one(self) -> None:
         """Have a copy taken before the next batch."""
-        self._due, self._agreed = 0, None
+        self._due = 0  # batches before the next copy
+        # Time and batches of the last agreement; None after a pause, which says nothing about batches.
+        self._agreed: tuple[float, int] | None = None
 
     def forget(self) -> None:
         """Drop all copies, because other weights were loaded; have one taken before the next batch."""
@@ -317,11 +311,13 @@ class StateCopies:
         return batches
 
     def _begin_again(self, own: Snapshot, received: Received | None) -> None:
-        """Continue from a copy, with what a new rank has: no other copies, and no intervals."""
-        self._own = [Snapshot(), own]
-        self._theirs = {} if received is None else {0: received}
-        self._sending, self._count, self._interval, self._late = [], 0, 1, 0
-        self._is_steady = False
+        """Begin, or continue from a copy, with what a new rank has: no other copies, and no intervals."""
+        self._own = [Snapshot(), own]  # the oldest first
+        # Of the process before, by their numbers.
+        self._theirs: dict[int, Received] = {} if received is None else {0: received}
+        self._sending: list[tuple[Key, torch.Tensor]] = []
+        self._interval, self._late = 1, 0  # batches between copies; by which the last copy must be sent
+        self._is_steady, self._count = False, 0  # since the last recovery; number of copies since then
         self._intervals = Intervals(_SHARE * self._every_s)
         self.ask_for_one()
 
