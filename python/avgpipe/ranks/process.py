@@ -18,23 +18,17 @@ import os
 import select
 import shutil
 import signal
-import socket
-import struct
 import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from avgpipe.errors import PeerLost
 from avgpipe.ranks.environment import HOST, STORE_FILE, named
 from avgpipe.ranks.limits import LIMITS
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
 
 _log = logging.getLogger("avgpipe")
 # Beside it, as only their user may read the folder.
@@ -43,7 +37,6 @@ _READY = "ready"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
-_CREDENTIALS = struct.Struct("3i")  # process, user, group
 
 
 def die_with_parent(parent: int) -> None:
@@ -208,14 +201,6 @@ def host_here() -> str:
     names = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return os.environ.get(HOST) or "/".join([boot, *names, str(os.getuid())])
-
-
-def peer_of(connection: Connection) -> int:
-    """Return the process id of the peer of a Unix socket; 0 where this process cannot see it."""
-    with socket.socket(fileno=os.dup(connection.fileno())) as end:
-        credentials = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, _, _ = _CREDENTIALS.unpack(credentials)
-    return int(process)
 
 
 if __name__ == "__main__":
