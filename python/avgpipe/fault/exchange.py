@@ -60,11 +60,6 @@ class Published:
     updates: list[list[torch.Tensor]]
     buffers: list[list[torch.Tensor]]
 
-    @property
-    def count(self) -> int:
-        """The number of updates."""
-        return sum(value["has_update"] for value in self.values)
-
     def mean_buffers(self) -> list[list[torch.Tensor]]:
         """Return buffers whose mean is that of all pipelines."""
         if len(self.buffers) == len(self.pipelines):
@@ -124,7 +119,6 @@ class TurnExchange:
         self._there: dict[int, Processes] = {}  # of terms on this host, by their numbers
         self._first = self.next_turn = 0  # the first step, and the first one that has not ended
         self.known = membership.known
-        self._ended: dict[int, Published] = {}  # by stage replica, of the last step that has ended
         self.turns: dict[int, dict[int, Any]] = {}
         self._caps: dict[int, int] = {}  # steps published by lost terms that still count
         self._capped: dict[int, int] = {}  # and the first step whose sum, made by one of them, does not
@@ -278,12 +272,10 @@ class TurnExchange:
             if not is_whole or (self._is_broken and not _is_alone(turn, known)):
                 return
             find = self._published_here if _is_alone(turn, known) else self._summed
-            found = {place: find(turn, place) for place in self.like}
-            for place, published in found.items():
-                key = self.key(self.membership.pipeline, place, turn)
-                self._mailbox.put(key, published)
+            for place in self.like:
+                published = find(turn, place)
+                self._mailbox.put(self.key(self.membership.pipeline, place, turn), published)
                 self.turns[turn] = dict(zip(published.pipelines, published.values))
-            self._ended = found
             self.next_turn += 1
 
     def _published_here(self, turn: int, place: int) -> Published:
@@ -332,16 +324,6 @@ class TurnExchange:
     def noted(self) -> list[float]:
         """Return the numbers that all processes of this pipeline have noted; 0.0 for none."""
         return [memory.note for memory in self._there[self.membership.group].ranks.values()]
-
-    # ---- the last step -----------------------------------------------------------------------------------------------
-
-    def last_buffers(self, place: int) -> list[list[torch.Tensor]]:
-        """Return averaged buffers of the last ended step, if any; their mean counts. No step may be in flight."""
-        return [] if place not in self._ended else self._ended[place].mean_buffers()
-
-    def forget_published(self) -> None:
-        """Forget what was published in the last step, because the state has been replaced."""
-        self._ended = {}
 
     def report_late(self) -> bool:
         """Report others that have not published a step in time; False if this cannot be the cause.

@@ -50,65 +50,6 @@ def isolated(plan: Plan) -> int:
     return here
 
 
-class OtherPipelines:
-    """The end of one process towards the other pipelines.
-
-    Args:
-        worker: the process's.
-        give: returns the state of a stage replica before a step, for a pipeline that joins.
-
-    Attributes:
-        exchange: what all publish.
-        states: what pipelines that join begin with.
-        publishes_early: whether gradients are published before their step: where sums take long, between hosts.
-    """
-
-    def __init__(self, worker: Worker, give: Callable[[int, int], list[torch.Tensor]]) -> None:
-        self._worker = worker
-        self._turns: dict[int, Turns] = {}  # by replica
-        world, plan, options = worker.world, worker.spec.running, worker.spec.options
-        (pipeline,) = worker.placement.pipelines
-        name = world.name(world.rank)
-        membership = Membership(world.rank, world.size, name, plan.period, world.timeout_s)
-        like = {n: Turns.like(worker.trained[n, pipeline], worker.references[n]) for n in worker.held}
-        wire = options.wire_dtype
-        self.exchange = TurnExchange(membership, worker.mailbox, like, worker.bell_place(), wire)
-        self.states = States(self.exchange, give)
-        waits = plan.staleness == 1 and options.verify_every is None
-        self.publishes_early = membership.spans_hosts and waits and RULES[plan.rule or ""].tries
-
-    def peers(self, route: Route, stream: LaneStream | None) -> Turns:
-        worker, spec = self._worker, self._worker.spec
-        every = spec.options.verify_every
-        turns = Turns(
-            worker.trained[route.replica, route.pipeline],
-            worker.references[route.replica],
-            route,
-            worker.mailbox,
-            self.exchange,
-            self.states,
-            stream,
-            every and max(1, every // spec.running.batches_per_round),
-        )
-        self._turns[route.replica] = turns
-        return turns
-
-    def buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:
-        return self._turns[replica].buffers()
-
-    def serve(self, scheduler: Scheduler) -> None:
-        self.exchange.membership.doing = scheduler.doing
-        scheduler.complains = self.exchange.report_late
-
-    def close(self) -> None:
-        error = sys.exc_info()[1] or self._worker.failure
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            error = None
-        if isinstance(error, PipelineTimeout):  # its exit code would not name the missing process
-            self.exchange.membership.give_up(str(error))
-        self.exchange.close(leaves=error is None)
-
-
 def give_state(worker: Worker, number: int, counts: Counts) -> list[torch.Tensor]:
     """Return, packed, the state of a stage replica between two steps, at the position ``counts`` of the run.
 
@@ -137,21 +78,72 @@ def take_state(given: Sequence[torch.Tensor], worker: Worker, number: int) -> Co
 
 
 class Isolation(Policy):
-    """The policy of isolated pipelines: the others take over what a lost one has not finished."""
+    """The policy of isolated pipelines, and the end of a process towards the others.
+
+    They take over what a lost one has not finished.
+
+    Attributes:
+        feed: of the open session, as the next ones.
+        exchange: what all publish.
+        states: what pipelines that join begin with.
+        publishes_early: whether gradients are published before their step: where sums take long, between hosts.
+    """
+
+    feed: TurnFeed
 
     def __init__(self, plan: Plan) -> None:
         self.pipeline = isolated(plan)
         self.join = self._join
-        self.feed: TurnFeed  # of the open session, as the next two
-        self.exchange: TurnExchange
-        self.states: States
+        self._turns: dict[int, Turns] = {}  # by replica
 
-    def _join(self, worker: Worker) -> OtherPipelines:
-        others = OtherPipelines(
-            worker, lambda number, turn: give_state(worker, number, self.feed.before(turn))
+    def _join(self, worker: Worker) -> Isolation:
+        """Connect to the others."""
+        self._worker = worker
+        world, plan, options = worker.world, worker.spec.running, worker.spec.options
+        (pipeline,) = worker.placement.pipelines
+        name = world.name(world.rank)
+        membership = Membership(world.rank, world.size, name, plan.period, world.timeout_s)
+        like = {n: Turns.like(worker.trained[n, pipeline], worker.references[n]) for n in worker.held}
+        wire = options.wire_dtype
+        self.exchange = TurnExchange(membership, worker.mailbox, like, worker.bell_place(), wire)
+        self.states = States(self.exchange, lambda n, turn: give_state(worker, n, self.feed.before(turn)))
+        waits = plan.staleness == 1 and options.verify_every is None
+        self.publishes_early = membership.spans_hosts and waits and RULES[plan.rule or ""].tries
+        return self
+
+    # ---- for the worker ----------------------------------------------------------------------------------------------
+
+    def peers(self, route: Route, stream: LaneStream | None) -> Turns:
+        worker, spec = self._worker, self._worker.spec
+        every = spec.options.verify_every
+        turns = self._turns[route.replica] = Turns(
+            worker.trained[route.replica, route.pipeline],
+            worker.references[route.replica],
+            route,
+            worker.mailbox,
+            self.exchange,
+            self.states,
+            stream,
+            every and max(1, every // spec.running.batches_per_round),
         )
-        self.exchange, self.states = others.exchange, others.states
-        return others
+        return turns
+
+    def buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:
+        return self._turns[replica].buffers()
+
+    def serve(self, scheduler: Scheduler) -> None:
+        self.launcher.doing = scheduler.doing
+        scheduler.complains = self.exchange.report_late
+
+    def close(self) -> None:
+        error = sys.exc_info()[1] or self._worker.failure
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            error = None
+        if isinstance(error, PipelineTimeout):  # its exit code would not name the missing process
+            self.launcher.give_up(str(error))
+        self.exchange.close(leaves=error is None)
+
+    # ---- for the session ---------------------------------------------------------------------------------------------
 
     @property
     def launcher(self) -> Membership:

@@ -48,6 +48,7 @@ class Turns:
         self._verify_every = verify_every
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._published = self._made = 0  # steps; the next has this number
+        self._last: Published | None = None  # what counts in the last step that was applied to this state
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.issuing
         )
@@ -59,7 +60,7 @@ class Turns:
 
     def resume(self, turn: int) -> None:
         """Continue with a step after the state was replaced; all earlier steps have ended."""
-        self._exchange.forget_published()
+        self._last = None
         self._next = self._next._replace(batch=turn)
         self._published = self._made = turn
         self._exchange.note_applied(self._route.replica, turn)
@@ -116,7 +117,7 @@ class Turns:
 
     def _take_in(self, published: Published) -> None:
         self._compare(published)
-        reference = self._reference
+        self._last, reference = published, self._reference
         rows = [(i, v) for i, v in zip(published.pipelines, published.values) if v["has_update"]]
         if reference is not None and rows:
             device = reference.z.flats[0].device  # what was published lies in main memory
@@ -138,7 +139,7 @@ class Turns:
     def buffers(self) -> list[dict[str, torch.Tensor]]:
         """Return each pipeline's last published averaged buffers, by name; no step may be in flight."""
         own = _averaged(self._trained)
-        return [dict(zip(own, found)) for found in self._exchange.last_buffers(self._route.replica)] or [own]
+        return [own] if self._last is None else [dict(zip(own, of)) for of in self._last.mean_buffers()]
 
 
 def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:
