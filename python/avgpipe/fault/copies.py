@@ -113,6 +113,17 @@ class StateCopies:
         self._worker: Worker | None = None
         self._begin_again(Snapshot(), None)
 
+    def _begin_again(self, own: Snapshot, received: Received | None) -> None:
+        """Begin, or continue from a copy, with what a new rank has: no other copies, and no intervals."""
+        self._own = [Snapshot(), own]  # the oldest first
+        # Of the process before, by their numbers.
+        self._theirs: dict[int, Received] = {} if received is None else {0: received}
+        self._sending: list[tuple[Key, torch.Tensor]] = []
+        self._interval, self._late = 1, 0  # batches between copies; by which the last copy must be sent
+        self._is_steady, self._count = False, 0  # since the last recovery; number of copies since then
+        self._intervals = Intervals(_SHARE * self._every_s)
+        self.ask_for_one()
+
     def attach(self, worker: Worker) -> None:
         """Use another worker's links from now on."""
         self._worker, self._sending = worker, []
@@ -262,13 +273,7 @@ class StateCopies:
     # ---- restoring ---------------------------------------------------------------------------------------------------
 
     def go_back(
-        self,
-        world: World,
-        model: Model,
-        worker: Worker,
-        earliest: int,
-        latest: float,
-        has_all: bool = False,
+        self, world: World, model: Model, worker: Worker, earliest: int, latest: float, has_all: bool = False
     ) -> int:
         """Restore the newest state that all ranks can have; return the batches before it. Collective.
 
@@ -309,17 +314,6 @@ class StateCopies:
         # Keep this copy until there are newer ones: a rank may be lost before.
         self._begin_again(Snapshot.of(batches, contents), self._theirs_of(batches))
         return batches
-
-    def _begin_again(self, own: Snapshot, received: Received | None) -> None:
-        """Begin, or continue from a copy, with what a new rank has: no other copies, and no intervals."""
-        self._own = [Snapshot(), own]  # the oldest first
-        # Of the process before, by their numbers.
-        self._theirs: dict[int, Received] = {} if received is None else {0: received}
-        self._sending: list[tuple[Key, torch.Tensor]] = []
-        self._interval, self._late = 1, 0  # batches between copies; by which the last copy must be sent
-        self._is_steady, self._count = False, 0  # since the last recovery; number of copies since then
-        self._intervals = Intervals(_SHARE * self._every_s)
-        self.ask_for_one()
 
     def _theirs_of(self, batches: int) -> Received | None:
         whole = (of for of in self._theirs.values() if of.is_whole and of.batches == batches)

@@ -221,12 +221,7 @@ class Isolation(Policy):
     def _digests(self, session: Session, has_begun: bool) -> list[str]:
         """Return a digest of what must be the same in all pipelines, and one of the initial weights."""
         spec, worker = session.spec, session.worker
-        made = (
-            spec.plan.to_json(),
-            *spec.options.shared_text(),
-            spec.model.bounds,
-            spec.model.signature(),
-        )
+        made = (spec.plan.to_json(), *spec.options.shared_text(), spec.model.bounds, spec.model.signature())
         digest = hashlib.sha256(f"{self.feed.next_batch}".encode())
         for number in () if has_begun else worker.held:
             for flat in worker.weights(number, "reference"):
