@@ -120,8 +120,8 @@ class TurnExchange:
         self._first = self.next_turn = 0  # the first step, and the first one that has not ended
         self.known = membership.known
         self.turns: dict[int, dict[int, Any]] = {}
-        self._caps: dict[int, int] = {}  # steps published by lost terms that still count
-        self._capped: dict[int, int] = {}  # and the first step whose sum, made by one of them, does not
+        # Steps published by lost terms that still count, and the first step whose sum, made by one of them, does not.
+        self._caps: dict[int, tuple[int, int]] = {}
         self._valid_from: list[tuple[int, int]] = []  # first steps of epochs, and these
         self._epoch = 0
         self._is_broken = False  # the epoch has ended, and the next one is not known
@@ -164,9 +164,7 @@ class TurnExchange:
             self._epoch = known.epoch
             self._valid_from = [*self._valid_from[1 - _KEPT :], (known.resume, known.epoch)]
         ended = {term.number for term in known.roster.terms if term.has_ended}
-        for caps in (self._caps, self._capped):
-            for number in caps.keys() & ended:
-                del caps[number]
+        self._caps = {number: cap for number, cap in self._caps.items() if number not in ended}
         self.known, self._is_broken = known, False
         if self._speaker is None and len({t.host for t in known.roster.terms if not t.was_lost}) > 1:
             self._speaker = named("avgpipe.fault.speaker:Speaker")(self, known)
@@ -181,10 +179,10 @@ class TurnExchange:
         for number in lost:
             if (there := self._there.get(number)) is not None and number not in self._caps:
                 memory = there.ranks[self.membership.rank]
-                self._capped[number] = next(t for t in count(self.next_turn) if not self._has_sums(memory, t))
-                self._caps[number] = there.published()
+                first = next(t for t in count(self.next_turn) if not self._has_sums(memory, t))
+                self._caps[number] = there.published(), first
         whole = next(t for t in count(self.next_turn) if not self._is_whole(t, [self.membership.rank]))
-        return whole, {n: self._caps[n] for n in lost if n in self._caps}
+        return whole, {n: self._caps[n][0] for n in lost if n in self._caps}
 
     def _halt_speaker(self) -> None:
         self._speaker.halt()
@@ -255,9 +253,8 @@ class TurnExchange:
 
     def _published(self, term: Term) -> int:
         published = self._there[term.number].published()
-        return min(
-            published, self._caps.get(term.number, published)
-        )  # looked at after the count, see freeze()
+        cap, _ = self._caps.get(term.number, (published, 0))  # looked at after the count, see freeze()
+        return min(published, cap)
 
     def of(self, term: Term) -> ProcessMemory:
         """Return the memory of the process of a term on this host that has this process's rank."""
@@ -298,7 +295,7 @@ class TurnExchange:
         for number, there in list(self._there.items()):
             memory = there.ranks[rank]
             # The cap is looked at after the memory: freeze() looks at that once more.
-            if self._has_sums(memory, turn) and turn < self._capped.get(number, turn + 1):
+            if self._has_sums(memory, turn) and turn < self._caps.get(number, (0, turn + 1))[1]:
                 return memory
         return None
 

@@ -136,6 +136,10 @@ class Group:
         """Whether all its processes have the state that they began with."""
         return all(p.has_state for p in self.processes.values()) or self.published() > 0
 
+    def begun(self) -> int:
+        """Return the most steps that one of its processes has reported as begun."""
+        return max(p.begun for p in self.processes.values())
+
     def published(self) -> int:
         """Return how many steps all its processes have reported as published."""
         return min((p.published for p in self.processes.values()), default=0)

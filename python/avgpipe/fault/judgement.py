@@ -6,7 +6,7 @@ The functions find values and change nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from avgpipe.fault.group import Group, Process
@@ -109,14 +109,12 @@ def unreachable(
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
 
-def may_leave(
-    living: Sequence[Group], groups: Mapping[int, Group], leavers: Mapping[int, int]
-) -> list[Group]:
+def may_leave(living: Sequence[Group], leavers: Iterable[Group]) -> list[Group]:
     """Return the members that want to leave, if no other one needs them or their host for steps that have begun.
 
     Args:
         living: The members that are not lost.
-        leavers: By number, those that want to leave, with the steps that they have begun.
+        leavers: Those that want to leave.
     """
     ended: dict[str, int] = {}  # by host, by all that do not want to leave
     for group in living:
@@ -126,30 +124,27 @@ def may_leave(
     slowest = sorted(ended, key=lambda host: ended[host])[:2]
     return [
         group
-        for group, left_at in ((groups[number], left_at) for number, left_at in leavers.items())
+        for group in leavers
         if not group.is_lost
-        and all(ended[h] >= left_at for h in slowest if h != group.host)
+        and all(ended[h] >= group.begun() for h in slowest if h != group.host)
         and not (ended and leaves_unfinished(group))
     ]
 
 
-def unfinished(
-    living: Sequence[Group], groups: Mapping[int, Group], leavers: Mapping[int, int], since: float
-) -> list[Group]:
+def unfinished(living: Sequence[Group], leavers: Iterable[Group], since: float) -> list[Group]:
     """Return the members that have left in the midst of a step before a time, and others go on.
 
     Args:
         living, leavers: As of :func:`may_leave`.
     """
-    over = [g for g in map(groups.__getitem__, leavers) if g.ready_at < since and leaves_unfinished(g)]
-    leaving = may_leave(living, groups, leavers) if over else []
+    over = [group for group in leavers if group.ready_at < since and leaves_unfinished(group)]
+    leaving = may_leave(living, leavers) if over else []
     return [group for group in over if group not in leaving]
 
 
 def leaves_unfinished(group: Group) -> bool:
     """Whether a member leaves without its part of steps that it has begun, as where a script stops early."""
-    begun = max(p.begun for p in group.processes.values())
-    return group.all_want("leave") and group.first + group.published() < begun
+    return group.all_want("leave") and group.first + group.published() < group.begun()
 
 
 # ---- losses ----------------------------------------------------------------------------------------------------------

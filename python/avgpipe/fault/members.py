@@ -74,7 +74,7 @@ class Members:
         self._frozen: Freeze | None = None
         self._unanswered: set[Process] = set()  # that have been asked
         self._has_news = False  # since the last look for changes; there are many more messages than changes
-        self._leavers: dict[int, int] = {}  # members that want to leave, and the steps that they have begun
+        self._leavers: dict[int, Group] = {}  # members that want to leave
         # The step on which a process timed out, the timeout in seconds, and when it said so.
         self._late_ones: dict[Process, tuple[int, float, float]] = {}
         self._asked_at = -_NEVER  # when all were last asked to report
@@ -209,7 +209,7 @@ class Members:
         if self._late_ones:
             self._judge(now, computed_at)
         if self._leavers:
-            over = unfinished(self.living(), self.groups, self._leavers, now - _BLAME_S)
+            over = unfinished(self.living(), self._leavers.values(), now - _BLAME_S)
             self._lose_all((group, None, _LEFT) for group in over)
         return self._changed(now)
 
@@ -260,7 +260,7 @@ class Members:
         if group.is_lost or not group.all_want("leave"):
             return
         if group.number in self.members:
-            self._leavers[group.number] = max(p.begun for p in group.processes.values())
+            self._leavers[group.number] = group
         else:
             group.left_at = self.reached  # no step was its to take part in
             self._release(group)
@@ -363,7 +363,7 @@ class Members:
 
     def _change(self, now: float) -> None:
         lost = frozenset(n for n in self.members if self.groups[n].is_lost)
-        leaving = may_leave(self.living(), self.groups, self._leavers) if self._leavers else []
+        leaving = may_leave(self.living(), self._leavers.values()) if self._leavers else []
         left = {group.number for group in leaving}
         joining = [] if self._stop is not None else self._ready()  # else nothing is left to train on
         stops = self._is_to_stop and self._stop is None
@@ -406,7 +406,7 @@ class Members:
             self._begin_epoch(staying, gone)
         published = {g.number: readable(g, staying, self._resume) for g in gone}
         for group in leaving:
-            group.left_at = published[group.number] = self._leavers[group.number]
+            group.left_at = published[group.number] = group.begun()
         # Those that wait for their first step, which is to come, have begun none.
         answers = [(g, p.answer) for g in staying for p in g.processes.values() if p.answer is not None]
         counts = [answer.begun for g, answer in answers if answer.begun > g.first]
