@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import socket
 import struct
 import threading
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
+from queue import SimpleQueue
 from typing import Any
 
 VERSION = 2
@@ -192,7 +192,7 @@ class Door:
     """
 
     def __init__(self, listening: Sequence[tuple[socket.socket, bytes]]) -> None:
-        self._entered: queue.SimpleQueue[Connection] = queue.SimpleQueue()
+        self._entered = SimpleQueue[Connection]()
         self._is_closed = False
         self._threads = [threading.Thread(target=self._run, args=one, daemon=True) for one in listening]
         for thread in self._threads:
@@ -200,11 +200,7 @@ class Door:
 
     def entered(self) -> list[Connection]:
         """Return the connections of those that have been let in since the last call."""
-        found = []
-        with suppress(queue.Empty):
-            while True:
-                found.append(self._entered.get_nowait())
-        return found
+        return [self._entered.get() for _ in range(self._entered.qsize())]
 
     def close(self) -> None:
         self._is_closed = True

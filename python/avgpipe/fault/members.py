@@ -17,7 +17,7 @@ in another *epoch*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say
@@ -163,10 +163,10 @@ class Members:
         group.processes[rank] = Process(group, rank, str(about["name"]), now)
 
     def receive(self, number: int, rank: int, kind: str, values: Sequence[Any], now: float) -> list[Command]:
-        """Handle a message. ValueError, TypeError or KeyError for an invalid one."""
+        """Handle a message. ValueError, TypeError, KeyError or AttributeError for an invalid one."""
         process = self.groups[number].processes[rank]
         process.heard_at = now
-        _HANDLERS[kind](self, process, now, *values)
+        getattr(self, f"_on_{kind.replace(' ', '_')}")(process, now, *values)
         return self._changed(now)
 
     def closed(self, number: int, rank: int, now: float) -> list[Command]:
@@ -215,7 +215,7 @@ class Members:
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
-    def _alive(self, process: Process, now: float, doing: str, *counts: int) -> None:
+    def _on_alive(self, process: Process, now: float, doing: str, *counts: int) -> None:
         process.doing = str(doing)
         process.batches, process.begun, process.ended, process.published = map(int, counts)
         if process.begun > process.group.first:  # else it waits for its first step, which may never come
@@ -223,7 +223,7 @@ class Members:
         self._has_news = self._has_news or bool(self._leavers)  # which wait for the ends of steps
         self._out.append(process.send(_HEARD))
 
-    def _answered(
+    def _on_begun(
         self, process: Process, now: float, freeze: int, begun: int, batches: int, whole: int, seen: Any
     ) -> None:
         counts = {int(number): int(count) for number, count in seen.items()}
@@ -233,7 +233,9 @@ class Members:
             self._unanswered.discard(process)
             self._has_news = self._has_news or not self._unanswered or bool(self._leavers)
 
-    def _enter(self, process: Process, now: float, request: int, digests: Sequence[str], facts: Any) -> None:
+    def _on_enter(
+        self, process: Process, now: float, request: int, digests: Sequence[str], facts: Any
+    ) -> None:
         """Admit a process with the plan and model of the others, and at the start with their weights."""
         for other in self.groups.values():
             mate = other.processes.get(process.rank)
@@ -250,7 +252,7 @@ class Members:
         process.group.ready_at, self._has_news = now, True
         self._out.append(process.send(["reply", request, {}]))
 
-    def _leave(self, process: Process, now: float, begun: int, published: int) -> None:
+    def _on_leave(self, process: Process, now: float, begun: int, published: int) -> None:
         group = process.group
         process.wants, process.begun, self._has_news = "leave", int(begun), True
         process.published = int(published)
@@ -265,7 +267,7 @@ class Members:
             group.left_at = self.reached  # no step was its to take part in
             self._release(group)
 
-    def _late(self, process: Process, now: float, turn: int, waited_s: float, host: str = "") -> None:
+    def _on_late(self, process: Process, now: float, turn: int, waited_s: float, host: str = "") -> None:
         if host:
             self._waits_for.setdefault(process.group.number, str(host))
         self._late_ones[process] = int(turn), float(waited_s), now
@@ -273,25 +275,25 @@ class Members:
             self._asked_at = now
             self._out += [p.send(["report"]) for p in self._processes()]
 
-    def _broken(self, process: Process, now: float, epoch: int, host: str = "") -> None:
+    def _on_broken(self, process: Process, now: float, epoch: int, host: str = "") -> None:
         number = process.group.number
         if epoch == self.epoch and number in self.members:
             self._waits_for.setdefault(number, str(host))
             self._broken_at = now if self._broken_at is None else self._broken_at
             self._broken_by.add(number)
 
-    def _unseen(self, process: Process, now: float, other: int) -> None:
+    def _on_unseen(self, process: Process, now: float, other: int) -> None:
         """A process cannot open the memory of another one, so it must have ended, and no step may need it."""
         if other in self.members:
             self._lose(self.groups[other], None, "")
 
-    def _has_state(self, process: Process, now: float) -> None:
+    def _on_has_state(self, process: Process, now: float) -> None:
         process.has_state = True
 
-    def _gives_up(self, process: Process, now: float, why: str) -> None:
+    def _on_gives_up(self, process: Process, now: float, why: str) -> None:
         self._lose(process.group, None, str(why))
 
-    def _stops(self, process: Process, now: float) -> None:
+    def _on_stop(self, process: Process, now: float) -> None:
         self._is_to_stop = self._has_news = True
 
     def _release(self, group: Group) -> None:
@@ -542,17 +544,3 @@ class Members:
             for term in terms
         }
         return [Roster(terms).to_json(), facts]
-
-
-_HANDLERS: dict[str, Callable[..., None]] = {
-    "alive": Members._alive,
-    "begun": Members._answered,
-    "enter": Members._enter,
-    "leave": Members._leave,
-    "late": Members._late,
-    "broken": Members._broken,
-    "unseen": Members._unseen,
-    "has state": Members._has_state,
-    "gives up": Members._gives_up,
-    "stop": Members._stops,
-}
