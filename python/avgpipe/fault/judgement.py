@@ -20,23 +20,21 @@ _NEVER = float("inf")
 
 def silent(
     groups: Mapping[int, Group], members: Mapping[int, int], timeout_s: float, now: float
-) -> list[Blame]:
-    """Find processes that send nothing, such as stopped ones: the others would wait for them."""
-    found: list[Blame] = []
+) -> tuple[list[Blame], float]:
+    """Find processes that send nothing, such as stopped ones: the others would wait for them.
+
+    Return also the earliest time at which another one may have been silent for too long.
+    """
+    found, heard = list[Blame](), now
     for group in groups.values():
         for rank, process in group.processes.items():
             is_waited_for = process.wants != "leave" or group.number in members
             if process.heard_at < now - timeout_s and is_waited_for:
                 silence = f"{process.name} sent no message for {timeout_s:g} s"
                 found.append((group, rank, f"{silence}, when it was at {process.doing}"))
-    return found
-
-
-def first_silence(groups: Mapping[int, Group], timeout_s: float, now: float) -> float:
-    """Return the earliest time at which a process may have been silent for too long."""
-    living = (g for g in groups.values() if not g.is_lost and g.left_at is None)
-    heard = min((p.heard_at for g in living for p in g.processes.values()), default=now)
-    return max(heard, now - timeout_s) + timeout_s
+            elif not group.is_lost and group.left_at is None:
+                heard = min(heard, process.heard_at)
+    return found, max(heard, now - timeout_s) + timeout_s
 
 
 def overdue(

@@ -24,7 +24,6 @@ from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Proc
 from avgpipe.fault.judgement import (
     Blame,
     behind,
-    first_silence,
     late,
     may_leave,
     overdue,
@@ -202,8 +201,8 @@ class Members:
         meanwhile: the timeout of the others begins then.
         """
         if now > self._silent_at:
-            self._lose_all(silent(self.groups, self.members, self.timeout_s, now))
-            self._silent_at = first_silence(self.groups, self.timeout_s, now)
+            blames, self._silent_at = silent(self.groups, self.members, self.timeout_s, now)
+            self._lose_all(blames)
         if not self.has_begun:
             self._find_overdue(now)
         if self._late_ones:
@@ -483,31 +482,28 @@ class Members:
     def _apply_end(self, group: Group, published: int, begun: int) -> None:
         was_lost = group.is_lost
         term = self.roster.leave(group.pipeline, published, begun, was_lost)
-        # The reference does not have the published steps of an unfinished period either.
-        lost = self._note_lost_steps(group, term.published, term.end, begun)
         for other in self.roster.present:
             joined = self.groups[other.number]
             needs = other.donor == group.pipeline and not joined.has_state()
             if needs and self.roster.change_donor(other.number) is None:
                 why = f"pipeline {group.pipeline}, whose state it was to get, has ended"
                 self._lose(joined, None, why if was_lost else OVER)
-        if lost:
-            self._lose_latecomers(group.pipeline, term.published)
+        self._train_again(group, term.published, term.end, begun)
 
-    def _note_lost_steps(self, group: Group, first: int, end: int, begun: int) -> int:
-        """Note that the others train again on a group's samples of some steps; return how many these are."""
+    def _train_again(self, group: Group, first: int, end: int, begun: int) -> None:
+        """Note that the others train again on a group's samples of some steps.
+
+        End those that joined after these, and begin before they are trained on again.
+        """
+        # The reference does not have the published steps of an unfinished period either.
         lost = end - first // group.period * group.period
         self._clean = max(self._clean, begun) + lost
         if lost and self.members:
             steps = "step" if lost == 1 else f"{lost} steps"
             line = f"pipeline {group.pipeline}: the others train on its samples of its last {steps}"
             self._out.append(Say(line))
-        return lost
-
-    def _lose_latecomers(self, pipeline: int, first: int) -> None:
-        """End those that joined after lost steps, and begin before these are trained on again."""
-        why = f"it joined too late to know the lost samples of pipeline {pipeline}"
-        for other in self.roster.present:
+        why = f"it joined too late to know the lost samples of pipeline {group.pipeline}"
+        for other in self.roster.present if lost else ():
             if first < other.first < self._clean:
                 self._lose(self.groups[other.number], None, why)
 
@@ -515,8 +511,7 @@ class Members:
         """Have lost groups count in no step whose sum is still to be made, where no process can read them any more."""
         readers = {g.host for g in staying if self.term_of(g).first <= self._resume}
         for term in self.roster.cut(readers, self._resume, begun):
-            self._note_lost_steps(self.groups[term.number], term.cut, term.published, begun)
-            self._lose_latecomers(term.pipeline, term.cut)
+            self._train_again(self.groups[term.number], term.cut, term.published, begun)
 
     def _forget(self, begun: int) -> None:
         """Drop steps that no member still needs: all are past a step once all have published the next."""
