@@ -143,13 +143,16 @@ class TurnExchange:
     # ---- for the membership, in its thread ---------------------------------------------------------------------------
 
     def position(self) -> list[int]:
+        """Return the loader's batches begun, steps ended, and steps published since the pipeline joined."""
         return [self.batches(), self.next_turn, self.own.published()]
 
     def failed(self, failure: PipelineError) -> None:
+        """Note that the connection is lost."""
         self._mailbox.fail(failure)
         self._mailbox.bell.ring()
 
     def adopt(self, known: Known) -> list[int]:
+        """Prepare for a roster; return the terms whose memory cannot be opened."""
         there, unseen = dict[int, Processes](), list[int]()
         for term in known.roster.terms:
             if term.number in self._there:
@@ -173,6 +176,10 @@ class TurnExchange:
         return unseen
 
     def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
+        """Take no more of lost groups than now; return the steps whose sums are whole, and what they published.
+
+        ``breaks``: abandon the sum that is under way.
+        """
         self._is_broken = self._is_broken or breaks
         if breaks and self._speaker is not None:
             self._halt_speaker()

@@ -11,13 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
 from avgpipe.fault.door import VERSION, Messages, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
+
+if TYPE_CHECKING:
+    from avgpipe.fault.exchange import TurnExchange
 
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
@@ -51,25 +54,6 @@ class Known:
     here: str = ""
 
 
-class Participant(Protocol):
-    """What this process does in the steps, as far as the coordinator asks for it."""
-
-    def position(self) -> list[int]:
-        """Return the loader's batches begun, steps ended, and steps published since the pipeline joined."""
-
-    def adopt(self, known: Known) -> list[int]:
-        """Prepare for a roster, in the connection's thread; return the terms whose memory cannot be opened."""
-
-    def freeze(self, lost: Sequence[int], breaks: bool) -> tuple[int, dict[int, int]]:
-        """Take no more of lost groups than now; return the steps whose sums are whole, and what they published.
-
-        ``breaks``: abandon the sum that is under way.
-        """
-
-    def failed(self, failure: PipelineError) -> None:
-        """Note that the connection is lost."""
-
-
 class Membership:
     """Connects to the coordinator, and receives its decisions in a thread of its own.
 
@@ -101,7 +85,7 @@ class Membership:
         self.known = Known(Roster(), {})
         self.begun = 0
         self.doing: Callable[[], str] = lambda: "its start"
-        self._participant: Participant | None = None
+        self._participant: TurnExchange
         self._is_frozen = False
         self._unseen: list[int] = []
         self._is_to_stop = False
@@ -121,9 +105,6 @@ class Membership:
         self.spans_hosts = bool(welcome["spans_hosts"])
         self._heard_at = time.monotonic()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="avgpipe-membership", daemon=True)
-        self._thread.start()
-        atexit.register(self._exit)
 
     def _connect(self, about: dict[str, Any]) -> dict[str, Any]:
         where = os.environ[RUN]
@@ -146,9 +127,11 @@ class Membership:
 
     # ---- for the main thread -----------------------------------------------------------------------------------------
 
-    def serve(self, participant: Participant) -> None:
+    def serve(self, participant: TurnExchange) -> None:
         """Let the coordinator's decisions reach ``participant`` from now on."""
         self._participant = participant
+        threading.Thread(target=self._run, name="avgpipe-membership", daemon=True).start()
+        atexit.register(self._exit)
 
     def enter(self, digests: list[str], facts: Any) -> int:
         """Become a member, with the other processes of this pipeline; return the first step.
@@ -265,8 +248,7 @@ class Membership:
 
     def leave(self) -> None:
         """Report that this process is done; return once no other one needs it any more."""
-        published = 0 if self._participant is None else self._participant.position()[-1]
-        self._send_if_alive("leave", self.begun, published)
+        self._send_if_alive("leave", self.begun, self._participant.position()[-1])
         limit_s = max(_RELEASE_S, self.timeout_s)  # a step of other hosts may take that long
         with self._lock:
             self._lock.wait_for(lambda: self._is_released or self.failure is not None, limit_s)
@@ -327,13 +309,10 @@ class Membership:
             self.failure = failure
             self._lock.notify_all()
         cut(self._connection)  # else it would be missed only after a timeout
-        if self._participant is not None:
-            self._participant.failed(failure)
+        self._participant.failed(failure)
 
     def _send_alive(self) -> None:
-        batches, ended, published = (
-            (self.batches, 0, 0) if self._participant is None else self._participant.position()
-        )
+        batches, ended, published = self._participant.position()
         self._send("alive", self.doing()[:500], batches, self.begun, ended, published)
 
     def _handle(self, kind: str, *values: Any) -> None:
@@ -354,10 +333,8 @@ class Membership:
 
     def _freeze(self, number: int, lost: Sequence[int], breaks: bool) -> None:
         self._is_frozen = True
-        participant = self._participant
-        assert participant is not None  # only members are asked
-        whole, seen = participant.freeze(lost, breaks)
-        self._send("begun", number, self.begun, participant.position()[0], whole, seen)
+        whole, seen = self._participant.freeze(lost, breaks)
+        self._send("begun", number, self.begun, self._participant.position()[0], whole, seen)
 
     def _take_roster(
         self,
@@ -377,8 +354,7 @@ class Membership:
         about |= {int(n): {int(rank): fact for rank, fact in of.items()} for n, of in facts.items()}
         own = owed.get(str(self.rank))
         known = Known(roster, about, epoch, resume, None if own is None else (own[0], own[1]), here)
-        if self._participant is not None:
-            self._unseen = self._participant.adopt(known)
+        self._unseen = self._participant.adopt(known)
         self.known, self._stop = known, stop
         if not was_member and self.own_term is not None:
             self.begun = self.own_term.first
