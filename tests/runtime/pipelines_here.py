@@ -263,16 +263,9 @@ class One:
         if not here.given:
             self._loader.open(here.batches)
         options: Any = here.options
-        self.feed = TurnFeed(
-            worker,
-            here.plan,
-            self._loader,
-            options,
-            self._enter,
-            None,
-            self.exchange,
-            here.paces(self.pipeline),
-        )
+        spec = SimpleNamespace(running=here.plan, options=options)
+        session: Any = SimpleNamespace(worker=worker, spec=spec, loader=self._loader, verification=None)
+        self.feed = TurnFeed(session, self.exchange, self._enter, here.paces(self.pipeline))
 
     def _enter(self) -> Counts | None:
         """Begin with the state of another that has ended all steps before the first one here."""

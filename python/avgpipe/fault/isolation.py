@@ -150,25 +150,11 @@ class Isolation(Policy):
         return self.exchange.membership
 
     def make_feed(self, session: Session) -> TurnFeed:
-        spec = session.spec
-        self.feed = TurnFeed(
-            session.worker,
-            spec.running,
-            session.loader,
-            spec.options,
-            lambda: self._take_part(session),
-            session.verification,
-            self.exchange,
-            self._paces(session) if spec.running.shares > 1 else None,
-        )
+        plan, paces = session.spec.running, None
+        if plan.shares > 1 and os.environ.get(SHARES) != "equal":  # as the launcher may ask for
+            paces = SharesByPace(session.worker.scheduler, self.exchange, plan.micro_batches)
+        self.feed = TurnFeed(session, self.exchange, lambda: self._take_part(session), paces)
         return self.feed
-
-    def _paces(self, session: Session) -> SharesByPace | None:
-        """Return what decides on shares by pace; None where the launcher asked for equal ones."""
-        if os.environ.get(SHARES) == "equal":
-            return None
-        scheduler, micro_batches = session.worker.scheduler, session.spec.running.micro_batches
-        return SharesByPace(scheduler, self.exchange, micro_batches)
 
     @property
     def is_new(self) -> bool:

@@ -26,14 +26,11 @@ from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.shares import FeedPart, Unfinished
 from avgpipe.model.batch import Columns, sample_count, sizes_of
 from avgpipe.model.context import Position
-from avgpipe.plan import Plan
 from avgpipe.ranks.environment import named
 from avgpipe.runtime.compute import Work
-from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Prefetch, cut, result_of
-from avgpipe.runtime.integrity import Verification
+from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, cut, result_of
 from avgpipe.runtime.loss import BatchEnd
-from avgpipe.runtime.options import TrainingOptions
-from avgpipe.runtime.worker import Worker
+from avgpipe.runtime.session import Session
 
 _log = logging.getLogger("avgpipe")
 _MARKED_BYTES = 1024
@@ -57,8 +54,8 @@ class TurnFeed(Feed):
     """The feed of one of several isolated pipelines; see :class:`avgpipe.runtime.feed.Feed`.
 
     Args:
+        session: whose batches it feeds.
         enter: becomes a member of the run, and returns the run's position; None at its beginning.
-        verification: decides for which batches stages keep data to verify; None: for none.
         paces: decides on the shares of a batch; None: they are equal.
 
     Attributes:
@@ -69,23 +66,20 @@ class TurnFeed(Feed):
 
     def __init__(
         self,
-        worker: Worker,
-        plan: Plan,
-        loader: Prefetch,
-        options: TrainingOptions,
-        enter: Callable[[], Counts | None],
-        verification: Verification | None,
+        session: Session,
         exchange: TurnExchange,
-        paces: SharesByPace | None = None,
+        enter: Callable[[], Counts | None],
+        paces: SharesByPace | None,
     ) -> None:
-        self._worker, self._plan, self._loader, self._options = worker, plan, loader, options
+        worker, plan, options = session.worker, session.spec.running, session.spec.options
+        self._worker, self._plan, self._loader, self._options = worker, plan, session.loader, options
         self._exchange, self._membership, self._paces = exchange, exchange.membership, paces
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
         self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
         self._columns = Columns()
         self._enter: Callable[[], Counts | None] = enter
-        self._verification = verification
+        self._verification = session.verification
         self.next_batch: int = self._membership.batches
         exchange.batches = lambda: self.next_batch
         self.begun = self.ended = 0
