@@ -239,8 +239,13 @@ class One:
         trained: Any = _Trained(self.elastic)
         route: Any = SimpleNamespace(pipeline=self.pipeline, replica=0, publishes=False)
         states: Any = SimpleNamespace(hand_over=lambda place, turn: None)
-        mailbox: Any = self.mailbox
-        self.turns = Turns(trained, self.reference, route, mailbox, self.exchange, states)
+        worker: Any = SimpleNamespace(
+            trained={(0, self.pipeline): trained},
+            references={0: self.reference},
+            mailbox=self.mailbox,
+            spec=SimpleNamespace(options=SimpleNamespace(verify_every=None)),
+        )
+        self.turns = Turns(worker, route, self.exchange, states)
         self.turns.resume(self.first)
 
     def _make_feed(self) -> None:

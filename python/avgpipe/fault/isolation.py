@@ -114,18 +114,7 @@ class Isolation(Policy):
     # ---- for the worker ----------------------------------------------------------------------------------------------
 
     def peers(self, route: Route, stream: LaneStream | None) -> Turns:
-        worker, spec = self._worker, self._worker.spec
-        every = spec.options.verify_every
-        turns = self._turns[route.replica] = Turns(
-            worker.trained[route.replica, route.pipeline],
-            worker.references[route.replica],
-            route,
-            worker.mailbox,
-            self.exchange,
-            self.states,
-            stream,
-            every and max(1, every // spec.running.batches_per_round),
-        )
+        turns = self._turns[route.replica] = Turns(self._worker, route, self.exchange, self.states, stream)
         return turns
 
     def buffers(self, replica: int) -> list[dict[str, torch.Tensor]]:

@@ -15,37 +15,38 @@ from avgpipe.errors import PipelineError
 from avgpipe.fault.exchange import Published, TurnExchange
 from avgpipe.fault.slots import Like
 from avgpipe.fault.states import States
-from avgpipe.links.link import Key, Mailbox
+from avgpipe.links.link import Key
 from avgpipe.runtime.compute import BatchState
 from avgpipe.runtime.integrity import digest
 from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.route import Route, Step, StepKind
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage
+from avgpipe.runtime.worker import Worker
 
 
 class Turns:
     """Publishes and applies the updates of one stage replica.
 
     Args:
+        worker: that holds it.
         stream: of its lane; None on a CPU.
-        verify_every: after how many steps pipelines compare their references; None: never.
     """
 
     def __init__(
         self,
-        trained: TrainedStage,
-        reference: Reference | None,
+        worker: Worker,
         route: Route,
-        mailbox: Mailbox,
         exchange: TurnExchange,
         states: States,
         stream: LaneStream | None = None,
-        verify_every: int | None = None,
     ) -> None:
-        self._trained, self._reference, self._route = trained, reference, route
-        self._mailbox, self._exchange, self._states = mailbox, exchange, states
-        self._verify_every = verify_every
+        self._trained, self._route = worker.trained[route.replica, route.pipeline], route
+        self._reference: Reference | None = worker.references[route.replica]
+        self._mailbox, self._exchange, self._states = worker.mailbox, exchange, states
+        every = worker.spec.options.verify_every
+        # Steps after which pipelines compare their references; None: never.
+        self._verify_every = every and max(1, every // worker.spec.running.batches_per_round)
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._published = self._made = 0  # steps; the next has this number
         self._last: Published | None = None  # what counts in the last step that was applied to this state
