@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -125,7 +125,10 @@ def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
 
 
 def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> int:
-    """``run``: its name in messages."""
+    """Start the processes, and wait for their end, or for the launcher's order to end them.
+
+    ``run``: its name in messages.
+    """
     is_far = not address.startswith("/")
     try:
         connection = connect(address, secret.encode())
@@ -136,16 +139,32 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> in
         raise ValueError(f"{run}: its launcher cannot be asked: {reason(error)}") from None
     except (OSError, EOFError) as error:
         raise NoPlace(f"{run}: its launcher cannot be reached: {reason(error)}") from None
-    with connection:
+    with connection, keeping_handlers(), ExitStack() as stack:
         welcome = _ask(connection, run)
-        job = Job(**welcome["job"])
+        job, pipeline = Job(**welcome["job"]), int(welcome["pipeline"])
         if is_far:
             job = as_here(job)
         else:
             os.chdir(welcome["folder"])
-        place = environment(address, secret, welcome["group"], welcome["pipeline"])
-        place[RESTART] = welcome["restart"]
-        return _run(job, welcome["pipeline"], place, connection, run, say)
+        place = environment(address, secret, welcome["group"], pipeline)
+        stack.callback(_send_end, connection)
+        processes = job.start(stack, {**place, RESTART: welcome["restart"]})
+        pass_on_questions(lambda: [processes])
+        with ending(processes.close):
+            say(f"pipeline {pipeline} is started, and joins the others of {run}")
+            while (end := processes.poll_or_kill()) is None:
+                if connection.poll(LIMITS.poll_s):
+                    processes.kill()
+                    why = _why(connection)
+                    if why == OVER:
+                        return pipeline
+                    if why == TOO_FEW:
+                        raise RunEnded(f"pipeline {pipeline} was ended", why)
+                    if why:  # else their exit codes say it
+                        raise PipelineError(f"pipeline {pipeline} was ended: {why}")
+        if isinstance(end, RanksFailed):
+            raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
+        return pipeline
 
 
 def _ask(connection: Connection, run: str) -> dict[str, Any]:
@@ -163,36 +182,6 @@ def _ask(connection: Connection, run: str) -> dict[str, Any]:
     if "why" in welcome:
         raise NoPlace(f"{run}: {welcome['why']}")
     return dict(welcome)
-
-
-def _run(
-    job: Job,
-    pipeline: int,
-    place: Mapping[str, str],
-    connection: Connection,
-    run: str,
-    say: Callable[[str], None],
-) -> int:
-    """Start the processes, and wait for their end, or for the launcher's order to end them."""
-    with keeping_handlers(), ExitStack() as stack:
-        stack.callback(_send_end, connection)
-        processes = job.start(stack, place)
-        pass_on_questions(lambda: [processes])
-        with ending(processes.close):
-            say(f"pipeline {pipeline} is started, and joins the others of {run}")
-            while (end := processes.poll_or_kill()) is None:
-                if connection.poll(LIMITS.poll_s):
-                    processes.kill()
-                    why = _why(connection)
-                    if why == OVER:
-                        return pipeline
-                    if why == TOO_FEW:
-                        raise RunEnded(f"pipeline {pipeline} was ended", why)
-                    if why:  # else their exit codes say it
-                        raise PipelineError(f"pipeline {pipeline} was ended: {why}")
-        if isinstance(end, RanksFailed):
-            raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
-        return pipeline
 
 
 def _send_end(connection: Connection) -> None:
