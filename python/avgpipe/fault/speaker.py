@@ -83,10 +83,8 @@ class Speaker:
                 if self._await(turn):
                     self._sum(turn)
                     turn += 1
-        except (
-            RuntimeError,
-            PipelineError,
-        ) as error:  # of a group: another process has ended, or this is halted
+        except (RuntimeError, PipelineError) as error:
+            # Of a group: another process has ended, or this is halted.
             if self._goes_on():
                 _log.debug("the sum over hosts has failed: %s", reason(error))
                 self._membership.report_broken(self._epoch, self.waits_for)

@@ -406,10 +406,8 @@ class Supervisor:
         if goes_on:
             then += ", and the others go on" if is_restarted else "; the others go on without it"
         self._say(f"pipeline {pipeline} is lost: {loss.why}{then}")
-        if (
-            (not is_restarted or pipeline in self._later) and not has_begun and pipeline in self._left
-        ):  # the others wait for it
-            self._missing = [loss]
+        if (not is_restarted or pipeline in self._later) and not has_begun and pipeline in self._left:
+            self._missing = [loss]  # the others wait for it
             self._end(TOO_FEW)
 
 

@@ -12,20 +12,12 @@ from zlib import crc32
 
 from avgpipe.ranks.environment import STORE_FILE
 
-_FIRST_PORT, _PORTS = (
-    20000,
-    10000,
-)  # below those that Linux gives to connections, net.ipv4.ip_local_port_range
+# Below those that Linux gives to connections, net.ipv4.ip_local_port_range.
+_FIRST_PORT, _PORTS = 20000, 10000
 _TORCH_PORT = 29500  # torchrun's default
 _RANGE = r"\d+(?:-\d+)?"  # in a list of Slurm's
-RANK_VARIABLES = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)  # torchrun's
+# Torchrun's.
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 Environment = Mapping[str, str]
 
 
