@@ -32,9 +32,8 @@ class CommonResults:
         # A pipeline that joins later does not know the batches before the first step of a resumed run.
         once = self._once.setdefault((what, number, turn), _Once(turn, batches if turn else 0))
         once.ask(group, reply)
-        if (
-            len(self._once) > _KNOWN
-        ):  # drop the oldest, which all have received; the last, one before the first batch
+        # Drop the oldest, which all have received; the last, one from before the first batch.
+        if len(self._once) > _KNOWN:
             known = (name for name, old in self._once.items() if old.batches and old.reply)
             del self._once[next(known, next(iter(self._once)))]
 

@@ -16,19 +16,8 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+from avgpipe.fault import door
 from avgpipe.fault.common import CommonResults
-from avgpipe.fault.door import (
-    JOIN,
-    SEND_S,
-    VERSION,
-    Door,
-    Messages,
-    called,
-    cut,
-    encoded,
-    listen_here,
-    socket_of,
-)
 from avgpipe.fault.group import Command, Group, Kill, Say
 from avgpipe.fault.members import Members
 from avgpipe.ranks.process import host_here
@@ -69,9 +58,9 @@ class Coordinator:
         listening: tuple[socket.socket, str] | None = None,
     ) -> None:
         self.address = address
-        self.far_address = None if listening is None else called(listening[0])
+        self.far_address = None if listening is None else door.called(listening[0])
         far = [] if listening is None else [(listening[0], listening[1].encode())]
-        self._door = Door([(listen_here(address), token), *far])
+        self._door = door.Door([(door.listen_here(address), token), *far])
         self._lost, self._say, self._recorder, self._let_join = lost, say, recorder, let_join
         self.members = Members(wanted, host_here())
         self._common = CommonResults()
@@ -96,7 +85,7 @@ class Coordinator:
         """Handle the messages that arrive within ``timeout_s``, and all changes that are due."""
         for one in self._door.entered():
             self._unknown.add(one)
-            self._selector.register(one, selectors.EVENT_READ, Messages(one))
+            self._selector.register(one, selectors.EVENT_READ, door.Messages(one))
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
                 self._receive(key.fileobj, key.data)
@@ -130,12 +119,12 @@ class Coordinator:
             elif (connection := self._connections.get((command.group, command.rank))) is not None:
                 if command.message is not last:  # else it is the same for many: a roster of a thousand hosts
                     last = message = command.message
-                    text = encoded([*message, self._here] if message[0] == "roster" else message)
+                    text = door.encoded([*message, self._here] if message[0] == "roster" else message)
                 self._send_text(connection, text)
 
     # ---- connections -------------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection, inbox: Messages) -> None:
+    def _receive(self, connection: Connection, inbox: door.Messages) -> None:
         try:
             messages = inbox.read()
         except (OSError, EOFError):
@@ -171,7 +160,7 @@ class Coordinator:
             self._common.gone(known[0])
             if is_deaf:
                 name = self.members.groups[known[0]].processes[known[1]].name
-                self.lose(*known, f"{name} took no message for {SEND_S} s")
+                self.lose(*known, f"{name} took no message for {door.SEND_S} s")
             self._do(self.members.closed(*known, time.monotonic()))
 
     def _forget(self, connection: Connection) -> None:
@@ -184,13 +173,13 @@ class Coordinator:
         connection.close()
 
     def _greet(self, connection: Connection, kind: str, version: int, about: dict[str, Any]) -> None:
-        if kind not in ("hello", JOIN) or version != VERSION:
+        if kind not in ("hello", door.JOIN) or version != door.VERSION:
             raise ValueError(f"{kind} {version}: all processes of a run must have one version of avgpipe")
-        with socket_of(connection) as end:
+        with door.socket_of(connection) as end:
             is_far = end.family != socket.AF_UNIX
             if is_far:
                 self._here = end.getsockname()[0]
-        if kind == JOIN and self._let_join is not None:
+        if kind == door.JOIN and self._let_join is not None:
             reply = self._let_join(connection, {**about, "is_far": is_far})
             self._unknown.discard(connection)
             self._selector.unregister(connection)
@@ -204,7 +193,7 @@ class Coordinator:
         self._send(connection, "welcome", {**progress, "spans_hosts": self.far_address is not None})
 
     def _send(self, connection: Connection, *message: Any) -> None:
-        self._send_text(connection, encoded(message))
+        self._send_text(connection, door.encoded(message))
 
     def _send_text(self, connection: Connection, text: bytes) -> None:
         try:
@@ -212,7 +201,7 @@ class Coordinator:
         except OSError as error:  # the closed connection will show it
             if isinstance(error, BlockingIOError):
                 self._deaf.add(connection)
-            cut(connection)
+            door.cut(connection)
 
     # ---- messages of processes ---------------------------------------------------------------------------------------
 

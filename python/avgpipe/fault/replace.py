@@ -24,15 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from avgpipe.errors import reason
-from avgpipe.fault.generation import (
-    announcement,
-    assign_place,
-    given_up,
-    pipe_of,
-    prospect,
-    restored,
-    waited_for,
-)
+from avgpipe.fault import generation
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
 from avgpipe.ranks.launch import (
     NOT_READY,
@@ -156,7 +148,7 @@ class Replacing(LaunchPolicy):
         """Start a process that waits at its Pipeline; -1: a spare. ``deadline``: of its predecessor."""
         process = self._start(rank, waits=True)
         deadline = min(deadline, time.monotonic() + LIMITS.start_s)
-        return _WaitingRank(process, pipe_of(process.folder, rank), deadline, StoppedTimer())
+        return _WaitingRank(process, generation.pipe_of(process.folder, rank), deadline, StoppedTimer())
 
     # ---- while it runs -----------------------------------------------------------------------------------------------
 
@@ -165,10 +157,10 @@ class Replacing(LaunchPolicy):
         stopped = [rank for rank, one in self._ranks.items() if one.stopped()]
         is_over = self._stopped_timer.expired(bool(stopped)) and len(stopped) == len(self._ranks)
         # A rank that is stopped while it reads or writes the report that one waits blocks the store for all.
-        if stopped and (is_over or self._is_there(waited_for(self._generation), silent=True)):
+        if stopped and (is_over or self._is_there(generation.waited_for(self._generation), silent=True)):
             self._kill(stopped)
             # They may take long to end; until then no rank may get the answer that none is lost.
-            self._put(prospect(self._generation + 1), json.dumps(stopped))
+            self._put(generation.prospect(self._generation + 1), json.dumps(stopped))
         for rank, one in list(self._ranks.items()):
             end = one.poll()
             if end is None:
@@ -199,7 +191,7 @@ class Replacing(LaunchPolicy):
         elif self._answer_at is None:
             self._answer_at = time.monotonic() + LIMITS.sure_s
         elif time.monotonic() > self._answer_at:
-            self._put(given_up(self._generation + 1), "")
+            self._put(generation.given_up(self._generation + 1), "")
             self._answer_at = float("inf")
 
     def _kill(self, stopped: Sequence[int]) -> None:
@@ -242,7 +234,7 @@ class Replacing(LaunchPolicy):
             raise failure  # a rank that has ended meets no other
         self._failed = failure
         forget_ready(self._folder, rank)
-        self._put(prospect(self._generation + 1), json.dumps([rank]))
+        self._put(generation.prospect(self._generation + 1), json.dumps([rank]))
         self._replaced[rank] += 1
         how = "a spare process"
         self._spares = [one for one in self._spares if one.process.poll() is None]
@@ -276,9 +268,9 @@ class Replacing(LaunchPolicy):
             return
         self._generation += 1
         for rank, one in self._starting.items():
-            assign_place([one.pipe], self._place(rank))  # if it was killed since, _look finds out
+            generation.assign_place([one.pipe], self._place(rank))  # if it was killed since, _look finds out
             self._ranks[rank] = one.process
-        self._put(announcement(self._generation), json.dumps(list(self._starting)))
+        self._put(generation.announcement(self._generation), json.dumps(list(self._starting)))
         self._starting = {}
 
     def _look_for_spares(self) -> None:
@@ -291,7 +283,7 @@ class Replacing(LaunchPolicy):
                 self._say(f"no spare process can be started any more: {reason(error)}")
 
     def _is_restored(self) -> bool:
-        return self._is_there(restored(self._generation), silent=False)
+        return self._is_there(generation.restored(self._generation), silent=False)
 
     def _is_there(self, name: str, silent: bool) -> bool:
         """Whether a text is in the store; ``silent`` where the store does not answer."""
