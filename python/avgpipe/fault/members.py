@@ -139,13 +139,10 @@ class Members:
     def hello(self, number: int, rank: int, about: Mapping[str, Any], now: float) -> None:
         """Note a process that has connected. ValueError where it must not take part."""
         group = self.groups.get(number)
-        if group is None:
-            sizes = (int(about[name]) for name in ("pipeline", "size", "period"))
-            pipeline, size, period = sizes
-            if number not in self._started:
-                raise ValueError(f"the processes started together with {about['name']} have ended")
+        if group is None and number in self._started:
+            pipeline, size, period = (int(about[name]) for name in ("pipeline", "size", "period"))
             group = self.groups[number] = Group(pipeline, number, size, period, str(about["host"]))
-        if group.is_lost or rank in group.processes or not 0 <= rank < group.size:
+        if group is None or group.is_lost or rank in group.processes or not 0 <= rank < group.size:
             raise ValueError(f"the processes started together with {about['name']} have ended")
         self.timeout_s = float(about["timeout_s"])
         self._silent_at = -_NEVER
