@@ -57,7 +57,7 @@ def train(
     def another_comes() -> bool:
         exchange = made[0]._session.policy.exchange if made else None
         terms = exchange.membership.known.roster.terms if exchange is not None else []
-        return any(term.donor is not None and term.first > exchange._next for term in terms)
+        return any(term.donor is not None and term.first > exchange.next_turn for term in terms)
 
     def count(*_: Any) -> None:
         nonlocal calls
