@@ -11,17 +11,8 @@ from pathlib import Path
 
 import typer
 
+from avgpipe.cli import hosts
 from avgpipe.cli.config import NO_SPARES, IsolationOptions, RunConfig
-from avgpipe.cli.hosts import (
-    Beginning,
-    become_rank,
-    begin_or_join,
-    check_requeue,
-    place_here,
-    requeue,
-    requeuing,
-    secret,
-)
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
 from avgpipe.fault.door import listen, parse_address
@@ -38,15 +29,15 @@ _PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the 
 
 def run(config: RunConfig) -> None:
     with arguments():
-        place = place_here(config.at)
+        place = hosts.place_here(config.at)
         _check(config, place)
     command = [sys.executable, "-u", config.script, *config.args]
     if config.seed >= 0:
         command[2:2] = ["-m", "avgpipe.ranks.seeded", str(config.seed)]
     if place is not None and not config.isolate:
-        become_rank(command, place)
+        hosts.become_rank(command, place)
     failure, codes = "", (0,) * config.stages
-    with requeuing(config.requeue):
+    with hosts.requeuing(config.requeue):
         try:
             if config.isolate:
                 if not _run_isolated(config, command, place):
@@ -72,7 +63,7 @@ def _check(config: RunConfig, place: HostPlace | None) -> None:
     """Refuse options that contradict each other, or this command's place among several. ValueError."""
     if not Path(config.script).is_file():
         raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
-    check_requeue(config.requeue)
+    hosts.check_requeue(config.requeue)
     if not config.isolate:
         refuse_isolation(config, "pipelines")
         if place is not None:
@@ -110,7 +101,7 @@ def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None
     """Run isolated pipelines to the end; return whether this command began the run, and has not joined it."""
     with ExitStack() as stack:
         beginning = None
-        if place is not None and (beginning := begin_or_join(place, config, stack)) is None:
+        if place is not None and (beginning := hosts.begin_or_join(place, config, stack)) is None:
             return False
         with arguments():
             isolation = isolation_of(config, config.pipelines, beginning)
@@ -122,7 +113,7 @@ def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None
         _tell_of_seed(config)
         is_preempted = supervisor.run(_PREEMPTION_S if config.requeue else None)
     if is_preempted:
-        requeue()
+        hosts.requeue()
     return True
 
 
@@ -137,7 +128,7 @@ def _tell_of_seed(config: RunConfig) -> None:
 
 
 def isolation_of(
-    config: IsolationOptions, pipelines: int, beginning: Beginning | None = None
+    config: IsolationOptions, pipelines: int, beginning: hosts.Beginning | None = None
 ) -> IsolatedCounts:
     """Return the numbers of pipelines; ValueError for numbers that contradict each other.
 
@@ -155,7 +146,7 @@ def isolation_of(
     if config.listen is not None:
         if beginning is not None:
             raise ValueError("--listen where others join anyway: leave it out")
-        token = secret()
+        token = hosts.secret()
         listening = listen(parse_address(config.listen)), token
     return IsolatedCounts(
         pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listening

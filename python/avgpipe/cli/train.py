@@ -13,18 +13,9 @@ from typing import Any
 import torch
 import typer
 
+from avgpipe.cli import hosts
 from avgpipe.cli.config import CheckConfig, TrainConfig
 from avgpipe.cli.folder import describe
-from avgpipe.cli.hosts import (
-    Beginning,
-    begin_or_join,
-    check_requeue,
-    join_ranks,
-    leave_ranks,
-    place_here,
-    requeue,
-    requeuing,
-)
 from avgpipe.cli.output import (
     FAILED,
     WRONG_ARGUMENTS,
@@ -64,27 +55,27 @@ _WORKER = "avgpipe.cli.training:run_worker"
 def run(asked: TrainConfig) -> None:
     with ExitStack() as stack:
         with arguments(), ending_on_signals(_say_interrupted_early):
-            place = place_here(asked.at)
+            place = hosts.place_here(asked.at)
             if place is not None and asked.isolate:
-                leave_ranks()
+                hosts.leave_ranks()
             elif place is not None:
-                join_ranks(place)
+                hosts.join_ranks(place)
             config = resolve(asked)
-            check_requeue(config.requeue)
+            hosts.check_requeue(config.requeue)
             if not config.isolate:
                 refuse_isolation(asked)
         beginning = None
         joins = place if config.isolate else None
-        if joins is not None and (beginning := begin_or_join(joins, config, stack)) is None:
+        if joins is not None and (beginning := hosts.begin_or_join(joins, config, stack)) is None:
             return
         with arguments(), ending_on_signals(_say_interrupted_early):
             if _is_first():  # the others would find the files that the first one has begun to write
                 check_run(config)
-        with requeuing(config.requeue and _is_first()):
+        with hosts.requeuing(config.requeue and _is_first()):
             _train(config, asked.json, beginning)
 
 
-def _train(config: TrainConfig, as_json: bool, beginning: Beginning | None) -> None:
+def _train(config: TrainConfig, as_json: bool, beginning: hosts.Beginning | None) -> None:
     if config.isolate:
         is_preempted = train_isolated(config, beginning)
     elif joined_ranks() is None and config.to_plan().workers > 1:
@@ -101,7 +92,7 @@ def _train(config: TrainConfig, as_json: bool, beginning: Beginning | None) -> N
         text = (out / "summary.json").read_text() if as_json else describe(out) + "\n"
     print(text, end="", flush=True)
     if is_preempted and config.requeue:
-        requeue()
+        hosts.requeue()
 
 
 def _say_interrupted_early(number: signal.Signals) -> None:
@@ -139,7 +130,7 @@ def train_on_workers(config: TrainConfig) -> bool:
         raise CommandFailed(f"{name} {failed.reason}; {resume_hint(config)}", FAILED) from None
 
 
-def train_isolated(config: TrainConfig, beginning: Beginning | None = None) -> bool:
+def train_isolated(config: TrainConfig, beginning: hosts.Beginning | None = None) -> bool:
     """Start the processes of each pipeline, keep the run's record, and wait for them.
 
     ``beginning``: see :func:`avgpipe.cli.run.isolation_of`. Return whether they were preempted. Raises CommandFailed.
