@@ -138,7 +138,7 @@ class TurnExchange:
         mailbox.sources.append(self._collect)
         membership.serve(self)
 
-    def enter(self, digests: list[str]) -> int:
+    def enter(self, digests: Mapping[str, str]) -> int:
         """Become a member; return the first step."""
         self._first = self._next = self.membership.enter(digests, self._facts)
         return self._next

@@ -20,18 +20,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say, Send
-from avgpipe.fault.judgement import (
-    Blame,
-    behind,
-    first_silence,
-    late,
-    may_leave,
-    overdue,
-    readable,
-    silent,
-    unfinished,
-    unreachable,
+from avgpipe.fault import judgement
+from avgpipe.fault.group import (
+    OVER,
+    REFUSED,
+    WEIGHTS,
+    Answer,
+    Command,
+    Freeze,
+    Group,
+    Kill,
+    Process,
+    Say,
+    Send,
 )
 from avgpipe.fault.roster import Roster, Term
 
@@ -201,14 +202,14 @@ class Members:
         meanwhile: the timeout of the others begins then.
         """
         if now > self._silent_at:
-            self._lose_all(silent(self.groups, self.members, self.timeout_s, now))
-            self._silent_at = first_silence(self.groups, self.timeout_s, now)
+            self._lose_all(judgement.silent(self.groups, self.members, self.timeout_s, now))
+            self._silent_at = judgement.first_silence(self.groups, self.timeout_s, now)
         if not self.has_begun:
             self._find_overdue(now)
         if self._late_ones:
             self._judge(now, computed_at)
         if self._leavers:
-            over = unfinished(self.living(), self.groups, self._leavers, now - _BLAME_S)
+            over = judgement.unfinished(self.living(), self.groups, self._leavers, now - _BLAME_S)
             self._lose_all((group, None, _LEFT) for group in over)
         return self._changed(now)
 
@@ -248,18 +249,20 @@ class Members:
         process: Process,
         now: float,
         request: int,
-        digests: Sequence[str],
+        digests: Mapping[str, str],
         facts: Any,
     ) -> None:
-        """Admit a process with the plan and model of the others, and at the start with their weights."""
+        """Admit a process that is made as the others are, and at the start has their weights."""
         for other in self.groups.values():
-            theirs = () if other.is_lost or rank not in other.processes else other.processes[rank].digests
+            theirs = {} if other.is_lost or rank not in other.processes else other.processes[rank].digests
             if not theirs:
                 continue
-            if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
-                what = "plan or model" if theirs[0] != digests[0] else "initial weights"
-                why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
-                self._out.append(Send(group.number, rank, ["reply", request, {"why": why}]))
+            different = [name for name, digest in theirs.items() if digests.get(name) != digest]
+            if self.has_begun and WEIGHTS in different:
+                different.remove(WEIGHTS)
+            if different:
+                why = f"{' and '.join(different)} are not those of pipeline {other.pipeline}"
+                self._lose(group, rank, f"{REFUSED}{why}; all must run the same script with the same files")
                 return
             break  # it is like all others
         process.digests, process.facts, process.wants = digests, facts, "enter"
@@ -338,14 +341,14 @@ class Members:
         else:
             self._out.append(Kill(number, rank, why))
 
-    def _lose_all(self, blames: Iterable[Blame]) -> None:
+    def _lose_all(self, blames: Iterable[judgement.Blame]) -> None:
         for blame in blames:
             self._lose(*blame)
 
     def _find_overdue(self, now: float) -> None:
         """End groups that keep living ones waiting for longer than the timeout before the run begins."""
         why = "it has not reached its first batch, for which the others have waited"
-        for number in overdue(self.groups, self._started, self.timeout_s, now):
+        for number in judgement.overdue(self.groups, self._started, self.timeout_s, now):
             del self._started[number]
             self._lose_started(number, None, why)
 
@@ -362,7 +365,7 @@ class Members:
                 if self.term_of(group).first <= turn:
                     if turn not in found:
                         is_alone = len(self.roster.speakers(turn)) <= 1
-                        found[turn] = behind(turn, self.roster, self.groups, self.members), is_alone
+                        found[turn] = judgement.behind(turn, self.roster, self.groups, self.members), is_alone
                     self._end_late(group, group.processes[rank], turn, waited_s, *found[turn])
 
     def _end_late(
@@ -374,7 +377,7 @@ class Members:
         missing: Mapping[int, Group],
         is_alone: bool,
     ) -> None:
-        self._lose_all(late(group, process, turn, waited_s, missing, is_alone))
+        self._lose_all(judgement.late(group, process, turn, waited_s, missing, is_alone))
         if not missing and not is_alone:
             self._broken_at = -_NEVER  # the sum is under way between hosts, and does not come
             self._broken_by.add(group.number)
@@ -397,7 +400,7 @@ class Members:
 
     def _change(self, now: float) -> None:
         lost = frozenset(n for n in self.members if self.groups[n].is_lost)
-        leaving = may_leave(self.living(), self.groups, self._leavers) if self._leavers else []
+        leaving = judgement.may_leave(self.living(), self.groups, self._leavers) if self._leavers else []
         left = {group.number for group in leaving}
         joining = [] if self._stop is not None else self._ready()  # else nothing is left to train on
         stops = self._is_to_stop and self._stop is None
@@ -439,7 +442,7 @@ class Members:
         staying = [g for g in self.living() if g.number not in left]
         if frozen is not None and frozen.breaks:
             self._begin_epoch(staying, gone)
-        published = {g.number: readable(g, staying, self._resume) for g in gone}
+        published = {g.number: judgement.readable(g, staying, self._resume) for g in gone}
         for group in leaving:
             group.left_at = published[group.number] = self._leavers[group.number]
             self._left.append(group)
@@ -485,7 +488,7 @@ class Members:
         self._in_vain = 0 if most > self._resume or gone else self._in_vain + 1
         if self._in_vain > _TRIES:
             reported = [self.groups[n] for n in sorted(self._broken_by & self.members.keys())]
-            for group in unreachable(reported, self.living(), self._waits_for, self._home):
+            for group in judgement.unreachable(reported, self.living(), self._waits_for, self._home):
                 self._lose(group, None, "it cannot exchange updates with the others")
         self._broken_at, self._broken_by, self._waits_for = None, set(), {}
         self._resume, self._owed = most, {}

@@ -145,15 +145,13 @@ class Membership:
         """Let the coordinator's decisions reach ``participant`` from now on."""
         self._participant = participant
 
-    def enter(self, digests: list[str], facts: Any) -> int:
+    def enter(self, digests: Mapping[str, str], facts: Any) -> int:
         """Become a member, with the other processes of this pipeline; return the first step.
 
-        ``facts``: what other processes must know of this one. ValueError where the pipeline is not made as the
+        ``facts``: what other processes must know of this one. The launcher ends a pipeline that is not made as the
         others are.
         """
-        reply = self._request("enter", digests, facts)
-        if "why" in reply:
-            raise ValueError(reply["why"])
+        self._request("enter", digests, facts)
         with self._lock:
             self._await(lambda: self._own_first() is not None, None)
             return self.begun
