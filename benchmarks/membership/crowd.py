@@ -533,7 +533,7 @@ class Crowd:
             self.tape.append(("hello", (number, 0, about), self.now))
         self.members.hello(number, 0, about, self.now)
         host.phase = "entering"
-        self._say(host, "enter", 1, ["plan", "weights"], FACTS)
+        self._say(host, "enter", 1, {"plan": "a"}, FACTS)
 
     def _end(self, host: Host, again: bool = True) -> None:
         """The process of a host ends; the state machine hears of it by its connection, and later by its launcher."""

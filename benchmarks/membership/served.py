@@ -99,7 +99,7 @@ class _Ends:
         about = {"name": f"rank 0 of pipeline {pipeline}", "pipeline": pipeline, "group": number, "rank": 0}
         about |= {"size": 1, "period": 1, "host": f"host {pipeline}", "timeout_s": _TIMEOUT_S}
         self._say(number, "hello", VERSION, about)
-        self._say(number, "enter", 1, ["plan", "weights"], FACTS)
+        self._say(number, "enter", 1, {"plan": "a"}, FACTS)
         self._selector.register(end, selectors.EVENT_READ, number)
 
     def close(self, number: int) -> None:

@@ -117,7 +117,7 @@ class Process:
 
     def _enter(self) -> None:
         self.phase = "entering"
-        self.say("enter", 1, ["plan", "weights"], {"rank": self.rank})
+        self.say("enter", 1, {"plan": "a"}, {"rank": self.rank})
 
     def _may_begin(self) -> bool:
         return not self.frozen and self.begun - self.ended < IN_FLIGHT and self._has_work()

@@ -20,6 +20,7 @@ from avgpipe.ranks.process import host_here
 from tests.patience import Deadline, limit
 
 _TOKEN = b"a token"
+DIGESTS = {"plan": "a", "model": "a", "initial weights": "a"}
 
 
 class Asked:
@@ -87,8 +88,8 @@ def heard(connection: Connection, kind: str) -> list[Any]:
     raise AssertionError(f"no {kind} has come")
 
 
-def enter(connection: Connection, digests: tuple[str, str] = ("plan", "weights")) -> Any:
-    connection.send_bytes(encoded(["enter", 1, digests, {}]))
+def enter(connection: Connection) -> Any:
+    connection.send_bytes(encoded(["enter", 1, DIGESTS, {}]))
     return heard(connection, "reply")[1]
 
 
@@ -197,8 +198,14 @@ def test_another_plan_or_other_weights_are_refused(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second, third = (one.connect(i, i) for i in range(3))
         assert enter(first) == {}
-        assert "plan or model differs from pipeline 0's" in enter(second, ("another plan", "weights"))["why"]
-        assert "initial weights differ" in enter(third, ("plan", "other weights"))["why"]
+        second.send_bytes(encoded(["enter", 1, {**DIGESTS, "plan": "b", "model": "c"}, {}]))
+        third.send_bytes(encoded(["enter", 1, {**DIGESTS, "initial weights": "b"}, {}]))
+        deadline = Deadline(10)
+        while len(one.lost) < 2:
+            assert not deadline.has_passed, one.lost
+            alive(first)
+        assert "it is refused: plan and model are not those of pipeline 0;" in one.lost[1]
+        assert "it is refused: initial weights are not those of pipeline 0;" in one.lost[2]
 
 
 def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tmp_path: Path) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import socket
 import threading
+from multiprocessing import Pipe
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from avgpipe.cli import hosts as command
 from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
-from avgpipe.fault.door import Door
-from avgpipe.fault.joining import NoPlace, join_far
+from avgpipe.fault.door import Door, encoded
+from avgpipe.fault.joining import Joined, NoPlace, join_far
+from avgpipe.ranks.launch import RanksFailed
 
 
 def _let_in_and_close(server: socket.socket) -> None:
@@ -38,6 +41,25 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
         closing.join()
     with pytest.raises(NoPlace, match=f"{address}: no run is active there"):  # it may not listen yet
         join_far(address, "a secret that is known", print)
+
+
+@pytest.mark.parametrize(
+    "message", [["ended"], ["ended", [0, -9], 1, "was killed"], ["ended", "x", 1, ""], ["ended", 7]]
+)
+def test_the_launcher_hears_how_the_processes_of_another_command_have_ended(message: list[Any]) -> None:
+    here, there = Pipe()
+    with here, there:
+        joined = Joined(here)
+        assert joined.poll_or_kill() is None
+        there.send_bytes(encoded(message))
+        end = joined.poll_or_kill()
+        if message[1:] == [[0, -9], 1, "was killed"]:
+            assert isinstance(end, RanksFailed)
+            assert (end.exit_codes, end.rank, end.reason) == ((0, -9), 1, "was killed")
+        else:
+            assert end is True
+        assert joined.is_cut == (message not in (["ended"], ["ended", [0, -9], 1, "was killed"]))
+        assert joined.poll_or_kill() is end
 
 
 def test_a_pipeline_joins_again_from_where_the_command_was_called(

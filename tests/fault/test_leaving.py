@@ -59,7 +59,7 @@ def test_a_pipeline_that_starts_again_may_take_as_long_as_the_others_took_to_sta
     for number in range(2):
         members.started(number, 0.0)
     members.hello(0, 0, {**about, "pipeline": 0}, 40.0)
-    members.receive(0, 0, "enter", [1, ["plan", "weights"], {}], 40.0)
+    members.receive(0, 0, "enter", [1, {"plan": "a"}, {}], 40.0)
     assert members.tick(49.0) == []
     assert members.gone(1, 49.0) == []
     members.started(2, 49.0)
@@ -78,7 +78,7 @@ def test_a_lost_pipeline_does_not_leave_by_what_its_other_processes_say_later() 
     for rank in range(2):
         members.hello(0, rank, {**about, "name": f"rank {rank}", "pipeline": 0}, 0.0)
     for rank in range(2):
-        members.receive(0, rank, "enter", [1, ["plan", "weights"], {}], 0.0)
+        members.receive(0, rank, "enter", [1, {"plan": "a"}, {}], 0.0)
     members.receive(0, 0, "leave", [5, 5], 1.0)
     members.closed(0, 0, 2.0)
     members.receive(0, 1, "leave", [5, 5], 3.0)

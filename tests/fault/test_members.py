@@ -143,7 +143,7 @@ def _enter(members: Members, number: int, period: int) -> None:
     about = {"name": f"pipeline {number}", "pipeline": number, "size": 1, "period": period}
     members.started(number, 0.0)
     members.hello(number, 0, {**about, "host": f"host {number}", "timeout_s": 10.0}, 0.0)
-    members.receive(number, 0, "enter", [1, ["plan", "weights"], {}], 0.0)
+    members.receive(number, 0, "enter", [1, {"plan": "a"}, {}], 0.0)
 
 
 def test_one_that_waits_for_a_step_that_never_comes_does_not_make_the_others_leave_early() -> None:

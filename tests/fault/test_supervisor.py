@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from avgpipe.fault import supervise
+from avgpipe.fault.group import REFUSED
 from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
 from avgpipe.ranks.launch import Job, RanksFailed, Started
 from avgpipe.ranks.limits import LIMITS
@@ -80,11 +81,32 @@ def test_a_pipeline_that_leaves_before_the_others_begin_is_lost(tmp_path: Path) 
         noted[1].end = True  # without a Pipeline
         one._look()
         assert not said
-        hear(one, 0, "enter", 1, ["plan", "weights"], {})
+        hear(one, 0, "enter", 1, {"plan": "a"}, {})
         one._look()
         assert said == ["pipeline 1 is lost: it has left before its first step, and the others go on"]
         assert one._missing
         assert not one._finished
+
+
+def test_a_run_that_fails_before_it_begins_is_not_done_though_a_pipeline_has_left(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        noted[1].end = True  # without a Pipeline
+        one._look()
+        noted[0].end = RanksFailed((1,), 0)
+        one._look()
+        assert said == ["pipeline 0 is lost: rank 0 failed with exit code 1"]
+        assert [loss.pipeline for loss in one._missing] == [0]
+        assert not one._finished
+
+
+def test_one_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._left = {0: 3, 1: 3}
+        one._lose(1, 0, f"{REFUSED}model are not those of pipeline 0")
+        noted[1].end = RanksFailed((-15,), 0)
+        one._look()
+        assert said == ["pipeline 1 is lost: it is refused: model are not those of pipeline 0"]
+        assert one._missing
 
 
 def test_one_that_closes_its_connection_may_end_by_itself(
@@ -117,7 +139,7 @@ def test_one_that_fails_after_the_last_step_is_not_started_again(tmp_path: Path)
         one._left = {0: 3, 1: 3}
         for number in range(2):
             connect(one, number)
-            hear(one, number, "enter", 1, ["plan", "weights"], {})
+            hear(one, number, "enter", 1, {"plan": "a"}, {})
         for number in range(2):
             hear(one, number, "leave", 0, 0)
         noted[1].end = RanksFailed((-6,), 0)
@@ -143,7 +165,7 @@ def test_a_start_without_room_is_tried_again_later(
         one._left = {0: 3, 1: 3}
         for number in range(2):
             connect(one, number)
-            hear(one, number, "enter", 1, ["plan", "weights"], {})
+            hear(one, number, "enter", 1, {"plan": "a"}, {})
         noted[1].end = RanksFailed((-9,), 0)
         one._look()
         assert "it cannot be started again now, the next try is in 60 s" in said[-1]
@@ -153,7 +175,7 @@ def test_a_start_without_room_is_tried_again_later(
 def test_no_pipeline_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
     with supervised(tmp_path, 1) as (one, noted, _):
         connect(one, 0)
-        hear(one, 0, "enter", 1, ["plan", "weights"], {})
+        hear(one, 0, "enter", 1, {"plan": "a"}, {})
         noted[0].end = RanksFailed((7,), 0)
         one._look()
         assert one._missing

@@ -130,7 +130,7 @@ class TurnExchange:
         mailbox.sources.append(self._collect)
         membership.serve(self)
 
-    def enter(self, digests: list[str]) -> int:
+    def enter(self, digests: Mapping[str, str]) -> int:
         """Become a member; return the first step."""
         self._first = self.next_turn = self.membership.enter(digests, self._facts)
         return self.next_turn

@@ -8,6 +8,10 @@ from typing import Any
 
 _NEVER = float("inf")
 OVER = "the run is over"  # why a pipeline that joins too late is ended
+REFUSED = (
+    "it is refused: "  # begins the reason of a pipeline that cannot take part, however often it is started
+)
+WEIGHTS = "initial weights"  # among what must be the same in all pipelines; only as the run begins
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
@@ -75,7 +79,7 @@ class Process:
         begun, ended: the number of steps that it has begun, and of those that have ended for it.
         published: the number of steps that its stages have published since its pipeline joined.
         wants: "enter", or "leave" once it is done.
-        digests: of what must be the same in all pipelines, and of the initial weights.
+        digests: of what must be the same in all pipelines, by its names.
         facts: what other processes must know of it.
         has_state: whether it has the state that it begins with.
         reported_late: the last step on which it timed out although every pipeline had published it.
@@ -91,7 +95,7 @@ class Process:
     ended: int = 0
     published: int = 0
     wants: str = ""
-    digests: Sequence[str] = ()
+    digests: Mapping[str, str] = field(default_factory=dict)
     facts: Any = None
     has_state: bool = False
     answer: Answer | None = None

@@ -17,11 +17,13 @@ from avgpipe.checkpoint.load import SavedStages, restore_stages
 from avgpipe.checkpoint.snapshot import packed, unpacked
 from avgpipe.errors import CheckpointError, PipelineTimeout
 from avgpipe.fault.exchange import TurnExchange
+from avgpipe.fault.group import WEIGHTS
 from avgpipe.fault.membership import Membership
 from avgpipe.fault.paces import SharesByPace
 from avgpipe.fault.states import States
 from avgpipe.fault.turn_feed import Counts, TurnFeed
 from avgpipe.fault.turns import Turns
+from avgpipe.model.context import evaluated_in
 from avgpipe.plan import Plan
 from avgpipe.ranks import environment as probe
 from avgpipe.ranks.environment import SHARES, pipeline_here
@@ -193,12 +195,21 @@ class Isolation(Policy):
                 row.resume(turn)
         return counts
 
-    def _digests(self, session: Session, has_begun: bool) -> list[str]:
-        """Return a digest of what must be the same in all pipelines, and one of the initial weights."""
+    def _digests(self, session: Session, has_begun: bool) -> dict[str, str]:
+        """Return digests of what must be the same in all pipelines, by its names."""
         spec, worker = session.spec, session.worker
-        made = (spec.plan.to_json(), *spec.options.shared_text(), spec.model.bounds, spec.model.signature())
+        made: dict[str, Any] = {
+            "plan": spec.plan.to_json(),
+            "options": spec.options.shared_text(),
+            "model": [spec.model.bounds, spec.model.signature()],
+        }
+        if spec.options.check != "off":
+            made |= {"optimizer": spec.options.groups, "evaluation modes": evaluated_in(spec.layers)}
+        texts = {name: json.dumps(value, default=str).encode() for name, value in made.items()}
         digest = hashlib.sha256(f"{self.feed.next_batch}".encode())
         for number in () if has_begun else worker.held:
             for flat in worker.weights(number, "reference"):
                 digest.update(flat.detach().cpu().view(torch.uint8).numpy().data)
-        return [hashlib.sha256(json.dumps(made).encode()).hexdigest(), digest.hexdigest()]
+        return {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()} | {
+            WEIGHTS: digest.hexdigest()
+        }

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -21,7 +21,7 @@ from typing import Any
 
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import ENDED, JOIN, VERSION, connect, encoded, received
-from avgpipe.fault.group import OVER
+from avgpipe.fault.group import OVER, REFUSED
 from avgpipe.fault.membership import environment
 from avgpipe.files import json_object, reading
 from avgpipe.ranks.environment import RESTART
@@ -37,10 +37,10 @@ TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 
 
 class RunEnded(PipelineError):
-    """The run that a command joins has ended.
+    """The run that a command joins has ended, or refuses its pipeline.
 
     Attributes:
-        is_done: whether all its work is done; else too few pipelines were left.
+        is_done: whether all its work is done.
     """
 
     def __init__(self, what: str, why: str) -> None:
@@ -68,16 +68,18 @@ class Joined:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._limit = float("inf")  # on the monotonic clock, for their end
-        self._has_ended = self.is_cut = False
+        self._end: RanksFailed | bool | None = None
+        self.is_cut = False
 
-    def poll_or_kill(self) -> bool | None:
-        """Return None while they run; True once all have ended, or the connection to their command."""
+    def poll_or_kill(self) -> RanksFailed | bool | None:
+        """Return None while they run; how they failed, or True, once all have ended, or the connection to them."""
         try:
-            if not self._has_ended and self._connection.poll(0):
-                self._has_ended = received(self._connection)[0] == ENDED
-        except (OSError, EOFError, ValueError):
-            self._has_ended = self.is_cut = True
-        return True if self._has_ended or time.monotonic() > self._limit else None
+            if self._end is None and self._connection.poll(0):
+                _, *failure = received(self._connection)
+                self._end = _failure(*failure) if failure else True
+        except (OSError, EOFError, ValueError, TypeError, LookupError):
+            self._end = self.is_cut = True
+        return True if self._end is None and time.monotonic() > self._limit else self._end
 
     def kill(self, why: str, blamed: int | None = None) -> None:
         """Have the command end all, and send it the reason."""
@@ -147,7 +149,8 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> in
         else:
             os.chdir(welcome["folder"])
         place = environment(address, secret, welcome["group"], pipeline)
-        stack.callback(_send_end, connection)
+        failure = list[Any]()
+        stack.callback(_send_end, connection, failure)
         processes = job.start(stack, {**place, RESTART: welcome["restart"]})
         pass_on_questions(lambda: [processes])
         with ending(processes.close):
@@ -158,11 +161,12 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> in
                     why = _why(connection)
                     if why == OVER:
                         return pipeline
-                    if why == TOO_FEW:
+                    if why == TOO_FEW or why.startswith(REFUSED):
                         raise RunEnded(f"pipeline {pipeline} was ended", why)
                     if why:  # else their exit codes say it
                         raise PipelineError(f"pipeline {pipeline} was ended: {why}")
         if isinstance(end, RanksFailed):
+            failure += [end.exit_codes, end.rank, end.reason]
             raise PipelineError(f"pipeline {pipeline}: rank {end.rank} {end.reason}")
         return pipeline
 
@@ -184,9 +188,13 @@ def _ask(connection: Connection, run: str) -> dict[str, Any]:
     return dict(welcome)
 
 
-def _send_end(connection: Connection) -> None:
+def _send_end(connection: Connection, failure: Sequence[Any]) -> None:
     with suppress(OSError):
-        connection.send_bytes(encoded([ENDED]))
+        connection.send_bytes(encoded([ENDED, *failure]))
+
+
+def _failure(exit_codes: Sequence[int], rank: int, why: str) -> RanksFailed:
+    return RanksFailed([*map(int, exit_codes)], int(rank), reason=str(why))
 
 
 def _why(connection: Connection) -> str:

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from avgpipe.fault import judgement
-from avgpipe.fault.group import OVER, Answer, Command, Freeze, Group, Kill, Process, Say
+from avgpipe.fault.group import OVER, REFUSED, WEIGHTS, Answer, Command, Freeze, Group, Kill, Process, Say
 from avgpipe.fault.roster import Roster, Term
 
 _JUDGE_S = 1.5  # after a process is late, for the others to report how far they are
@@ -220,18 +220,24 @@ class Members:
             self._has_news = self._has_news or not self._unanswered or bool(self._leavers)
 
     def _on_enter(
-        self, process: Process, now: float, request: int, digests: Sequence[str], facts: Any
+        self, process: Process, now: float, request: int, digests: Mapping[str, str], facts: Any
     ) -> None:
-        """Admit a process with the plan and model of the others, and at the start with their weights."""
+        """Admit a process that is made as the others are, and at the start has their weights."""
         for other in self.groups.values():
             mate = other.processes.get(process.rank)
-            theirs = () if other.is_lost or mate is None else mate.digests
+            theirs = {} if other.is_lost or mate is None else mate.digests
             if not theirs:
                 continue
-            if theirs[0] != digests[0] or (not self.has_begun and theirs != digests):
-                what = "plan or model" if theirs[0] != digests[0] else "initial weights"
-                why = f"its {what} differs from pipeline {other.pipeline}'s; every rank must build the same"
-                self._out.append(process.send(["reply", request, {"why": why}]))
+            different = [name for name, digest in theirs.items() if digests.get(name) != digest]
+            if self.has_begun and WEIGHTS in different:
+                different.remove(WEIGHTS)
+            if different:
+                why = f"{' and '.join(different)} are not those of pipeline {other.pipeline}"
+                self._lose(
+                    process.group,
+                    process.rank,
+                    f"{REFUSED}{why}; all must run the same script with the same files",
+                )
                 return
             break  # it is like all others
         process.digests, process.facts, process.wants = digests, facts, "enter"

@@ -133,15 +133,13 @@ class Membership:
         threading.Thread(target=self._run, name="avgpipe-membership", daemon=True).start()
         atexit.register(self._exit)
 
-    def enter(self, digests: list[str], facts: Any) -> int:
+    def enter(self, digests: Mapping[str, str], facts: Any) -> int:
         """Become a member, with the other processes of this pipeline; return the first step.
 
-        ``facts``: what other processes must know of this one. ValueError where the pipeline is not made as the
+        ``facts``: what other processes must know of this one. The launcher ends a pipeline that is not made as the
         others are.
         """
-        reply = self._request("enter", digests, facts)
-        if "why" in reply:
-            raise ValueError(reply["why"])
+        self._request("enter", digests, facts)
         with self._lock:
             self._await(lambda: self.own_term is not None, None)
             return self.begun

@@ -20,7 +20,7 @@ from typing import Any
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.coordinator import Coordinator
 from avgpipe.fault.generation import assign_place, pipe_of
-from avgpipe.fault.group import OVER, Group
+from avgpipe.fault.group import OVER, REFUSED, Group
 from avgpipe.fault.joining import TOO_FEW, Joined, leave_address
 from avgpipe.fault.membership import environment
 from avgpipe.ranks.environment import RESTART, SPARE
@@ -347,6 +347,8 @@ class Supervisor:
             if is_done is None or (known is None and is_done and self._groups):  # others may train yet
                 continue
             del self._settling[number]
+            if is_done and known is None and self._missing:  # the run has not begun
+                continue
             if is_done:
                 self._finished.add(group.pipeline)
             else:
@@ -393,7 +395,7 @@ class Supervisor:
     def _replace(self, group: _Launched, loss: LostPipeline, is_done: bool = False) -> None:
         """Restart a lost pipeline, if that is allowed, and it has not trained to the end."""
         pipeline, has_begun = group.pipeline, self._members.has_begun
-        refuses = WRONG_ARGUMENTS in loss.exit_codes
+        refuses = WRONG_ARGUMENTS in loss.exit_codes or loss.why.startswith(REFUSED)
         was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
         is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
         goes_on = has_begun and not self._too_few(without={pipeline})

@@ -356,8 +356,9 @@ class TurnFeed(Feed):
 
         In that case pipeline ``i`` finds the same, and ends.
         """
-        found = f"pipeline {i} has trained on {_named(published)} in step {turn}, which should have been "
-        found += f"{_named(None if part is None else part.place)}: all must iterate over the same loader"
+        place = None if part is None else part.place
+        found = f"in step {turn} pipeline {i} has trained on {_named(published)}, and the loader here has "
+        found += f"{_named(place)}: all must iterate over the same loader"
         terms = self._membership.known.roster.counting(turn)
         if i not in terms or terms[i].donor is None or terms[i].first <= terms[self._pipeline].first:
             raise PipelineError(found)
@@ -368,7 +369,7 @@ def _named(place: Any) -> str:
     if place is None:
         return "nothing"
     batch, first, count, mark = place
-    return f"micro-batches {first} to {first + count - 1} of batch {batch} (which begins with {mark:08x})"
+    return f"micro-batches {first} to {first + count - 1} of batch {batch} (whose first sample has checksum {mark:08x})"
 
 
 def _mark(given: Pairs) -> int:

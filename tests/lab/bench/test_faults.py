@@ -182,20 +182,26 @@ def test_a_sample_that_the_weights_have_not_counted_once_is_wrong(event):
     assert judge(run, SHAPE, LOSSES).wrong == {"samples": [text]}
 
 
-def struck(codes, kind="lost host", for_s=None, failure=None):
+def struck(codes, kind="lost host", for_s=None, failure=None, said=()):
     """A run over three hosts, of which the last one was lost or cut off."""
     run = seen("hosts", codes=dict(enumerate(codes)), failure=failure)
     place = {"host": 2, "for_s": for_s, "text": f"{kind} at outside: host 2", "at_s": 60.0}
     fault = next(event for event in run.events if event["event"] == "fault")
     run.events.append({**fault, **place})
-    run.said.append((150.0, "host 1: avgpipe: error: no run goes on there"))
+    run.said += [(150.0, line) for line in ("host 1: avgpipe: error: no run goes on there", *said)]
     return judge(run, SHAPE, LOSSES).wrong
 
 
-@pytest.mark.parametrize("code", [-9, 1, 0, None])
+@pytest.mark.parametrize("code", [-9, 1, 0])
 def test_the_command_of_a_lost_host_may_end_with_any_exit_code(code):
     assert not struck([0, 0, code])
     assert not struck([0, 0, code], "cut line", SHAPE.timeout_s)
+
+
+def test_a_host_that_is_cut_off_may_outlast_the_run_only_while_it_says_that_it_waits():
+    assert struck([0, 0, None], "cut line") == {"hangs": ["the command of host 2 did not end"]}
+    line = "host 2: avgpipe: 10.0.0.1:7000: its launcher cannot be reached: refused; it is waited for, up to 60 s"
+    assert not struck([0, 0, None], "cut line", said=[line])
 
 
 def test_other_commands_end_with_the_exit_code_of_the_run():

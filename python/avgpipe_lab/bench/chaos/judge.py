@@ -37,6 +37,7 @@ _LOST = re.compile(
     r"(?:pipeline (\d+) is lost: )?rank (\d+)(?: \(stage \d+\))? (?:was killed|failed|sent|was stopped)"
 )
 _AWAITED = re.compile(r"pipeline (\d+) is lost: pipeline \d+ has waited")  # no rank is named
+_WAITS = "it is waited for"  # as a command of another host says where no run answers
 _UNSURE = 2  # last results of a lost process, which the others may not have counted
 
 Who = tuple[int, int | None]  # pipeline and rank
@@ -308,12 +309,12 @@ def _judge_codes(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
     struck = [event for event in seen.of("fault") if "host" in event]
     excused = {e["host"] for e in struck if e["for_s"] is None or e["for_s"] >= shape.timeout_s}
     for host, code in seen.codes.items():
-        if code is None and host in excused:
-            continue  # cut off at the end of the run, it may wait longer for one that begins again
+        said = [line for _, line in seen.said if line.startswith(f"host {host}: ")]
+        if code is None and host in excused and any(_WAITS in line for line in said):
+            continue  # cut off at the end of the run, it waits for one that begins again
         if code is None:
             verdict.wrong["hangs"].append(f"the command of host {host} did not end")
         elif host not in excused and (code not in (0, 1) or code != verdict.ended):
-            said = [line for _, line in seen.said if line.startswith(f"host {host}: ")]
             verdict.wrong["exit codes"].append(f"{code} of host {host}: {' '.join(said[-1:])}")
 
 
