@@ -598,6 +598,21 @@ def test_plans_and_launchers_must_agree() -> None:
     assert all("give it isolate=True" in text for text in run.results.values())
 
 
+def normalise() -> int:
+    """Train with BatchNorm on batches of which the last one is short; return the samples."""
+    plan = Plan(pipelines=2, micro_batches=4, isolate=True)
+    model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+    data = [(torch.ones(n, 2).double(), torch.zeros(n).long()) for n in (16, 16, 5)]
+    with Pipeline(model, plan, loss_fn=LOSS, optimizer=OPTIMIZERS["sgd"], timeout_s=20) as p:
+        return sum(result.samples for result in p.train(data))
+
+
+@pytest.mark.ranks
+def test_a_short_batch_has_no_micro_batch_of_one_sample_that_batch_norm_cannot_train_on() -> None:
+    run = Isolated(2, 1, normalise)
+    assert run.results == {(0, 0): 37, (1, 0): 37}, run
+
+
 def differ(what: str) -> Any:
     pipeline = int(os.environ["AVGPIPE_PIPELINE"])
     torch.manual_seed(pipeline if what == "initial weights" else 0)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from avgpipe import CheckpointError, Copies, PeerLost, Pipeline, PipelineError, PipelineTimeout, Plan
+from avgpipe.checkpoint.saving import Saving
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
 from avgpipe.fault.generation import announcement, prospect, waited_for
@@ -311,15 +312,16 @@ def test_a_new_process_that_makes_other_calls_than_the_others_is_refused(
             p.wait_for_save()
         policy._ahead = []
         for _ in p.train(given(1)):
-            assert p.once("a value", lambda: 7) == 7
+            value = p.once("a value", lambda: [7])
+            value.append(8)  # which is the caller's own
         policy._place, policy._made = (1, -1), 2
         for name in ("once('other')", "evaluate()"):
             policy._found[1, 0] = policy._found[1, 0]._replace(name=name)
             with pytest.raises(PipelineError, match="give"):
-                p.once("a value", lambda: 8)
+                p.once("a value", list)
             policy._place = 1, -1
         policy._found[1, 0] = policy._found[1, 0]._replace(name="once('a value')")
-        assert p.once(find=lambda: 8, what="a value") == 7
+        assert p.once(find=list, what="a value") == [7]
         with pytest.raises(PipelineError, match=r"calls save\(\) after 1 results, .* made no further call:"):
             p.save(tmp_path / "not written")
         assert not (tmp_path / "not written").exists()
@@ -375,6 +377,86 @@ def test_who_is_killed_before_the_first_copy_is_replaced_and_all_begin_anew(phas
     for losses, first, weights in run:
         assert (losses, first) == expected[:2]
         assert all(torch.equal(value, weights[name]) for name, value in expected[2].items())
+
+
+def train_after_a_call(how: str, phase: str = "", dies_after: int | None = None) -> Any:
+    """Losses by batch and weights, after a call before the first batch that a new process does not make again."""
+    set_interval(4)
+    die_early(phase, 1, "SIGKILL")
+    losses = dict[int, float]()
+    with made() as p:
+        if not p.batches and how == "save":
+            p.save(Path(os.environ["TEST_FOLDER"], "saved"))
+        if not p.batches and how == "freeze":
+            p.requires_grad_("0.linear", False)
+        for result in p.train(given()[p.batches :]):
+            losses[result.batch] = result.loss
+            if result.batch == dies_after:
+                dies(1)
+        return losses, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("when", [{"phase": "first copy"}, {"dies_after": 0}], ids=str)
+@pytest.mark.parametrize("how", ["save", "freeze"])
+def test_a_call_before_the_first_batch_is_not_made_again_where_all_begin_anew(how: str, when: Any) -> None:
+    (expected, _), _ = replaced(2, function=train_after_a_call, how=how)
+    run, count = replaced(2, function=train_after_a_call, how=how, **when)
+    assert count == 1
+    for losses, weights in run:
+        assert losses == expected[0]
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
+
+
+def train_on_short_batches(dies_after: int | None = None) -> Any:
+    """Losses by batch and weights, where every fourth batch is short, and BatchNorm needs two samples."""
+    data = [(x[:5], y[:5]) if n % 4 == 3 else (x, y) for n, (x, y) in enumerate(given(2 * BATCHES))]
+    losses = dict[int, float]()
+    with made() as p:
+        for result in p.train(data[p.batches :]):
+            losses[result.batch] = result.loss
+            if result.batch == dies_after and os.environ[GENERATION] == "0":
+                send_copies(p)
+                dies(1)
+        return losses, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_after", [5, 6, 7])
+def test_a_short_batch_is_cut_alike_after_a_rank_was_replaced(dies_after: int) -> None:
+    (expected, _), _ = replaced(2, function=train_on_short_batches)
+    run, count = replaced(2, function=train_on_short_batches, dies_after=dies_after)
+    assert count == 1
+    for losses, weights in run:
+        assert losses == {batch: loss for batch, loss in expected[0].items() if batch >= min(losses)}
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
+
+
+def resume_after_two_losses(folder: str, dies: tuple[str, ...] = ()) -> Any:
+    """Losses by batch and weights of a resumed run, in which a rank is lost, and its successor while it loads."""
+    set_interval(100)
+    if os.environ[GENERATION] in dies and os.environ["RANK"] == "1":
+        Saving.load = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    with made() as p:
+        if not p.batches:
+            p.load(folder)
+        losses = {result.batch: result.loss for result in p.train(given()[p.batches :])}
+        return losses, p.state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_load_that_is_repeated_may_lose_another_rank(tmp_path: Path) -> None:
+    folder = str(tmp_path / "saved")
+    replaced(2, function=save_three_batches, folder=folder)
+    (expected, _), _ = replaced(2, function=resume_after_two_losses, folder=folder)
+    run, count = replaced(2, function=resume_after_two_losses, folder=folder, dies=("0", "1"))
+    assert count == 2
+    for losses, weights in run:
+        assert losses == expected[0]
+        assert all(torch.equal(value, weights[name]) for name, value in expected[1].items())
 
 
 def save_three_batches(folder: str) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -144,9 +144,10 @@ def reporting(json_output: bool) -> Iterator[None]:
 
 
 def say(message: str) -> None:
-    print(f"avgpipe: error: {message}", file=sys.stderr, flush=True)
+    note(f"error: {message}")
 
 
 def note(message: str) -> None:
-    """Print a line about an event that is no failure of the command."""
-    print(f"avgpipe: {message}", file=sys.stderr, flush=True)
+    """Print a line, for which no reader may be left: that is no reason to end a run."""
+    with suppress(OSError):
+        print(f"avgpipe: {message}", file=sys.stderr, flush=True)

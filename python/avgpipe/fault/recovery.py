@@ -8,6 +8,7 @@ import math
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -43,7 +44,8 @@ class _Call(NamedTuple):
 
     Attributes:
         name: such as ``once('best')``.
-        found: its result for that process, in a list; [None] for a save; empty if all make it again together.
+        found: its result for that process, in a list: a copy, as the caller may change its own. [None] for a save;
+            empty if all make it again together.
         repeat: makes it again.
     """
 
@@ -75,6 +77,7 @@ class Recovery(Policy):
         self._value: list[Any] = []  # what once() has found in it
         self._is_calling = self._is_finding = False
         self._set_flags: list[tuple[list[str], bool]] = []  # by requires_grad_
+        self._largest: dict[int, int] = {}  # by batches before a copy, samples of the largest
 
     def check(self, spec: Spec) -> None:
         self._makes_group = not dist.is_initialized()
@@ -133,10 +136,13 @@ class Recovery(Policy):
             copies.begin(session.spec.model, session.worker, feed.next_batch, plan.batches_in_flight)
             session.settle()
         assert feed.kept is not None
-        del feed.kept[: len(feed.kept) - (feed.next_batch - copies.oldest)]
-        if copies.oldest > self._first:
+        oldest = copies.oldest
+        del feed.kept[: len(feed.kept) - (feed.next_batch - oldest)]
+        self._largest = {n: count for n, count in self._largest.items() if n >= oldest}
+        self._largest[feed.next_batch] = feed.parts.largest
+        if oldest > self._first:
             self._calls = []
-        self._found = {place: found for place, found in self._found.items() if place[0] > copies.oldest}
+        self._found = {place: found for place, found in self._found.items() if place[0] > oldest}
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
@@ -225,7 +231,7 @@ class Recovery(Policy):
         if self._ahead and self._ahead[0].found:
             return self._take()
         if known := self._found.get(self._place):
-            return known.found[0]
+            return deepcopy(known.found[0])
         if self._is_finding:  # the result of the call around it has this one
             return find()
         self._is_finding = True
@@ -234,15 +240,15 @@ class Recovery(Policy):
         finally:
             self._is_finding = False
         if self._has_begun:
-            self._value = [found]
+            self._value = [deepcopy(found)]
         else:
-            self._calls.append(_Call(self._name, [found]))
+            self._calls.append(_Call(self._name, [deepcopy(found)]))
         return found
 
     def _take(self) -> Any:
         """Return what a call found that the others have made before."""
         self._calls.append(self._ahead.pop(0))
-        return self._calls[-1].found[0]
+        return deepcopy(self._calls[-1].found[0])
 
     def recover(self, session: Session, loss: PeerLost | PipelineTimeout, in_call: bool = False) -> None:
         """Restore a copy of the state that all ranks have, and repeat the batches up to the last result.
@@ -283,7 +289,8 @@ class Recovery(Policy):
                 before = _feed(session)
                 if not self._has_begun:
                     for call in [*self._calls]:
-                        call.repeat()
+                        if not call.found:  # a new process makes no other one
+                            call.repeat()
                 self._train_again(session, returned)
                 return
             except LOST as another:  # one more rank is lost, or stopped while all meet
@@ -333,6 +340,7 @@ class Recovery(Policy):
         batches = self._copies.go_back(world, model, worker, self._called, latest, has_all)
         calls = max(world.gather([call[:2] for call in self._calls]), key=len)
         self._has_begun = batches > 0
+        self._first = self._first if batches else 0
         self._ahead = [] if batches else [_Call(*call) for call in calls[len(self._calls) :]]
         # A process whose script continues from there makes calls after later results, and none before.
         later = [(*place, *call[:2]) for place, call in self._found.items() if place[0] > batches]
@@ -345,8 +353,9 @@ class Recovery(Policy):
         private_store().set(restored(generation()), "")
         count = max(0, before.next_batch - batches)  # none where this rank is new
         session.loader.give_back(before.kept[len(before.kept) - count :])
-        feed = session.feed = self.make_feed(session)
-        feed.next_batch = batches
+        feed = session.feed = cast(BatchFeed, self.make_feed(session))
+        feed.next_batch, feed.parts.largest = batches, max(world.gather(self._largest.get(batches, 0)))
+        self._largest = {batches: feed.parts.largest}
         session.resume()
 
     def _train_again(self, session: Session, returned: int) -> None:

@@ -28,7 +28,7 @@ from avgpipe.model.batch import Columns, sample_count, sizes_of
 from avgpipe.model.context import Position
 from avgpipe.ranks.environment import named
 from avgpipe.runtime.compute import Work
-from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, cut, result_of
+from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Parts, cut, result_of
 from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.session import Session
 
@@ -44,10 +44,12 @@ class Counts:
     Attributes:
         batches: the number of batches of the loader.
         results: the number of results; a batch that was trained on in several steps has several.
+        largest: samples of the largest batch so far.
     """
 
     batches: int
     results: int
+    largest: int = 0
 
 
 class TurnFeed(Feed):
@@ -76,7 +78,7 @@ class TurnFeed(Feed):
         self._exchange, self._membership, self._paces = exchange, exchange.membership, paces
         (self._pipeline,) = worker.placement.pipelines
         self._is_shared = plan.shares > 1
-        self._micro_batches = plan.micro_batches // options.accumulate  # of a batch of the loader
+        self._parts = Parts(plan.micro_batches // options.accumulate, worker)  # of a batch of the loader
         self._columns = Columns()
         self._enter: Callable[[], Counts | None] = enter
         self._verification = session.verification
@@ -89,7 +91,9 @@ class TurnFeed(Feed):
         self._queued_terms: set[int] = set()  # ended terms whose lost parts are queued
         self._lost: deque[FeedPart] = deque()  # queued
         self._left: dict[int, int] = {}  # by pipeline that has left lately, its first batch without an update
-        self._before: dict[int, int] = {}  # batches before steps in flight
+        self._before: dict[
+            int, tuple[int, int]
+        ] = {}  # batches before steps in flight, and samples of the largest
         self._divisor = plan.pipelines  # of the sum of updates of a period
         self.is_member = False
         # The caller's position; before ``next_batch`` where others trained while this pipeline started.
@@ -141,7 +145,8 @@ class TurnFeed(Feed):
     def before(self, turn: int) -> Counts:
         """Return the position before ``turn``; all earlier steps have ended."""
         new = [self._results_of(ended) for number, ended in self._exchange.turns.items() if number < turn]
-        return Counts(self._before.get(turn, self.next_batch), self.ended + sum(new))
+        batches, largest = self._before.get(turn, (self.next_batch, self._parts.largest))
+        return Counts(batches, self.ended + sum(new), largest)
 
     def _results_of(self, ended: dict[int, Any]) -> int:
         """Return how many results a step has that is not noted yet, by what was published with it."""
@@ -193,7 +198,7 @@ class TurnFeed(Feed):
             return
         counts = self._enter()
         if counts is not None:
-            self.next_batch, self.ended = counts.batches, counts.results
+            self.next_batch, self.ended, self._parts.largest = counts.batches, counts.results, counts.largest
         self.is_member = True
 
     def _part_of(self, given: Pairs, copied: ReadyOnEvent | None, is_shared: bool) -> FeedPart:
@@ -202,8 +207,7 @@ class TurnFeed(Feed):
         counts = [sample_count(inputs, targets, dims=dims) for inputs, targets in given]
         for one, samples in zip(given, counts):
             self._columns.check(one, samples)
-        parts = [min(self._micro_batches, samples) for samples in counts]
-        pieces = cut(given, copied, counts, parts, self._options)
+        pieces = cut(given, copied, counts, [*map(self._parts.of, counts)], self._options)
         self.next_batch += 1
         return FeedPart(self.next_batch - 1, 0, *pieces, _mark(given), copied, is_shared)
 
@@ -216,7 +220,7 @@ class TurnFeed(Feed):
             turn = self._membership.begin()
             self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
-            self._before[turn] = self.next_batch
+            self._before[turn] = self.next_batch, self._parts.largest
             if self._is_shared and turn % self._plan.period == 0:
                 self._divisor = len(members)
             most, found = 1 if self._is_shared or batch is not None else len(members), list[FeedPart]()

@@ -83,6 +83,25 @@ class InFlight(NamedTuple):
     weights: dict[int, float]
 
 
+class Parts:
+    """How many micro-batches each batch is split into: fewer for a short last one of an epoch.
+
+    BatchNorm cannot train on a micro-batch of one sample; on one device it would get the whole short batch.
+
+    Attributes:
+        largest: samples of the largest batch so far.
+    """
+
+    def __init__(self, most: int, worker: Worker) -> None:
+        self._most, self._normalises, self.largest = most, worker.model.normalises, 0
+
+    def of(self, samples: int) -> int:
+        parts, full = min(self._most, samples), self.largest or samples
+        self.largest = max(full, samples)
+        is_short = self._normalises and samples < full and full // self._most > 1
+        return max(1, min(parts, samples // 2)) if is_short else parts
+
+
 class Feed(Protocol):
     """Begins batches, finishes them in order, and keeps their results.
 
@@ -185,8 +204,8 @@ class BatchFeed(Feed):
         is_alone = not self._flushes or (self._shares > 1 and worker.streams is None)
         self._alone = plan.warmup_rounds or 0 if is_alone else 0
         self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
+        self.parts = Parts(self._parts, worker)
         self._columns = Columns()
-        self._samples = 0  # of the largest batch
         self._sums_loss = options.sums_loss
         # The latest batches that have begun.
         self.kept: list[Pairs] | None = [] if options.copies and worker.world.size > 1 else None
@@ -244,7 +263,7 @@ class BatchFeed(Feed):
                 counts[0],
                 self._parts,
             )
-        parts = [self._parts_of(samples) for samples in counts]
+        parts = [*map(self.parts.of, counts)]
         form = named("avgpipe.runtime.graphs:form_of")(given) if self._options.cuda_graphs else None
         inputs, targets, sizes, weights = cut(given, copied, counts, parts, self._options)
         work = Work(batch, len(sizes), inputs, targets, weights, copied, form=form)
@@ -268,17 +287,6 @@ class BatchFeed(Feed):
         self._in_flight.append(InFlight(batch, sum(counts), totals))
         if batch < self._alone and not self._flushes:
             self.end()
-
-    def _parts_of(self, samples: int) -> int:
-        """Return how many micro-batches a batch is split into: fewer for a short last one.
-
-        BatchNorm cannot train on a micro-batch of one sample; on one device it would get the whole short
-        batch.
-        """
-        parts, full = min(self._parts, samples), self._samples or samples
-        self._samples = max(full, samples)
-        is_short = self._worker.model.normalises and samples < full and full // self._parts > 1
-        return max(1, min(parts, samples // 2)) if is_short else parts
 
     def _share_out(self, whole: Work, weights: LossWeights) -> Iterator[Work]:
         """Split a batch into the pipelines' shares; they draw the random numbers of a single pipeline."""
