@@ -221,9 +221,30 @@ def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tm
         assert heard(second, "reply") == [7, {}]
         second.send_bytes(encoded(["done", "loss", 1, 5, 1.5]))
         assert heard(third, "reply") == [7, {"value": 1.5}]
-        for name, reply in ((["loss", 1, 20], {"value": 1.5}), (["loss", 2, 20], {}), (["loss", 1, 21], {})):
-            third.send_bytes(encoded(["found", 8, *name]))
+        known = {"value": 1.5}
+        for (*name, is_newest), reply in (
+            (("loss", 1, 20, False), known),
+            (("loss", 2, 20, True), {}),
+            (("loss", 1, 21, False), {}),
+            (("loss", 1, 21, True), known),
+            (("loss", 1, 19, True), {}),
+        ):
+            third.send_bytes(encoded(["found", 8, -1, *name, is_newest]))
             assert heard(third, "reply") == [8, reply]
+
+
+def test_the_newest_result_is_looked_up_once_another_has_begun_the_step_that_follows(tmp_path: Path) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        heard(second, "welcome")
+        second.send_bytes(encoded(["found", 8, 5, "loss", 1, 20, True]))
+        first.send_bytes(encoded(["once", 7, "loss", 1, 5, 20]))
+        assert heard(first, "reply") == [7, {}]
+        alive(first, begun=5)
+        assert not second.poll()
+        first.send_bytes(encoded(["done", "loss", 1, 5, 1.5]))
+        alive(first, begun=6)
+        assert heard(second, "reply") == [8, {"value": 1.5}]
 
 
 def test_who_is_silent_for_too_long_is_lost(tmp_path: Path) -> None:

@@ -253,6 +253,7 @@ class One:
         worker: Any = SimpleNamespace(
             placement=SimpleNamespace(pipelines=(self.pipeline,)),
             world=SimpleNamespace(rank=0),
+            model=SimpleNamespace(normalises=False),
             running=_running,
             look=lambda batch, given: None,
             alike=SimpleNamespace(end=lambda batches: None),

@@ -50,10 +50,14 @@ class CommonResults:
         self._once[what, number, turn].done(value)
         self._found_at = time.monotonic()
 
-    def found(self, what: str, number: int, batches: int) -> dict[str, Any]:
-        """Return the reply with the result from after ``batches`` batches; empty if it is not known."""
+    def found(self, what: str, number: int, batches: int, is_newest: bool) -> dict[str, Any]:
+        """Return the reply with the result from after ``batches`` batches; empty if it is not known.
+
+        ``is_newest``: or else with the newest one from before.
+        """
         of_name = [one for name, one in self._once.items() if name[:2] == (what, number) and one.reply]
-        return next((one.reply for one in reversed(of_name) if one.batches == batches), {})
+        before = [one for one in of_name if one.batches == batches or (is_newest and one.batches < batches)]
+        return max(before, key=lambda one: (one.batches, one.turn)).reply if before else {}
 
     def gone(self, group: int) -> None:
         for once in self._once.values():

@@ -64,6 +64,7 @@ class Coordinator:
         self._lost, self._say, self._recorder, self._let_join = lost, say, recorder, let_join
         self.members = Members(wanted, host_here())
         self._common = CommonResults()
+        self._lookups: list[tuple[int, Callable[[], None]]] = []  # of earlier results, and a step to wait for
         self._here = "127.0.0.1"  # the address of this host, as other hosts have found it
         self._unknown: set[Connection] = set()  # that have not identified themselves
         self._known: dict[Connection, tuple[int, int]] = {}  # group and rank
@@ -89,6 +90,11 @@ class Coordinator:
         for key, _ in self._selector.select(timeout_s):
             if isinstance(key.fileobj, Connection) and not key.fileobj.closed:
                 self._receive(key.fileobj, key.data)
+        for lookup in [*self._lookups]:
+            turn, answer = lookup
+            if turn < self.members.reached:  # all have requested what they need before that step
+                self._lookups.remove(lookup)
+                answer()
         self._common.choose(self._is_near, self._may_ask_near)
         self._do(self.members.tick(time.monotonic(), self._common.computed_at))
 
@@ -218,8 +224,8 @@ class Coordinator:
         elif kind == "done":
             self._common.done(*values)
         elif kind == "found":
-            request, *name = values
-            reply(request, self._common.found(*name))
+            request, turn, *name = values
+            self._lookups.append((int(turn), lambda: reply(request, self._common.found(*name))))
         elif kind == "tell" and self._recorder is not None:
             self._recorder.hear(*values)
         elif kind == "ask" and self._recorder is not None:

@@ -164,12 +164,15 @@ class Isolation(Policy):
         """Return what ``find()`` returns in one of the pipelines, between two steps.
 
         A pipeline that joins later repeats what the others have done long ago, and gets the results from
-        then.
+        then; where its script knows the run's position, it gets the newest ones.
         """
         feed, launcher = self.feed, self.launcher
-        if feed.is_behind:
-            found = launcher.found_before(what, feed.place)
-            if found:
+        if feed.is_new and feed.is_placed and not feed.has_loader:
+            feed.enter()
+            if found := launcher.found_before(what, feed.place, is_here=True):
+                return found[0]
+        elif feed.is_behind:
+            if found := launcher.found_before(what, feed.place):
                 return found[0]
             feed.enter()
             what += ", of one that joined"  # the others request something else before this step

@@ -210,10 +210,20 @@ class Membership:
             self._send_if_alive("done", *name, reply["value"])
         return reply["value"]
 
-    def found_before(self, what: str, batches: int) -> list[Any]:
-        """Return in a list the others' result from after ``batches`` batches; empty if there is none."""
+    def found_before(self, what: str, batches: int, is_here: bool = False) -> list[Any]:
+        """Return in a list the others' result from after ``batches`` batches; empty if there is none.
+
+        ``is_here``: this pipeline is to begin there. The result is the newest of that name once the others have begun
+        its first step, before which they may still find one.
+        """
         self._asked_again[what, batches] += 1
-        return [*self._request("found", what, self._asked_again[what, batches], batches).values()]
+        name = what, self._asked_again[what, batches], batches
+        turn = self.begun if is_here else -1
+        return [
+            *self._request(
+                "found", turn, *name, is_here, limit_s=None if is_here else self.timeout_s
+            ).values()
+        ]
 
     def tell(self, kind: str, *values: Any) -> None:
         """Send a report to the recorder of the run, in the launcher."""

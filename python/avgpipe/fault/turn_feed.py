@@ -64,6 +64,8 @@ class TurnFeed(Feed):
         next_batch: the number of the next batch of the loader, over the life of the run.
         ended: the number of results so far, over the life of the run.
         is_member: of the run.
+        is_placed: whether the caller knows where its first loader begins.
+        has_loader: whether it has given one, or a batch.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class TurnFeed(Feed):
         self.is_member = False
         # The caller's position; before ``next_batch`` where others trained while this pipeline started.
         self._at = self.next_batch
-        self._has_loader = False
+        self.has_loader = self.is_placed = False
 
     @property
     def is_new(self) -> bool:
@@ -109,22 +111,22 @@ class TurnFeed(Feed):
     @property
     def is_behind(self) -> bool:
         """Whether the caller's script is at a batch that the others have trained on already."""
-        return self.is_new and (not self._has_loader or self._at < self.next_batch)
+        return self.is_new and (not self.has_loader or self._at < self.next_batch)
 
     @property
     def place(self) -> int:
-        """The position of the caller's script in batches; one that is behind starts at its beginning."""
-        return self._at if self._has_loader else 0
+        """The position of the caller's script in batches; one that has not asked starts at its beginning."""
+        return self._at if self.has_loader or self.is_placed else 0
 
     def count_batches(self) -> int:
         """Return ``next_batch`` for the caller, whose first loader begins there then."""
-        if not self._has_loader:
-            self._at = self.next_batch
+        if not self.has_loader:
+            self._at, self.is_placed = self.next_batch, True
         return self.next_batch
 
     def resume(self) -> None:
         """Continue at ``next_batch``, which the caller knows from :meth:`enter` or a load."""
-        self._at = self.next_batch
+        self._at, self.is_placed = self.next_batch, True
 
     @property
     def next_turn(self) -> int:
@@ -158,7 +160,7 @@ class TurnFeed(Feed):
     def fetch(self) -> bool:
         """Begin the next step, with lost parts or else the loader's next batches; False if there are none."""
         start = time.perf_counter()
-        self._has_loader = True
+        self.has_loader = True
         self.enter()
         if self._at > self.next_batch:
             with self._worker.running():
@@ -182,7 +184,7 @@ class TurnFeed(Feed):
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a step with a batch that all pipelines share, whatever the plan's ``batch``."""
-        self._has_loader = True
+        self.has_loader = True
         self.enter()
         if self._at != self.next_batch:
             with self._worker.running():
