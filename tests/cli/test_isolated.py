@@ -431,12 +431,9 @@ def test_spares_of_the_example_are_ready_to_take_a_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    example = (Path(__file__).parents[2] / "examples" / "isolated.py").read_text()
-    (tmp_path / "own_script.py").write_text(
-        example.replace("EPOCHS, BATCHES = 2, ", "EPOCHS, BATCHES = 10**6, ")
-    )
+    example = str(Path(__file__).parents[2] / "examples" / "isolated.py")
     sizes = ("--isolate", "--stages", "2", "--pipelines", "2", "--spare-pipelines", "1")
-    run = Command(tmp_path, "run", "run", *sizes, str(tmp_path / "own_script.py"))
+    run = Command(tmp_path, "run", "run", *sizes, example, str(10**6))
     try:
         wait_until(lambda: len(list(tmp_path.glob("*/place-of-?"))) == 2, 100)
     finally:

@@ -4,6 +4,7 @@ own test or by a command of the page; the rest of a page's Python is one script;
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import subprocess
@@ -59,6 +60,22 @@ PAGES = pytest.mark.parametrize("page", GUIDES, ids=lambda p: p.stem)
 def test_a_page_is_short_and_in_the_navigation(page):
     assert len(page.read_text().splitlines()) <= 130
     assert f"guides/{page.name}" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_what_a_run_prints_is_in_the_code():
+    table = (ROOT / "docs/guides/when-something-fails.md").read_text().partition("| the run printed |")[2]
+    cells = [line.split(" | ")[0] for line in table.partition("\n\n")[0].splitlines()[2:]]
+    shown = [code for cell in cells for code in re.findall(r"`([^`]+)`", cell) if not code.startswith("--")]
+    assert len(shown) >= 12
+    printed = [
+        node.value
+        for path in (ROOT / "python" / "avgpipe").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    for line in shown:
+        for part in re.split(r"[\d…:;,()]+|\b(?:HEAD|SIGKILL)\b|initial weights|(?<=a spare process)", line):
+            assert any(part.strip() in text for text in printed), f"{line}: {part}"
 
 
 @PAGES

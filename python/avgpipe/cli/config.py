@@ -264,7 +264,8 @@ class IsolationOptions(Options):
         max_pipelines: With --isolate, the most pipelines that the run may have, including those of avgpipe
             join. Default: as many as it begins with.
         restarts: With --isolate, the number of times in a row that a pipeline is restarted if it is lost
-            before it has made three steps.
+            before it has made three steps; where the command has joined a run, as with --at, if it is lost
+            within a minute of its start. 0: a lost pipeline is not restarted.
         spare_pipelines: With --isolate, pipelines whose processes wait, with imports done and data read, to
             replace a lost pipeline.
         listen: With --isolate, HOST:PORT where avgpipe join on other hosts finds the run; all hosts need the
@@ -552,8 +553,10 @@ class JoinConfig(Options):
 
     Attributes:
         run: On the same host, the folder of the run of avgpipe train, or the folder that avgpipe run prints;
-            on another host, HOST:PORT of the run's --listen, in a folder with the same script and files.
-        restarts: Number of times in a row that the pipeline is restarted if it is lost within a minute.
+            on another host, HOST:PORT of the run's --listen or --at, in a folder with the same script and
+            files.
+        restarts: Number of times in a row that the pipeline is restarted if it is lost within a minute of its
+            start. 0: a lost pipeline is not restarted.
         wait_s: Seconds to wait for a run on another host that does not listen yet, or has no place free.
     """
 
