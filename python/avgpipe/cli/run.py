@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import typer
@@ -71,6 +72,12 @@ def run(config: RunConfig) -> None:
 def _check(config: RunConfig, place: HostPlace | None) -> None:
     """Refuse options that contradict each other, or this command's place among several. ValueError."""
     if not Path(config.script).is_file():
+        if config.script.startswith("-"):  # typer passes on what it does not know
+            name = config.script.partition("=")[0]
+            known = [flag(f.name) for f in fields(config) if f.name not in ("script", "args", "given")]
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see avgpipe run --help"
+            raise ValueError(f"no option {name}; {hint}")
         raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
     check_requeue(config.requeue)
     if not config.isolate:
