@@ -22,6 +22,7 @@ from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke
 from tests.cli.test_isolated import refused
 from tests.ranks.test_hosts import PYTORCHJOB, SLURM
+from tests.scripts import WriteScript
 
 SECRET = "a secret that all hosts know"
 ELSEWHERE = "240.0.0.1"  # of the addresses that no host may have
@@ -331,7 +332,24 @@ def test_options_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     several = refused(*at, "node7:7000", "--pipelines", "2", path)
     assert "--pipelines with several commands (--at): each starts one pipeline" in several
     assert "--wait -1" in refused(*at, "node7:7000", "--wait", "-1", path)
+    alone = "--wait without --at, or commands on several hosts: there is no other one to wait for"
+    assert alone in refused("run", "--isolate", "--wait", "5", path)
     assert "--requeue: this is no job of Slurm" in refused("run", "--requeue", path)
+
+
+def test_options_are_checked_before_the_run_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_script: WriteScript
+) -> None:
+    monkeypatch.setenv(hosts.JOIN_TOKEN, SECRET)
+    one, error = f"{write_script('def make(): return task()')}:make", "avgpipe: error: a run by --at"
+    for command, what in (("run", script(tmp_path)), ("train", one)):
+        line = (command, "--isolate", "--at", "127.0.0.1:7000")
+        few = f"{error} begins with one pipeline: --min-pipelines must be 1"
+        assert refused(*line, "--min-pipelines", "2", what) == few
+        listens = f"{error} listens at 127.0.0.1:7000: leave out --listen"
+        assert refused(*line, "--listen", "127.0.0.1:0", what) == listens
+    alone = "--wait without --at, or commands on several hosts: there is no other one to wait for"
+    assert alone in refused("train", "--isolate", "--wait", "5", one)
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,19 @@ def place_here(at: str | None) -> HostPlace | None:
     return HostPlace(host, port, "--at")
 
 
+def check_several(place: HostPlace | None, config: IsolationOptions) -> None:
+    """Refuse options that do not fit this command's place among several, or that it is the only one. ValueError."""
+    if place is None:
+        if "wait_s" in config.given:
+            raise ValueError(
+                "--wait without --at, or commands on several hosts: there is no other one to wait for"
+            )
+    elif config.min_pipelines > 1:
+        raise ValueError(f"a run by {place.source} begins with one pipeline: --min-pipelines must be 1")
+    elif config.listen is not None:
+        raise ValueError(f"a run by {place.source} listens at {place.address}: leave out --listen")
+
+
 def begin_or_join(place: HostPlace, config: IsolationOptions, stack: ExitStack) -> Beginning | None:
     """Return what to begin the run with, as the first command; None once this one has joined the run and it has ended.
 

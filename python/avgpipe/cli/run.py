@@ -18,6 +18,7 @@ from avgpipe.cli.hosts import (
     become_rank,
     begin_or_join,
     check_requeue,
+    check_several,
     place_here,
     requeue,
     requeuing,
@@ -86,11 +87,13 @@ def _check(config: RunConfig, place: HostPlace | None) -> None:
             _check_rank(config, place)
     elif config.spares is not None:
         raise ValueError(f"--spares with --isolate: {NO_SPARES}")
-    elif place is not None and "pipelines" in config.given:
-        raise ValueError(
-            f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a host "
-            "for a second one there, and limit all by --max-pipelines"
-        )
+    else:
+        check_several(place, config)
+        if place is not None and "pipelines" in config.given:
+            raise ValueError(
+                f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a "
+                "host for a second one there, and limit all by --max-pipelines"
+            )
 
 
 def _check_rank(config: RunConfig, place: HostPlace) -> None:
@@ -160,8 +163,6 @@ def isolation_of(
             "begins with must lie between the two"
         )
     if config.listen is not None:
-        if beginning is not None:
-            raise ValueError("--listen where others join anyway: leave it out")
         token = secret()
         listening = listen(parse_address(config.listen)), token
     return IsolatedCounts(

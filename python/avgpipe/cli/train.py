@@ -19,6 +19,7 @@ from avgpipe.cli.hosts import (
     Beginning,
     begin_or_join,
     check_requeue,
+    check_several,
     join_ranks,
     leave_ranks,
     place_here,
@@ -73,6 +74,8 @@ def run(asked: TrainConfig) -> None:
             check_requeue(config.requeue)
             if not config.isolate:
                 refuse_isolation(asked)
+            else:
+                check_several(place, asked)
         beginning = None
         joins = place if config.isolate else None
         if joins is not None and (beginning := begin_or_join(joins, config, stack)) is None:
