@@ -26,7 +26,7 @@ from avgpipe.cli.hosts import (
 )
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
-from avgpipe.fault.door import listen, parse_address
+from avgpipe.fault.door import called, listen, parse_address
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.environment import SHARES
@@ -165,6 +165,7 @@ def isolation_of(
     if config.listen is not None:
         token = secret()
         listening = listen(parse_address(config.listen)), token
+        note(f"other hosts start pipelines by: avgpipe join {called(listening[0])}")
     return IsolatedCounts(
         pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listening
     )

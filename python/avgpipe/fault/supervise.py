@@ -149,8 +149,6 @@ class Supervisor:
         )
         self._members = self._coordinator.members
         leave_address(folder, self._coordinator.address, self._token)
-        if isolation.listening is not None:
-            say(f"other hosts start pipelines by: avgpipe join {self._coordinator.far_address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
         """Run to the end; return whether its processes ended by themselves before, after a SIGTERM.
@@ -294,8 +292,8 @@ class Supervisor:
         joined, resources = Joined(connection), ExitStack()
         resources.callback(joined.release)
         self._groups[number] = _Launched(free[0], joined, resources)
-        where = f" on {about['name']}" if about["is_far"] else ""
-        self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
+        where = f"on {about['name']}" if about["is_far"] else "by avgpipe join"
+        self._say(f"pipeline {free[0]}: started {where}")
         found = {"pipeline": free[0], "group": number, "restart": place[RESTART]}
         return {**found, "folder": os.getcwd(), "job": asdict(self._job)}
 
