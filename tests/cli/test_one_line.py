@@ -17,7 +17,7 @@ from avgpipe.cli.config import IsolationOptions
 from avgpipe.cli.output import CommandFailed
 from avgpipe.errors import PipelineError
 from avgpipe.fault.group import OVER
-from avgpipe.fault.joining import TOO_FEW, NoPlace, RunEnded
+from avgpipe.fault.joining import TOO_FEW, NoPlace, RunEnded, RunLost
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke
 from tests.cli.test_isolated import refused
@@ -129,7 +129,7 @@ def silent() -> NoPlace:
 
 
 def lost() -> PipelineError:
-    return PipelineError("pipeline 1 was ended: the run's launcher has ended")
+    return PipelineError("pipeline 1: rank 0 failed with exit code 1")
 
 
 def test_a_run_that_does_not_listen_yet_is_waited_for_and_that_is_said_once(
@@ -160,8 +160,14 @@ def test_a_run_that_begins_again_is_joined_again(attempted: Any, said: list[str]
     ]
 
 
+def test_a_run_that_has_ended_early_is_waited_for_in_one_line(attempted: Any, said: list[str]) -> None:
+    ended = RunLost("the run at head:7000 has ended before its last step")
+    assert attempted(Attempts(ended, silent(), silent(), 2), restarts=1, again_s=300) == 2
+    assert said == [f"{ended}; it is waited for, up to 300 s (Ctrl-C ends this command)"]
+
+
 def test_restarts_are_counted_in_a_row(attempted: Any) -> None:
-    with pytest.raises(PipelineError, match="has ended"):
+    with pytest.raises(PipelineError, match="exit code 1"):
         attempted(Attempts(lost(), lost(), 1), restarts=1)
     assert attempted(Attempts(lost(), "late", lost(), 1), restarts=1) == 1
 

@@ -25,7 +25,7 @@ from avgpipe.cli.config import IsolationOptions, JoinConfig
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import parse_address
-from avgpipe.fault.joining import NoPlace, RunEnded, join, join_far
+from avgpipe.fault.joining import NoPlace, RunEnded, RunLost, join, join_far
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.queues import queue_environment
@@ -229,9 +229,11 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
             left = restarts if time.monotonic() - begin > _LIMIT_S else left
             if not left:
                 raise
-            left, said, is_again = left - 1, False, True
-            until = time.monotonic() + max(again_s, _LIMIT_S)
-            note(f"{error}; it is started again")
+            left, said, is_again = left - 1, isinstance(error, RunLost), True
+            again_s = max(again_s, _LIMIT_S)
+            until = time.monotonic() + again_s
+            waits = f"it is waited for, up to {again_s:.0f} s (Ctrl-C ends this command)"
+            note(f"{error}; {waits if said else 'it is started again'}")
 
 
 # ---- the secret ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.door import ENDED, JOIN, VERSION, connect, encoded, received
+from avgpipe.fault.door import ENDED, JOIN, VERSION, connect, encoded, parse_address, received
 from avgpipe.fault.group import OVER
 from avgpipe.fault.membership import environment
 from avgpipe.files import json_object, reading
@@ -35,6 +35,8 @@ ADDRESS = "join.json"
 
 
 TOO_FEW = "too few pipelines are left"  # why the last ones are ended
+LEFT = "has ended before its last step"  # the run, by a signal or an error of its launcher
+_CUT = "cannot be reached any more"
 
 
 class RunEnded(PipelineError):
@@ -47,6 +49,10 @@ class RunEnded(PipelineError):
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
         self.is_done = why == OVER
+
+
+class RunLost(PipelineError):
+    """The run of which a pipeline was a part has ended before its last step, or cannot be reached any more."""
 
 
 class NoPlace(ValueError):
@@ -89,7 +95,7 @@ class Joined:
 
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
-        self.kill("the run has ended")
+        self.kill(LEFT)
 
     def release(self) -> None:
         self._connection.close()
@@ -156,7 +162,11 @@ def _join(run: _Target, say: Callable[[str], None]) -> int:
             raise
         raise NoPlace(f"{run.name}: no run is active there") from None
     except AuthenticationError as error:
-        raise ValueError(f"{run.name}: its launcher cannot be asked: {reason(error)}") from None
+        why = "the run there has another secret: AVGPIPE_JOIN_TOKEN must be the same on all hosts"
+        why = why if run.is_far else f"its launcher cannot be asked: {reason(error)}"
+        raise ValueError(f"{run.name}: {why}") from None
+    except socket.gaierror:
+        raise NoPlace(f"host {parse_address(run.address)[0]} is not known here") from None
     except (OSError, EOFError) as error:
         raise NoPlace(f"{run.name}: its launcher cannot be reached: {reason(error)}") from None
     with connection:
@@ -208,7 +218,10 @@ def _run(
                     processes.kill()
                     why = _why(connection)
                     if why == OVER:
+                        say(f"pipeline {pipeline} is ended: nothing was left to train")
                         return pipeline
+                    if why in (LEFT, _CUT):
+                        raise RunLost(f"the run at {run} {why}")
                     if why == TOO_FEW:
                         raise RunEnded(f"pipeline {pipeline} was ended", why)
                     if why:  # else their exit codes say it
@@ -226,6 +239,8 @@ def _send_end(connection: Connection) -> None:
 def _why(connection: Connection) -> str:
     try:
         _, why = received(connection)
-    except (OSError, EOFError, ValueError):
-        return "the run's launcher has ended"
+    except EOFError:
+        return LEFT
+    except (OSError, ValueError):
+        return _CUT
     return str(why)
