@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from avgpipe.cli import hosts
-from avgpipe.cli.config import IsolationOptions
+from avgpipe.cli.config import IsolationOptions, RunConfig, TrainConfig
 from avgpipe.cli.output import CommandFailed
 from avgpipe.errors import PipelineError
 from avgpipe.fault.group import OVER
@@ -187,7 +187,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
         def begin(place: HostPlace, far: Callable[..., int], **options: Any) -> Any:
             monkeypatch.setattr(hosts, "join_far", far)
-            beginning = hosts.begin_or_join(place, IsolationOptions.of(**options), stack)
+            beginning = hosts.begin_or_join(place, IsolationOptions.of(**options), {}, stack)
             if beginning is not None:
                 stack.enter_context(beginning.listening)
             return beginning
@@ -203,7 +203,7 @@ def test_a_command_that_has_joined_never_begins_the_run_itself(
     first = hosts.listening_at(place)
     assert first is not None
 
-    def join_once(address: str, token: str, say: Any) -> int:
+    def join_once(address: str, token: str, *_: Any) -> int:
         assert (address, token) == (f"127.0.0.1:{free}", SECRET)
         if said:
             raise RunEnded(address, OVER)
@@ -228,7 +228,7 @@ def test_a_command_begins_where_its_name_becomes_known_late(
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
-    def far(address: str, token: str, say: Any) -> int:
+    def far(address: str, token: str, *_: Any) -> int:
         raise NoPlace(f"{address}: its launcher cannot be reached: Name or service not known")
 
     beginning = begin(HostPlace("10.255.255.1.example", free, "PET_RDZV_ENDPOINT", None, 4), far)
@@ -236,7 +236,7 @@ def test_a_command_begins_where_its_name_becomes_known_late(
 
 
 def test_ctrl_c_while_waiting_is_an_interrupt(begin: Any, free: int) -> None:
-    def far(address: str, token: str, say: Any) -> int:
+    def far(address: str, token: str, *_: Any) -> int:
         raise KeyboardInterrupt
 
     with pytest.raises(CommandFailed, match="SIGINT: it had not joined a run") as failed:
@@ -356,6 +356,19 @@ def test_options_are_checked_before_the_run_listens(
         assert refused(*line, "--listen", "127.0.0.1:0", what) == listens
     alone = "--wait without --at, or commands on several hosts: there is no other one to wait for"
     assert alone in refused("train", "--isolate", "--wait", "5", one)
+
+
+def test_what_decides_the_training_must_be_the_same_on_all_hosts() -> None:
+    own = RunConfig.of(script="iso.py", restarts=5, wait_s=1.0, json=True, at="a:1", requeue=True)
+    common = {"trains": "iso.py --lr '1 2'", "--stages": "2", "--seed": "0", "--shares": "pace"}
+    assert hosts.training_of(own, "iso.py", "--lr", "1 2") == common
+    unseeded = RunConfig.of(script="iso.py", seed=-1)
+    assert hosts.training_of(unseeded, "iso.py")["--seed"] == "none"
+    train = TrainConfig.of(workload="awd-lstm", spread=True, out="x", resume=True, keep=3, restarts=5)
+    found = hosts.training_of(train, "awd-lstm")
+    assert (found["trains"], found["--spread"]) == ("awd-lstm", "")
+    assert {"--seed", "--timeout", "--link", "--shares"} < found.keys()
+    assert not {"--out", "--resume", "--keep", "--restarts", "--wait"} & found.keys()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +17,7 @@ from avgpipe.cli.config import JoinConfig
 from avgpipe.errors import PipelineError
 from avgpipe.fault.door import Door, encoded, received
 from avgpipe.fault.group import OVER
-from avgpipe.fault.joining import LEFT, NoPlace, RunLost, join_far
+from avgpipe.fault.joining import LEFT, TRAINS, NoPlace, RunLost, join_far
 from avgpipe.ranks.launch import Job
 
 
@@ -47,6 +47,7 @@ def test_a_launcher_that_does_not_answer_may_do_so_later() -> None:
 
 
 SECRET = "a secret that is known"
+ITS = {TRAINS: "iso.py --lr 3", "--stages": "2", "--seed": "0"}
 
 
 class Idle:
@@ -85,9 +86,26 @@ def launcher(*replies: Any) -> Iterator[str]:
         door.close()
 
 
-def welcome() -> list[Any]:
-    job = asdict(Job("stderr", ["python", "iso.py"], 1, {}))
+def welcome(options: Mapping[str, str]) -> list[Any]:
+    job = asdict(Job("stderr", ["python", "iso.py"], 1, {}, options=options))
     return ["welcome", {"pipeline": 1, "group": 1, "restart": "0", "job": job}]
+
+
+def test_a_command_that_gives_another_program_is_refused() -> None:
+    own = {TRAINS: "another.py", "--stages": "3", "--seed": "0", "--recompute": "all"}
+    text = (
+        '^the run at 127.0.0.1:[0-9]+ trains "iso.py --lr 3" with --stages 2, no --recompute, '
+        'and this command says "another.py" with --stages 3, --recompute all: give the same$'
+    )
+    with launcher(["welcome", {"options": ITS}]) as address, pytest.raises(ValueError, match=text):
+        join_far(address, SECRET, print, own)
+
+
+def test_the_script_must_exist_where_a_command_joins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = f"^iso.py does not exist in {tmp_path}: begin in a folder with the run's script$"
+    with launcher(welcome(ITS)) as address, pytest.raises(ValueError, match=text):
+        join_far(address, SECRET, print)
 
 
 def test_another_secret_and_an_unknown_host_are_named() -> None:
@@ -104,11 +122,11 @@ def test_another_secret_and_an_unknown_host_are_named() -> None:
 def test_the_end_of_the_run_has_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "start", lambda *_: Idle())
     said = list[str]()
-    with launcher(welcome(), ["end", OVER]) as address:
+    with launcher(welcome({}), ["end", OVER]) as address:
         assert join_far(address, SECRET, said.append) == 1
     assert said[-1] == "pipeline 1 is ended: nothing was left to train"
     for ends in ([], [["end", LEFT]]):  # by SIGKILL, and by Ctrl-C
-        with launcher(welcome(), *ends) as address, pytest.raises(RunLost) as lost:
+        with launcher(welcome({}), *ends) as address, pytest.raises(RunLost) as lost:
             join_far(address, SECRET, print)
         assert str(lost.value) == f"the run at {address} has ended before its last step"
 

@@ -10,22 +10,25 @@ import ipaddress
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from avgpipe.cli.config import IsolationOptions, JoinConfig
+from avgpipe.cli.config import IsolationOptions, JoinConfig, LearningOptions, PlanOptions, RunConfig
+from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import parse_address
-from avgpipe.fault.joining import NoPlace, RunEnded, RunLost, join, join_far
+from avgpipe.fault.joining import TRAINS, NoPlace, RunEnded, RunLost, join, join_far
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.queues import queue_environment
@@ -36,6 +39,9 @@ _LEAST = 16  # characters of a secret
 _MOST_PIPELINES = 1024  # of a run whose number of hosts is not known
 _ASK_S = 1.0
 _LIMIT_S = 60.0  # the launcher admits a pipeline again once it has noticed the loss of the one before
+# Options of which all hosts have the first one's; any other one is each host's own.
+_DECIDE = {f.name for group in (LearningOptions, PlanOptions) for f in fields(group)} | {"shares"}
+_DECIDE -= {"workload", "isolate", "json", "given"}
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _T = TypeVar("_T")
 
@@ -77,15 +83,26 @@ def check_several(place: HostPlace | None, config: IsolationOptions) -> None:
         raise ValueError(f"a run by {place.source} listens at {place.address}: leave out --listen")
 
 
-def begin_or_join(place: HostPlace, config: IsolationOptions, stack: ExitStack) -> Beginning | None:
+def training_of(config: IsolationOptions, *program: str) -> dict[str, str]:
+    """Return what the commands of all hosts must give alike: the program, and options with their texts."""
+    names = _DECIDE - {"pipelines"} if isinstance(config, RunConfig) else _DECIDE
+    given = {**config.complete, **({"seed": "none"} if config.complete.get("seed") == -1 else {})}
+    found = [words({name: value}) for name, value in given.items() if name in names]
+    return {TRAINS: shlex.join(program), **{option: " ".join(text) for option, *text in found}}
+
+
+def begin_or_join(
+    place: HostPlace, config: IsolationOptions, options: Mapping[str, str], stack: ExitStack
+) -> Beginning | None:
     """Return what to begin the run with, as the first command; None once this one has joined the run and it has ended.
 
-    A file with the secret, if one was made, is removed at the end of ``stack``. Raises CommandFailed.
+    ``options``: of :func:`training_of`. A file with the secret, if one was made, is removed at the end of ``stack``.
+    Raises CommandFailed.
     """
 
     def attempt(is_again: bool) -> socket.socket | int:
         listening = None if is_again else listening_at(place)  # it may be another one's after the run's end
-        return join_far(place.address, token, note) if listening is None else listening
+        return join_far(place.address, token, note, options) if listening is None else listening
 
     with joining(), arguments():
         token = secret(place, config.wait_s, stack)

@@ -23,6 +23,7 @@ from avgpipe.cli.hosts import (
     requeue,
     requeuing,
     secret,
+    training_of,
 )
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
@@ -118,14 +119,16 @@ def _run(config: RunConfig, command: list[str]) -> None:
 
 def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None) -> bool:
     """Run isolated pipelines to the end; return whether this command began the run, and has not joined it."""
+    options = training_of(config, str(Path(config.script)), *config.args)
     with ExitStack() as stack:
         beginning = None
-        if place is not None and (beginning := begin_or_join(place, config, stack)) is None:
+        if place is not None and (beginning := begin_or_join(place, config, options, stack)) is None:
             return False
         with arguments():
             isolation = isolation_of(config, config.pipelines, beginning)
         folder = stack.enter_context(run_folder())
-        job = Job("stderr" if config.json else "stdout", command, config.stages, {SHARES: config.shares})
+        out, added = "stderr" if config.json else "stdout", {SHARES: config.shares}
+        job = Job(out, command, config.stages, added, options=options)
         if isolation.most > isolation.pipelines and beginning is None:
             note(f"one more pipeline is started by: avgpipe join {folder}")
         supervisor = Supervisor(job, isolation, folder, note)

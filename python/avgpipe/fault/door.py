@@ -21,7 +21,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 JOIN = "join"  # first message of another command that starts a pipeline
 ENDED = "ended"  # its last message
 MOST_BYTES = 2**24  # of a message

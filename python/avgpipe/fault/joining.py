@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +38,7 @@ ADDRESS = "join.json"
 TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 LEFT = "has ended before its last step"  # the run, by a signal or an error of its launcher
 _CUT = "cannot be reached any more"
+TRAINS = "trains"  # the name of the script and its arguments, or of the workload, among a job's options
 
 
 class RunEnded(PipelineError):
@@ -109,12 +111,14 @@ class _Target:
         name: in messages.
         address, secret: where it is found, and what it requires.
         is_far: whether it may be on another host.
+        options: what the command gives to train, as :attr:`Job.options`; empty where it gives nothing.
     """
 
     name: str
     address: str
     secret: str
     is_far: bool
+    options: Mapping[str, str] = field(default_factory=dict)
 
 
 def join(folder: Path, say: Callable[[str], None]) -> int:
@@ -146,12 +150,15 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
 
 
-def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
+def join_far(
+    address: str, secret: str, say: Callable[[str], None], options: Mapping[str, str] | None = None
+) -> int:
     """Do the same as :func:`join`, for a launcher that listens at ``address`` ("host:port").
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
+    ``options``: those that it must have (:attr:`Job.options`), else ValueError.
     """
-    return _join(_Target(address, address, secret, True), say)
+    return _join(_Target(address, address, secret, True, options or {}), say)
 
 
 def _join(run: _Target, say: Callable[[str], None]) -> int:
@@ -174,6 +181,12 @@ def _join(run: _Target, say: Callable[[str], None]) -> int:
         job = Job(**welcome["job"])
         if run.is_far:
             job = as_here(job)
+            program, *_ = shlex.split(job.options.get(TRAINS, "")) or [""]
+            file = program.rpartition(":")[0] or program
+            if file.endswith(".py") and not Path(file).is_file():
+                raise ValueError(
+                    f"{file} does not exist in {os.getcwd()}: begin in a folder with the run's script"
+                )
         else:
             os.chdir(welcome["folder"])
         place = environment(run.address, run.secret, welcome["group"], welcome["pipeline"])
@@ -183,7 +196,7 @@ def _join(run: _Target, say: Callable[[str], None]) -> int:
 
 def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
     """Ask to start one more pipeline; NoPlace where the run accepts none."""
-    about = {"host": host_here(), "name": socket.gethostname()}
+    about = {"host": host_here(), "name": socket.gethostname(), "options": dict(run.options)}
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
         if not connection.poll(LIMITS.join_answer_s):
@@ -193,9 +206,23 @@ def _ask(connection: Connection, run: _Target) -> dict[str, Any]:
         raise NoPlace(f"{run.name}: its launcher has not answered: {reason(error)}") from None
     if (why := welcome.get("why")) in (OVER, TOO_FEW):
         raise RunEnded(run.name, why)
+    if "options" in welcome:
+        raise ValueError(_difference(run, welcome["options"]))
     if "why" in welcome:
         raise NoPlace(f"{run.name}: {welcome['why']}")
     return dict(welcome)
+
+
+def _difference(run: _Target, its: Mapping[str, str]) -> str:
+    """Return the error of a command that gives other options than the run has."""
+    own = run.options
+    names = [name for name in {**its, **own} if name != TRAINS and its.get(name) != own.get(name)]
+
+    def text(of: Mapping[str, str]) -> str:
+        words = ", ".join(f"{name} {of[name]}".rstrip() if name in of else f"no {name}" for name in names)
+        return f'"{of[TRAINS]}"' + f" with {words}" * bool(words)
+
+    return f"the run at {run.name} trains {text(its)}, and this command says {text(own)}: give the same"
 
 
 def _run(

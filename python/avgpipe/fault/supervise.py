@@ -280,6 +280,8 @@ class Supervisor:
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
+        if (about.get("options") or self._job.options) != self._job.options:
+            return {"options": self._job.options}
         if self._finished or self._missing:
             return {"why": OVER if self._finished else TOO_FEW}
         if not about["is_far"] and about["host"] != host_here():
