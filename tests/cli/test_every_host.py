@@ -127,8 +127,9 @@ def test_the_others_wait_for_the_first_and_join_it_again_when_it_begins_again(
     first.says("trains with the others from step")
     wait_until((tmp_path / "checkpoint").exists, 60)
     first.process.kill()
-    second.says("it is started again")
-    second.says("no run is active there; it is waited for")
+    second.says(f"the run at {address} has ended before its last step; it is waited for, up to 300 s (Ctrl-C")
+    assert "other hosts start" not in first.stderr
+    assert "pipeline 1: started on " in first.stderr
     again = start("again", *line, inside=own)
     again.says("trains with the others from step")
     (tmp_path / "go").touch()

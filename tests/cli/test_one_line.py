@@ -13,15 +13,16 @@ from typing import Any
 import pytest
 
 from avgpipe.cli import hosts
-from avgpipe.cli.config import IsolationOptions
+from avgpipe.cli.config import IsolationOptions, RunConfig, TrainConfig
 from avgpipe.cli.output import CommandFailed
 from avgpipe.errors import PipelineError
 from avgpipe.fault.group import OVER
-from avgpipe.fault.joining import TOO_FEW, NoPlace, RunEnded
+from avgpipe.fault.joining import TOO_FEW, NoPlace, RunEnded, RunLost
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace
 from tests.cli.command import invoke
 from tests.cli.test_isolated import refused
 from tests.ranks.test_hosts import PYTORCHJOB, SLURM
+from tests.scripts import WriteScript
 
 SECRET = "a secret that all hosts know"
 ELSEWHERE = "240.0.0.1"  # of the addresses that no host may have
@@ -116,7 +117,7 @@ class Attempts:
 
 @pytest.fixture
 def attempted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    def attempt(attempts: Attempts, restarts: int = 0, wait_s: float = 10, again_s: float = 10) -> Any:
+    def attempt(attempts: Attempts, restarts: int = 0, wait_s: float | None = 10, again_s: float = 10) -> Any:
         monkeypatch.setattr(hosts.time, "monotonic", lambda: attempts.now)
         return hosts.attempts(attempts, restarts, wait_s, again_s)
 
@@ -128,7 +129,7 @@ def silent() -> NoPlace:
 
 
 def lost() -> PipelineError:
-    return PipelineError("pipeline 1 was ended: the run's launcher has ended")
+    return PipelineError("pipeline 1: rank 0 failed with exit code 1")
 
 
 def test_a_run_that_does_not_listen_yet_is_waited_for_and_that_is_said_once(
@@ -142,10 +143,11 @@ def test_the_wait_has_a_limit(attempted: Any) -> None:
     with pytest.raises(CommandFailed, match="head:7000: no run is active there; it was waited for") as failed:
         attempted(Attempts(*(silent() for _ in range(20))), wait_s=10)
     assert failed.value.exit_code == 1
-    attempts = Attempts(silent(), silent())
-    with pytest.raises(NoPlace):
-        attempted(attempts, wait_s=0)
-    assert len(attempts.ends) == 1
+    for wait_s, error in ((None, NoPlace), (0, CommandFailed)):  # the one of another host may come again
+        attempts = Attempts(silent(), silent())
+        with pytest.raises(error):
+            attempted(attempts, wait_s=wait_s)
+        assert len(attempts.ends) == 1
 
 
 def test_a_run_that_begins_again_is_joined_again(attempted: Any, said: list[str]) -> None:
@@ -159,8 +161,14 @@ def test_a_run_that_begins_again_is_joined_again(attempted: Any, said: list[str]
     ]
 
 
+def test_a_run_that_has_ended_early_is_waited_for_in_one_line(attempted: Any, said: list[str]) -> None:
+    ended = RunLost("the run at head:7000 has ended before its last step")
+    assert attempted(Attempts(ended, silent(), silent(), 2), restarts=1, again_s=300) == 2
+    assert said == [f"{ended}; it is waited for, up to 300 s (Ctrl-C ends this command)"]
+
+
 def test_restarts_are_counted_in_a_row(attempted: Any) -> None:
-    with pytest.raises(PipelineError, match="has ended"):
+    with pytest.raises(PipelineError, match="exit code 1"):
         attempted(Attempts(lost(), lost(), 1), restarts=1)
     assert attempted(Attempts(lost(), "late", lost(), 1), restarts=1) == 1
 
@@ -180,7 +188,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
 
         def begin(place: HostPlace, far: Callable[..., int], **options: Any) -> Any:
             monkeypatch.setattr(hosts, "join_far", far)
-            beginning = hosts.begin_or_join(place, IsolationOptions.of(**options), stack)
+            beginning = hosts.begin_or_join(place, IsolationOptions.of(**options), {}, stack)
             if beginning is not None:
                 stack.enter_context(beginning.listening)
             return beginning
@@ -196,7 +204,7 @@ def test_a_command_that_has_joined_never_begins_the_run_itself(
     first = hosts.listening_at(place)
     assert first is not None
 
-    def join_once(address: str, token: str, say: Any) -> int:
+    def join_once(address: str, token: str, *_: Any) -> int:
         assert (address, token) == (f"127.0.0.1:{free}", SECRET)
         if said:
             raise RunEnded(address, OVER)
@@ -221,7 +229,7 @@ def test_a_command_begins_where_its_name_becomes_known_late(
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
-    def far(address: str, token: str, say: Any) -> int:
+    def far(address: str, token: str, *_: Any) -> int:
         raise NoPlace(f"{address}: its launcher cannot be reached: Name or service not known")
 
     beginning = begin(HostPlace("10.255.255.1.example", free, "PET_RDZV_ENDPOINT", None, 4), far)
@@ -229,7 +237,7 @@ def test_a_command_begins_where_its_name_becomes_known_late(
 
 
 def test_ctrl_c_while_waiting_is_an_interrupt(begin: Any, free: int) -> None:
-    def far(address: str, token: str, say: Any) -> int:
+    def far(address: str, token: str, *_: Any) -> int:
         raise KeyboardInterrupt
 
     with pytest.raises(CommandFailed, match="SIGINT: it had not joined a run") as failed:
@@ -331,7 +339,37 @@ def test_options_must_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     several = refused(*at, "node7:7000", "--pipelines", "2", path)
     assert "--pipelines with several commands (--at): each starts one pipeline" in several
     assert "--wait -1" in refused(*at, "node7:7000", "--wait", "-1", path)
+    alone = "--wait without --at, or commands on several hosts: there is no other one to wait for"
+    assert alone in refused("run", "--isolate", "--wait", "5", path)
     assert "--requeue: this is no job of Slurm" in refused("run", "--requeue", path)
+
+
+def test_options_are_checked_before_the_run_listens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write_script: WriteScript
+) -> None:
+    monkeypatch.setenv(hosts.JOIN_TOKEN, SECRET)
+    one, error = f"{write_script('def make(): return task()')}:make", "avgpipe: error: a run by --at"
+    for command, what in (("run", script(tmp_path)), ("train", one)):
+        line = (command, "--isolate", "--at", "127.0.0.1:7000")
+        few = f"{error} begins with one pipeline: --min-pipelines must be 1"
+        assert refused(*line, "--min-pipelines", "2", what) == few
+        listens = f"{error} listens at 127.0.0.1:7000: leave out --listen"
+        assert refused(*line, "--listen", "127.0.0.1:0", what) == listens
+    alone = "--wait without --at, or commands on several hosts: there is no other one to wait for"
+    assert alone in refused("train", "--isolate", "--wait", "5", one)
+
+
+def test_what_decides_the_training_must_be_the_same_on_all_hosts() -> None:
+    own = RunConfig.of(script="iso.py", restarts=5, wait_s=1.0, json=True, at="a:1", requeue=True)
+    common = {"trains": "iso.py --lr '1 2'", "--stages": "2", "--seed": "0", "--shares": "pace"}
+    assert hosts.training_of(own, "iso.py", "--lr", "1 2") == common
+    unseeded = RunConfig.of(script="iso.py", seed=-1)
+    assert hosts.training_of(unseeded, "iso.py")["--seed"] == "none"
+    train = TrainConfig.of(workload="awd-lstm", spread=True, out="x", resume=True, keep=3, restarts=5)
+    found = hosts.training_of(train, "awd-lstm")
+    assert (found["trains"], found["--spread"]) == ("awd-lstm", "")
+    assert {"--seed", "--timeout", "--link", "--shares"} < found.keys()
+    assert not {"--out", "--resume", "--keep", "--restarts", "--wait"} & found.keys()
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,12 @@ def test_wrong_arguments(script, tmp_path):
         (["nowhere.py"], "'nowhere.py' does not exist"),
         ([str(tmp_path)], "does not exist"),
         (["--stages", "0", script], "--stages 0: must be more than 0"),
+        (
+            ["--isolate", "--spare-pipeline", "1", script],
+            "no option --spare-pipeline; did you mean --spare-pipelines?",
+        ),
+        (["--stage=3", script], "no option --stage; did you mean --stages?"),
+        (["--script", script], "no option --script; see avgpipe run --help"),
     ]:
         result = invoke("run", *arguments)
         assert (result.exit_code, result.stdout) == (2, "")

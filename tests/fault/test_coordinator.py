@@ -146,7 +146,7 @@ def test_who_does_not_know_the_token_is_refused_and_nobody_is_disturbed(tmp_path
         (b"[]", "not a message"),
         (b"nonsense", "Expecting value"),
         (b'["hello", 99, {}]', "all processes of a run must have one version of avgpipe"),
-        (b'["hello", 2, {"group": []}]', "int"),
+        (b'["hello", 3, {"group": []}]', "int"),
         (b"[" * 100_000, "nested too deeply"),
     ],
 )

@@ -74,7 +74,7 @@ def test_a_pipeline_joins_again_from_where_the_command_was_called(
         tries.append(run.absolute())
         monkeypatch.chdir(tmp_path / "elsewhere")
         if len(tries) == 1:
-            raise PipelineError("pipeline 1 was ended: the run's launcher has ended")
+            raise PipelineError("pipeline 1: rank 0 failed with exit code 1")
         if len(tries) == 2:
             raise NoPlace("run: its launcher cannot be reached: timed out")
         return 1

@@ -172,6 +172,19 @@ def test_a_start_without_room_is_tried_again_later(
         assert one._later
 
 
+def test_a_command_with_other_options_starts_nothing(tmp_path: Path) -> None:
+    with supervised(tmp_path, 1) as (one, _, said):
+        one._isolation = IsolatedCounts(1, most=3)
+        own = {"trains": "iso.py", "--stages": "2"}
+        one._job = Job("stderr", [], 1, {}, options=own)
+        about = {"host": host_here(), "name": "node7", "is_far": True}
+        assert one._let_join(Pipe()[0], {**about, "options": {"trains": "x.py"}}) == {"options": own}
+        assert not said
+        for given in ({}, own):  # avgpipe join gives none
+            assert "job" in one._let_join(Pipe()[0], {**about, "options": given})
+        assert said == ["pipeline 1: started on node7", "pipeline 2: started on node7"]
+
+
 def test_no_pipeline_joins_a_run_that_ends_because_too_few_are_left(tmp_path: Path) -> None:
     with supervised(tmp_path, 1) as (one, noted, _):
         connect(one, 0)

@@ -10,22 +10,25 @@ import ipaddress
 import json
 import os
 import secrets
+import shlex
 import shutil
 import signal
 import socket
 import stat
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from avgpipe.cli.config import IsolationOptions, JoinConfig
+from avgpipe.cli.config import IsolationOptions, JoinConfig, LearningOptions, PlanOptions, RunConfig
+from avgpipe.cli.options import words
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note
 from avgpipe.errors import PipelineError, reason
 from avgpipe.fault.door import parse_address
-from avgpipe.fault.joining import NoPlace, RunEnded, join, join_far
+from avgpipe.fault.joining import TRAINS, NoPlace, RunEnded, RunLost, join, join_far
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.queues import queue_environment
@@ -36,6 +39,9 @@ _LEAST = 16  # characters of a secret
 _MOST_PIPELINES = 1024  # of a run whose number of hosts is not known
 _ASK_S = 1.0
 _LIMIT_S = 60.0  # the launcher admits a pipeline again once it has noticed the loss of the one before
+# Options of which all hosts have the first one's; any other one is each host's own.
+_DECIDE = {f.name for group in (LearningOptions, PlanOptions) for f in fields(group)} | {"shares"}
+_DECIDE -= {"workload", "isolate", "json", "given"}
 _INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
 _T = TypeVar("_T")
 
@@ -64,15 +70,39 @@ def place_here(at: str | None) -> HostPlace | None:
     return HostPlace(host, port, "--at")
 
 
-def begin_or_join(place: HostPlace, config: IsolationOptions, stack: ExitStack) -> Beginning | None:
+def check_several(place: HostPlace | None, config: IsolationOptions) -> None:
+    """Refuse options that do not fit this command's place among several, or that it is the only one. ValueError."""
+    if place is None:
+        if "wait_s" in config.given and "SLURM_JOB_ID" not in os.environ:  # a job may have one task
+            raise ValueError(
+                "--wait without --at, or commands on several hosts: there is no other one to wait for"
+            )
+    elif config.min_pipelines > 1:
+        raise ValueError(f"a run by {place.source} begins with one pipeline: --min-pipelines must be 1")
+    elif config.listen is not None:
+        raise ValueError(f"a run by {place.source} listens at {place.address}: leave out --listen")
+
+
+def training_of(config: IsolationOptions, *program: str) -> dict[str, str]:
+    """Return what the commands of all hosts must give alike: the program, and options with their texts."""
+    names = _DECIDE - {"pipelines"} if isinstance(config, RunConfig) else _DECIDE
+    given = {**config.complete, **({"seed": "none"} if config.complete.get("seed") == -1 else {})}
+    found = [words({name: value}) for name, value in given.items() if name in names]
+    return {TRAINS: shlex.join(program), **{option: " ".join(text) for option, *text in found}}
+
+
+def begin_or_join(
+    place: HostPlace, config: IsolationOptions, options: Mapping[str, str], stack: ExitStack
+) -> Beginning | None:
     """Return what to begin the run with, as the first command; None once this one has joined the run and it has ended.
 
-    A file with the secret, if one was made, is removed at the end of ``stack``. Raises CommandFailed.
+    ``options``: of :func:`training_of`. A file with the secret, if one was made, is removed at the end of ``stack``.
+    Raises CommandFailed.
     """
 
     def attempt(is_again: bool) -> socket.socket | int:
         listening = None if is_again else listening_at(place)  # it may be another one's after the run's end
-        return join_far(place.address, token, note) if listening is None else listening
+        return join_far(place.address, token, note, options) if listening is None else listening
 
     with joining(), arguments():
         token = secret(place, config.wait_s, stack)
@@ -164,7 +194,7 @@ def join_run(config: JoinConfig) -> None:
 
     with joining(), arguments():
         token = secret() if is_far else ""
-        pipeline = attempts(attempt, config.restarts, config.wait_s if is_far else 0.0, config.wait_s)
+        pipeline = attempts(attempt, config.restarts, config.wait_s if is_far else None, config.wait_s)
     if config.json:
         print(json.dumps({"run": config.run, "pipeline": pipeline}))
 
@@ -182,17 +212,17 @@ def joining() -> Iterator[None]:
         raise CommandFailed("SIGINT: it had not joined a run", _INTERRUPTED) from None
 
 
-def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_s: float) -> _T | None:
+def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None, again_s: float) -> _T | None:
     """Attempt to join, and again after a loss; return what an attempt has returned, None at the run's end.
 
     Args:
         attempt: gets whether it has joined before; raises NoPlace where it may succeed later, RunEnded
             where that is certain to fail, PipelineError where its pipeline was lost.
         restarts: how many times in a row it is tried again after a loss within a minute of the attempt.
-        wait_s, again_s: how long a run is waited for, at first and after a loss.
+        wait_s, again_s: how long a run is waited for, at first and after a loss; None: NoPlace is raised at first.
     """
     left, here, said, is_again = restarts, Path.cwd(), False, False
-    until = time.monotonic() + wait_s
+    until = time.monotonic() + (wait_s or 0.0)
     while True:
         begin = time.monotonic()
         try:
@@ -205,7 +235,7 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
             return None
         except NoPlace as error:
             if time.monotonic() > until:
-                if not said:
+                if wait_s is None and not is_again:
                     raise
                 raise CommandFailed(f"{error}; it was waited for", FAILED) from None
             if not said:
@@ -216,9 +246,11 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float, again_
             left = restarts if time.monotonic() - begin > _LIMIT_S else left
             if not left:
                 raise
-            left, said, is_again = left - 1, False, True
-            until = time.monotonic() + max(again_s, _LIMIT_S)
-            note(f"{error}; it is started again")
+            left, said, is_again = left - 1, isinstance(error, RunLost), True
+            again_s = max(again_s, _LIMIT_S)
+            until = time.monotonic() + again_s
+            waits = f"it is waited for, up to {again_s:.0f} s (Ctrl-C ends this command)"
+            note(f"{error}; {waits if said else 'it is started again'}")
 
 
 # ---- the secret ------------------------------------------------------------------------------------------------------

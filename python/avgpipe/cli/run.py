@@ -7,6 +7,7 @@ import signal
 import sys
 from contextlib import ExitStack
 from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 
 import typer
@@ -15,7 +16,7 @@ from avgpipe.cli import hosts
 from avgpipe.cli.config import NO_SPARES, IsolationOptions, RunConfig
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
-from avgpipe.fault.door import listen, parse_address
+from avgpipe.fault.door import called, listen, parse_address
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.environment import SHARES
@@ -62,6 +63,12 @@ def run(config: RunConfig) -> None:
 def _check(config: RunConfig, place: HostPlace | None) -> None:
     """Refuse options that contradict each other, or this command's place among several. ValueError."""
     if not Path(config.script).is_file():
+        if config.script.startswith("-"):  # typer passes on what it does not know
+            name = config.script.partition("=")[0]
+            known = [flag(f.name) for f in fields(config) if f.name not in ("script", "args", "given")]
+            close = get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "see avgpipe run --help"
+            raise ValueError(f"no option {name}; {hint}")
         raise ValueError(f"script {config.script!r} does not exist: give the path of a Python file")
     hosts.check_requeue(config.requeue)
     if not config.isolate:
@@ -70,11 +77,13 @@ def _check(config: RunConfig, place: HostPlace | None) -> None:
             _check_rank(config, place)
     elif config.spares is not None:
         raise ValueError(f"--spares with --isolate: {NO_SPARES}")
-    elif place is not None and "pipelines" in config.given:
-        raise ValueError(
-            f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a host "
-            "for a second one there, and limit all by --max-pipelines"
-        )
+    else:
+        hosts.check_several(place, config)
+        if place is not None and "pipelines" in config.given:
+            raise ValueError(
+                f"--pipelines with several commands ({place.source}): each starts one pipeline; start one more on a "
+                "host for a second one there, and limit all by --max-pipelines"
+            )
 
 
 def _check_rank(config: RunConfig, place: HostPlace) -> None:
@@ -99,14 +108,16 @@ def _run(config: RunConfig, command: list[str]) -> None:
 
 def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None) -> bool:
     """Run isolated pipelines to the end; return whether this command began the run, and has not joined it."""
+    options = hosts.training_of(config, str(Path(config.script)), *config.args)
     with ExitStack() as stack:
         beginning = None
-        if place is not None and (beginning := hosts.begin_or_join(place, config, stack)) is None:
+        if place is not None and (beginning := hosts.begin_or_join(place, config, options, stack)) is None:
             return False
         with arguments():
             isolation = isolation_of(config, config.pipelines, beginning)
         folder = stack.enter_context(run_folder())
-        job = Job("stderr" if config.json else "stdout", command, config.stages, {SHARES: config.shares})
+        out, added = "stderr" if config.json else "stdout", {SHARES: config.shares}
+        job = Job(out, command, config.stages, added, options=options)
         if isolation.most > isolation.pipelines and beginning is None:
             note(f"one more pipeline is started by: avgpipe join {folder}")
         supervisor = Supervisor(job, isolation, folder, note)
@@ -144,10 +155,9 @@ def isolation_of(
             "begins with must lie between the two"
         )
     if config.listen is not None:
-        if beginning is not None:
-            raise ValueError("--listen where others join anyway: leave it out")
         token = hosts.secret()
         listening = listen(parse_address(config.listen)), token
+        note(f"other hosts start pipelines by: avgpipe join {called(listening[0])}")
     return IsolatedCounts(
         pipelines, config.min_pipelines, most, config.restarts, config.spare_pipelines, listening
     )

@@ -64,10 +64,14 @@ def run(asked: TrainConfig) -> None:
             hosts.check_requeue(config.requeue)
             if not config.isolate:
                 refuse_isolation(asked)
+            else:
+                hosts.check_several(place, asked)
         beginning = None
         joins = place if config.isolate else None
-        if joins is not None and (beginning := hosts.begin_or_join(joins, config, stack)) is None:
-            return
+        if joins is not None:
+            options = hosts.training_of(config, config.workload)
+            if (beginning := hosts.begin_or_join(joins, config, options, stack)) is None:
+                return
         with arguments(), ending_on_signals(_say_interrupted_early):
             if _is_first():  # the others would find the files that the first one has begun to write
                 check_run(config)
@@ -139,7 +143,8 @@ def train_isolated(config: TrainConfig, beginning: hosts.Beginning | None = None
     with arguments():
         isolation = isolation_of(config, plan.pipelines, beginning)
     variables = {**same_modules(), SHARES: config.shares}
-    job = Job("stderr", [_WORKER], plan.workers, variables, {"config": config.to_json()})
+    asked = {"config": config.to_json()}
+    job = Job("stderr", [_WORKER], plan.workers, variables, asked, hosts.training_of(config, config.workload))
     with run_folder() as folder:
         recorded = SharedRecord(config, folder)
         supervisor = Supervisor(job, isolation, folder, recorded.say, recorded)

@@ -20,9 +20,9 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from queue import SimpleQueue
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 JOIN = "join"  # first message of another command that starts a pipeline
-ENDED = "ended"  # its last message
+ALIVE, ENDED = "alive", "ended"  # its other messages; the last one
 MOST_BYTES = 2**24  # of a message
 _READ_BYTES = 2**16
 _SIZE = struct.Struct("!i")  # of a message, before it: as multiprocessing sends it

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -20,7 +21,17 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import PipelineError, reason
-from avgpipe.fault.door import ENDED, JOIN, VERSION, connect, encoded, received
+from avgpipe.fault.door import (
+    ALIVE,
+    ENDED,
+    JOIN,
+    VERSION,
+    Messages,
+    connect,
+    encoded,
+    parse_address,
+    received,
+)
 from avgpipe.fault.group import OVER, REFUSED
 from avgpipe.fault.membership import environment
 from avgpipe.files import json_object, reading
@@ -34,6 +45,9 @@ ADDRESS = "join.json"
 
 
 TOO_FEW = "too few pipelines are left"  # why the last ones are ended
+LEFT = "has ended before its last step"  # the run, by a signal or an error of its launcher
+_CUT = "cannot be reached any more"
+TRAINS = "trains"  # the name of the script and its arguments, or of the workload, among a job's options
 
 
 class RunEnded(PipelineError):
@@ -46,6 +60,10 @@ class RunEnded(PipelineError):
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
         self.is_done = why == OVER
+
+
+class RunLost(PipelineError):
+    """The run of which a pipeline was a part has ended before its last step, or cannot be reached any more."""
 
 
 class NoPlace(ValueError):
@@ -63,10 +81,12 @@ class Joined:
 
     Attributes:
         is_cut: whether their command has ended without a word.
+        heard_at: time of its last message.
     """
 
     def __init__(self, connection: Connection) -> None:
-        self._connection = connection
+        self._connection, self._inbox = connection, Messages(connection)
+        self.heard_at = time.monotonic()
         self._limit = float("inf")  # on the monotonic clock, for their end
         self._end: RanksFailed | bool | None = None
         self.is_cut = False
@@ -74,9 +94,12 @@ class Joined:
     def poll_or_kill(self) -> RanksFailed | bool | None:
         """Return None while they run; how they failed, or True, once all have ended, or the connection to them."""
         try:
-            if self._end is None and self._connection.poll(0):
-                _, *failure = received(self._connection)
-                self._end = _failure(*failure) if failure else True
+            for kind, *failure in (
+                self._inbox.read() if self._end is None and self._connection.poll(0) else ()
+            ):
+                self.heard_at = time.monotonic()
+                if kind == ENDED:
+                    self._end = _failure(*failure) if failure else True
         except (OSError, EOFError, ValueError, TypeError, LookupError):
             self._end = self.is_cut = True
         return True if self._end is None and time.monotonic() > self._limit else self._end
@@ -89,7 +112,7 @@ class Joined:
 
     def close(self, number: int) -> None:
         """End all as the launcher ends."""
-        self.kill("the run has ended")
+        self.kill(LEFT)
 
 
 def join(folder: Path, say: Callable[[str], None]) -> int:
@@ -115,39 +138,44 @@ def join(folder: Path, say: Callable[[str], None]) -> int:
         raise ValueError(f"{folder}: no run with --isolate is active there") from None
     except (OSError, ValueError) as error:
         raise ValueError(f"{folder}: its launcher cannot be asked: {reason(error)}") from None
-    return _join(str(folder), address, token, say)
+    return _join(str(folder), address, token, say, {})
 
 
-def join_far(address: str, secret: str, say: Callable[[str], None]) -> int:
+def join_far(
+    address: str, secret: str, say: Callable[[str], None], options: Mapping[str, str] | None = None
+) -> int:
     """Do the same as :func:`join`, for a launcher that listens at ``address`` ("host:port").
 
     The job must exist here as there: under the same names, relative to the current folder of this process.
+    ``options``: those that it must have (:attr:`Job.options`), else ValueError.
     """
-    return _join(address, address, secret, say)
+    return _join(address, address, secret, say, options or {})
 
 
-def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> int:
+def _join(run: str, address: str, secret: str, say: Callable[[str], None], options: Mapping[str, str]) -> int:
     """Start the processes, and wait for their end, or for the launcher's order to end them.
 
-    ``run``: its name in messages.
+    ``run``: its name in messages. ``options``: what the command gives to train, as :attr:`Job.options`; empty where it
+    gives nothing.
     """
     is_far = not address.startswith("/")
     try:
         connection = connect(address, secret.encode())
     except (ConnectionRefusedError, FileNotFoundError):
-        none, what = (NoPlace, "no run") if is_far else (ValueError, "no run with --isolate")
-        raise none(f"{run}: {what} is active there") from None
+        if is_far:
+            raise NoPlace(f"{run}: no run is active there") from None
+        raise ValueError(f"{run}: no run with --isolate is active there") from None
     except AuthenticationError as error:
-        raise ValueError(f"{run}: its launcher cannot be asked: {reason(error)}") from None
+        why = "the run there has another secret: AVGPIPE_JOIN_TOKEN must be the same on all hosts"
+        why = why if is_far else f"its launcher cannot be asked: {reason(error)}"
+        raise ValueError(f"{run}: {why}") from None
+    except socket.gaierror:
+        raise NoPlace(f"host {parse_address(address)[0]} is not known here") from None
     except (OSError, EOFError) as error:
         raise NoPlace(f"{run}: its launcher cannot be reached: {reason(error)}") from None
     with connection, keeping_handlers(), ExitStack() as stack:
-        welcome = _ask(connection, run)
-        job, pipeline = Job(**welcome["job"]), int(welcome["pipeline"])
-        if is_far:
-            job = as_here(job)
-        else:
-            os.chdir(welcome["folder"])
+        welcome = _ask(connection, run, options)
+        job, pipeline = _job_of(welcome, is_far), int(welcome["pipeline"])
         place = environment(address, secret, welcome["group"], pipeline)
         failure = list[Any]()
         stack.callback(_send_end, connection, failure)
@@ -155,12 +183,20 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> in
         pass_on_questions(lambda: [processes])
         with ending(processes.close):
             say(f"pipeline {pipeline} is started, and joins the others of {run}")
+            said_at = 0.0
             while (end := processes.poll_or_kill()) is None:
+                if time.monotonic() > said_at + LIMITS.join_alive_s:
+                    said_at = time.monotonic()
+                    with suppress(OSError):  # what has closed the connection is read next
+                        connection.send_bytes(encoded([ALIVE]))
                 if connection.poll(LIMITS.poll_s):
                     processes.kill()
                     why = _why(connection)
                     if why == OVER:
+                        say(f"pipeline {pipeline} is ended: nothing was left to train")
                         return pipeline
+                    if why in (LEFT, _CUT):
+                        raise RunLost(f"the run at {run} {why}")
                     if why == TOO_FEW or why.startswith(REFUSED):
                         raise RunEnded(f"pipeline {pipeline} was ended", why)
                     if why:  # else their exit codes say it
@@ -171,9 +207,9 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None]) -> in
         return pipeline
 
 
-def _ask(connection: Connection, run: str) -> dict[str, Any]:
+def _ask(connection: Connection, run: str, options: Mapping[str, str]) -> dict[str, Any]:
     """Ask to start one more pipeline; NoPlace where the run accepts none."""
-    about = {"host": host_here(), "name": socket.gethostname()}
+    about = {"host": host_here(), "name": socket.gethostname(), "options": dict(options)}
     try:
         connection.send_bytes(encoded([JOIN, VERSION, about]))
         if not connection.poll(LIMITS.join_answer_s):
@@ -183,9 +219,35 @@ def _ask(connection: Connection, run: str) -> dict[str, Any]:
         raise NoPlace(f"{run}: its launcher has not answered: {reason(error)}") from None
     if (why := welcome.get("why")) in (OVER, TOO_FEW):
         raise RunEnded(run, why)
+    if "options" in welcome:
+        raise ValueError(_difference(run, options, welcome["options"]))
     if "why" in welcome:
         raise NoPlace(f"{run}: {welcome['why']}")
     return dict(welcome)
+
+
+def _job_of(welcome: Mapping[str, Any], is_far: bool) -> Job:
+    """Return the run's job, in the folder where it is started. ValueError if its script does not exist here."""
+    job = Job(**welcome["job"])
+    if not is_far:
+        os.chdir(welcome["folder"])
+        return job
+    program, *_ = shlex.split(job.options.get(TRAINS, "")) or [""]
+    file = program.rpartition(":")[0] or program
+    if file.endswith(".py") and not Path(file).is_file():
+        raise ValueError(f"{file} does not exist in {os.getcwd()}: begin in a folder with the run's script")
+    return as_here(job)
+
+
+def _difference(run: str, own: Mapping[str, str], its: Mapping[str, str]) -> str:
+    """Return the error of a command that gives other options than the run has."""
+    names = [name for name in {**its, **own} if name != TRAINS and its.get(name) != own.get(name)]
+
+    def text(of: Mapping[str, str]) -> str:
+        words = ", ".join(f"{name} {of[name]}".rstrip() if name in of else f"no {name}" for name in names)
+        return f'"{of[TRAINS]}"' + f" with {words}" * bool(words)
+
+    return f"the run at {run} trains {text(its)}, and this command says {text(own)}: give the same"
 
 
 def _send_end(connection: Connection, failure: Sequence[Any]) -> None:
@@ -200,6 +262,8 @@ def _failure(exit_codes: Sequence[int], rank: int, why: str) -> RanksFailed:
 def _why(connection: Connection) -> str:
     try:
         _, why = received(connection)
-    except (OSError, EOFError, ValueError):
-        return "the run's launcher has ended"
+    except EOFError:
+        return LEFT
+    except (OSError, ValueError):
+        return _CUT
     return str(why)

@@ -141,8 +141,6 @@ class Supervisor:
         )
         self._members = self._coordinator.members
         leave_address(folder, self._coordinator.address, self._token)
-        if isolation.listening is not None:
-            say(f"other hosts start pipelines by: avgpipe join {self._coordinator.far_address}")
 
     def run(self, preemption_s: float | None = None) -> bool:
         """Run to the end; return whether its processes ended by themselves before, after a SIGTERM.
@@ -267,6 +265,8 @@ class Supervisor:
         used = {group.pipeline for group in self._groups.values()}
         most = max(self._isolation.most, self._isolation.pipelines)
         free = [pipeline for pipeline in range(most) if pipeline not in used]
+        if (about.get("options") or self._job.options) != self._job.options:
+            return {"options": self._job.options}
         if self._finished or self._missing:
             return {"why": OVER if self._finished else TOO_FEW}
         if not about["is_far"] and about["host"] != host_here():
@@ -279,8 +279,8 @@ class Supervisor:
         joined, resources = Joined(connection), ExitStack()
         resources.callback(connection.close)
         self._groups[number] = _Launched(free[0], joined, resources)
-        where = f" on {about['name']}" if about["is_far"] else ""
-        self._say(f"pipeline {free[0]}: started by avgpipe join{where}")
+        where = f"on {about['name']}" if about["is_far"] else "by avgpipe join"
+        self._say(f"pipeline {free[0]}: started {where}")
         found = {"pipeline": free[0], "group": number, "restart": place[RESTART]}
         return {**found, "folder": os.getcwd(), "job": asdict(self._job)}
 
@@ -365,6 +365,11 @@ class Supervisor:
             stopped = processes.stopped() if isinstance(processes, Started) and not trains else []
             if group.stopped_timer.expired(bool(stopped)):
                 self._lose(number, stopped[0], f"rank {stopped[0]} {STOPPED}")
+            silent_s = (
+                0.0 if isinstance(processes, Started) or trains else time.monotonic() - processes.heard_at
+            )
+            if silent_s > LIMITS.join_silent_s:
+                self._lose(number, None, f"its command has sent no message for {LIMITS.join_silent_s:g} s")
 
     def _end(self, why: str) -> None:
         for group in self._groups.values():

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ class Job:
         size: how many processes a pipeline has.
         added: variables beside the launcher's.
         arguments: of the function.
+        options: those of the command line that decide it, each with its text.
     """
 
     out: str
@@ -172,6 +173,7 @@ class Job:
     size: int
     added: Mapping[str, str]
     arguments: Mapping[str, Any] | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
 
     def start(
         self,

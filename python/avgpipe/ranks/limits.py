@@ -25,6 +25,8 @@ class Limits:
     closed_end_s: float = 10.0
     join_answer_s: float = 60.0
     join_end_s: float = 3.0
+    join_alive_s: float = 1.0
+    join_silent_s: float = 30.0
     # of ranks that meet
     store_answer_s: float = 2.0
     meet_poll_s: float = 0.02
