@@ -79,8 +79,8 @@ def end_without_reader() -> None:
 def report_lost_peers() -> None:
     """Report to the launcher, if it has started this process, when it ends by an uncaught PeerLost.
 
-    A script's exit code is 1 then, and so may be that of the rank that it has missed. It ends quietly where standard
-    output, which all ranks share, has no reader.
+    A script's exit code is 1 then, and so may be that of the rank that it has missed. It ends quietly by Ctrl-C, which
+    the launcher reports once for all, and where standard output, which all ranks share, has no reader.
     """
     if not os.environ.get(STORE_FILE):
         return
@@ -92,7 +92,8 @@ def report_lost_peers() -> None:
                 (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
         if issubclass(kind, (BrokenPipeError, PeerLost)) and not has_reader():
             end_without_reader()
-        before(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, trace)
 
     sys.excepthook = report
 
