@@ -24,7 +24,7 @@ from avgpipe.model.batch import LossFn, pair, plain, sample_count, split
 from avgpipe.model.context import CallerModes, Modes, is_evaluated, tells_modes_apart
 from avgpipe.model.outside import warn_of_graphs
 from avgpipe.plan import Plan
-from avgpipe.ranks.environment import SPARE, STORE_FILE, keep_freed_memory, named, pipeline_here
+from avgpipe.ranks.environment import GENERATION, SPARE, STORE_FILE, keep_freed_memory, named, pipeline_here
 from avgpipe.ranks.world import World
 from avgpipe.runtime.evaluate import (
     EvaluationResult,
@@ -445,6 +445,8 @@ def _policy(plan: Plan, copies: Any) -> Policy:
         return cast(Policy, named("avgpipe.fault.isolation:Isolation")(plan))
     if copies is not None:
         return cast(Policy, named("avgpipe.fault.recovery:Recovery")(copies))
+    if GENERATION in os.environ:
+        named("avgpipe.fault.generation:refuse_without_copies")()
     return Policy()
 
 

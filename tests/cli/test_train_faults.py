@@ -224,17 +224,31 @@ def test_a_run_in_one_process_is_interrupted_alike(tmp_path, text):
     verify_checkpoint(training.out / "checkpoints" / "last")
 
 
+ISOLATED = ["--isolate", "--pipelines", "2"]
+# one write, as the workers share the pipe
+SLEEPS = """
+import os, time
+try:
+    os.write(1, f"{os.getpid()}\\n".encode())
+    time.sleep(100)
+finally:
+    os.write(1, b"ended\\n")
+"""
+
+
 @pytest.mark.promise
-def test_a_users_script_ends_with_the_interrupted_command(tmp_path):
+@pytest.mark.parametrize(("count", "options"), [(2, []), (3, ["--spares", "1"]), (4, ISOLATED)])
+def test_a_users_script_ends_with_the_interrupted_command(count, options, tmp_path):
     script = tmp_path / "script.py"
-    # one write, as the workers share the pipe
-    script.write_text("import os, time; os.write(1, f'{os.getpid()}\\n'.encode()); time.sleep(100)")
-    process = avgpipe("run", "--stages", "2", str(script))
-    pids = [int(process.stdout.readline()) for _ in range(2)]
+    script.write_text(SLEEPS)
+    process = avgpipe("run", "--stages", "2", *options, str(script))
+    pids = [int(process.stdout.readline()) for _ in range(count)]
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=limit(20))
+    stdout, stderr = process.communicate(timeout=limit(20))
     assert process.returncode == 130
-    assert "SIGINT: all workers are ended" in stderr
+    assert stdout == "ended\n" * count
+    assert "Traceback" not in stderr
+    assert stderr.endswith("avgpipe: error: SIGINT: all workers are ended\n")
     assert not any(alive(pid) for pid in pids)
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from avgpipe.fault import supervise
 from avgpipe.fault.group import REFUSED
-from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, _Launched
+from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, TooFewLeft, _Launched
 from avgpipe.ranks.launch import Job, RanksFailed, Started
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import host_here
@@ -126,6 +126,19 @@ def test_one_that_closes_its_connection_may_end_by_itself(
         time.sleep(0.001)
         one._look()
         assert noted[1].killed == [("it has left the run, and its processes have not ended within 0 s", 0)]
+
+
+def test_a_script_that_fails_at_its_start_is_not_started_again(tmp_path: Path) -> None:
+    """The launcher has ended rank 1 for it."""
+    with supervised(tmp_path, 2) as (one, noted, said):
+        one._left = {0: 3, 1: 3}
+        noted[0].end = RanksFailed((1, -15), 0, "RuntimeError: boom")
+        one._look()
+        why = "rank 0 failed with exit code 1"
+        assert said == [f"pipeline 0 is lost: {why}"]
+        assert str(TooFewLeft(1, one._missing, has_begun=False)) == (
+            f"the run has not begun: pipeline 0: {why}: RuntimeError: boom"
+        )
 
 
 def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None:

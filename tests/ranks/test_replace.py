@@ -141,6 +141,20 @@ def test_standing_still_counts_from_the_stop_though_another_one_went_on_to_its_e
     assert still.is_killed
 
 
+def test_a_rank_is_back_once_all_have_restored_their_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    replacing = Replacing([], 2, 0, {}, said.append)
+    replacing._returning = {1}
+    for is_restored, expected in (
+        (False, []),
+        (True, ["rank 1 is back; training continues"]),
+        (True, ["rank 1 is back; training continues"]),
+    ):
+        monkeypatch.setattr(replacing, "_is_restored", lambda is_restored=is_restored: is_restored)
+        replacing._look_for_spares()
+        assert said == expected
+
+
 # Rank 0 is killed, and its new process comes to its Pipeline only after its imports, for which rank 1 waits longer than
 # its limit of 0.2 s.
 _LATE = """

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from avgpipe.fault import supervise
-from avgpipe.fault.supervise import IsolatedCounts, Supervisor
+from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
 from avgpipe.ranks.environment import RESTART, SPARE
 from avgpipe.ranks.launch import Job, same_modules
 from avgpipe.ranks.limits import LIMITS
@@ -82,6 +82,32 @@ def test_a_pipeline_with_another_loader_is_not_started_for_ever(tmp_path: Path) 
         tmp_path, "exit code 1; the others go on without it", IsolatedCounts(2, restarts=2), "differs"
     )
     assert sum("failed with exit code 1" in line for line in said) == 2
+
+
+# Rank 0 fails at its start, where rank 1 waits.
+_FAILS = """
+import os, signal
+from avgpipe.ranks.process import report_lost_peers
+report_lost_peers()
+if os.environ["RANK"] == "0":
+    raise ValueError("the first line" + chr(10) + "more")
+signal.pause()
+"""
+
+
+def test_the_last_line_has_the_error_of_a_script_that_fails_at_its_start(tmp_path: Path) -> None:
+    said: list[str] = []
+    job = Job("stderr", [sys.executable, "-c", _FAILS], 2, same_modules())
+    with pytest.raises(TooFewLeft, match=r"rank 0 failed with exit code 1: ValueError: the first line$"):
+        Supervisor(job, IsolatedCounts(1), tmp_path, said.append).run()
+    assert said == ["pipeline 0 is lost: rank 0 failed with exit code 1"]
+
+
+def test_a_script_without_a_pipeline_is_noted(tmp_path: Path) -> None:
+    said: list[str] = []
+    job = Job("stderr", [sys.executable, "-c", ""], 1, same_modules())
+    Supervisor(job, IsolatedCounts(2), tmp_path, said.append).run()
+    assert said == ["no process made a Pipeline; each has run the script by itself"]
 
 
 def test_a_pipeline_that_other_commands_start_is_given_how_often_it_was_started_before(

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from avgpipe import CheckpointError, Copies, PeerLost, Pipeline, PipelineError, 
 from avgpipe.checkpoint.saving import Saving
 from avgpipe.checkpoint.snapshot import Snapshot
 from avgpipe.fault.copies import Intervals, StateCopies
-from avgpipe.fault.generation import announcement, prospect, waited_for
+from avgpipe.fault.generation import announcement, prospect, refuse_without_copies, waited_for
 from avgpipe.fault.recovery import Recovery, _Call
 from avgpipe.links import group
 from avgpipe.links.group import GroupLink
@@ -1058,20 +1059,26 @@ def test_a_silent_line_between_ranks_that_are_there_ends_them_in_time() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.ranks
-@pytest.mark.parametrize("copies", [None, 0.01])
-def test_a_rank_that_is_killed_and_not_replaced_ends_the_others(copies: float | None) -> None:
+def test_a_rank_that_is_killed_and_not_replaced_ends_the_others() -> None:
     ranks = Ranks(
         2,
         train,
         environment={GENERATION: "0", STORE_FILE: "", "TORCHELASTIC_RUN_ID": ""},
         options=SHAPES[2],
-        copies=copies,
         deaths=[(0, 1, 0, 4)],
     )
     (code, text), _ = ranks.join()
     assert code == 1
     assert "PeerLost: rank 1 (stage 1) died" in text
+
+
+def test_spares_without_copies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GENERATION, "0")
+    monkeypatch.delitem(sys.modules, "avgpipe.fault.recovery")
+    with pytest.raises(ValueError, match=r"--spares, and the Pipeline has no avgpipe[.]Copies"):
+        Pipeline(nn.Linear(2, 2), Plan(), loss_fn=nn.MSELoss(), optimizer=torch.optim.SGD)
+    monkeypatch.undo()
+    refuse_without_copies()  # a Pipeline with Copies came before this one
 
 
 def test_an_iterator_is_not_evaluated_twice_however_it_is_given(

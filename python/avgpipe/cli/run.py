@@ -103,7 +103,7 @@ def _run(config: RunConfig, command: list[str]) -> None:
     if config.spares is None:
         run_command(command, config.stages, out=out)
     else:
-        Replacing(tied(out, *command), config.stages, config.spares, {}, say).run()
+        Replacing(tied(out, *command), config.stages, config.spares, {}, note).run()
 
 
 def _run_isolated(config: RunConfig, command: list[str], place: HostPlace | None) -> bool:

@@ -93,6 +93,18 @@ def become_a_rank(first: Callable[[], None]) -> None:
     os.environ.update(json.loads(line))
 
 
+def refuse_without_copies() -> None:
+    """Refuse the first Pipeline of a process that may be replaced, as it has no Copies.
+
+    A later one has none if only the first is to survive a loss. ValueError.
+    """
+    if "avgpipe.fault.recovery" not in sys.modules:  # which only Copies import
+        raise ValueError(
+            "this run has --spares, and the Pipeline has no avgpipe.Copies, without which no process can be replaced: "
+            "add extensions=[avgpipe.Copies(every_s=10)], or leave --spares out"
+        )
+
+
 def assign_place(pipes: Sequence[Path], place: Mapping[str, str]) -> bool:
     """Send waiting processes their place; False if not all of them are ready, and none can be used."""
     if not all(pipe.exists() for pipe in pipes):

@@ -77,6 +77,7 @@ class Replacing(LaunchPolicy):
         self._ranks: dict[int, Started] = {}
         self._spares: list[_WaitingRank] = []
         self._starting: dict[int, _WaitingRank] = {}  # new processes that do not have their ranks yet
+        self._returning = set[int]()  # ranks that have new processes, until all have restored their state
         self._stopped_timer = StoppedTimer()  # of all ranks, where none is left to wait for another
         self._killed_stopped: set[int] = set()  # ranks that were killed because they were stopped
         self._failed: RanksFailed | None = None  # the last that was killed
@@ -271,11 +272,16 @@ class Replacing(LaunchPolicy):
             generation.assign_place([one.pipe], self._place(rank))  # if it was killed since, _look finds out
             self._ranks[rank] = one.process
         self._put(generation.announcement(self._generation), json.dumps(list(self._starting)))
+        self._returning |= set(self._starting)
         self._starting = {}
 
     def _look_for_spares(self) -> None:
         """Start a spare process for a used one, but not while the others need the processors to recover."""
-        if len(self._spares) < self._wanted and not self._starting and self._is_restored():
+        if self._returning and not self._starting and self._is_restored():
+            for rank in sorted(self._returning):
+                self._say(f"rank {rank} is back; training continues")
+            self._returning = set()
+        if len(self._spares) < self._wanted and not self._starting and not self._returning:
             try:
                 self._spares.append(self._start_waiting(-1))
             except OSError as error:

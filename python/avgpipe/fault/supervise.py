@@ -67,7 +67,8 @@ class TooFewLeft(PipelineError):
         self.exit_codes = lost[0].exit_codes
         left = "no pipeline is left" if least == 1 else f"fewer than {least} pipelines are left"
         left = left if has_begun else "the run has not begun"
-        super().__init__(f"{left}: {'; '.join(f'pipeline {loss.pipeline}: {loss.why}' for loss in lost)}")
+        why = (f"pipeline {loss.pipeline}: {loss.why}{': ' * bool(loss.said)}{loss.said}" for loss in lost)
+        super().__init__(f"{left}: {'; '.join(why)}")
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,15 @@ class LostPipeline:
     Attributes:
         why: names the process to blame.
         exit_codes: of its processes; () where another command started them.
+        code: the exit code of the process to blame, as far as it is known.
+        said: the error of that process, if the launcher has it.
     """
 
     pipeline: int
     why: str
     exit_codes: tuple[int, ...]
+    code: int = 0
+    said: str = ""
 
 
 @dataclass
@@ -124,6 +129,7 @@ class Supervisor:
         self._finished: set[int] = set()  # pipelines
         self._losses: dict[int, LostPipeline] = {}  # of groups, in their order
         self._missing: list[LostPipeline] = []  # once too few are left
+        self._has_connected = False  # a process that has ended since
         self._token = secrets.token_hex(16)
         self._resources = ExitStack()
         address = folder / _ADDRESS
@@ -158,6 +164,8 @@ class Supervisor:
             is_preempted = watch(self, preemption_s, poll_s=0.0)
         if self._missing and not self._finished:
             raise TooFewLeft(self._isolation.least, self._missing, self._members.has_begun)
+        if not (self._has_connected or is_preempted):
+            self._say("no process made a Pipeline; each has run the script by itself")
         return is_preempted
 
     def begin(self) -> None:
@@ -314,6 +322,7 @@ class Supervisor:
                 continue
             del self._groups[number]
             group.resources.close()
+            self._has_connected |= known is not None
             if known is not None and known.published() > _FEW_TURNS:
                 self._left[group.pipeline] = self._isolation.restarts
             if end is True and group.why is None and self._may_be_done(known):
@@ -401,8 +410,7 @@ class Supervisor:
         """Restart a lost pipeline, if that is allowed, and it has not trained to the end."""
         pipeline, has_begun = group.pipeline, self._members.has_begun
         refuses = WRONG_ARGUMENTS in loss.exit_codes or loss.why.startswith(REFUSED)
-        was_killed = min(loss.exit_codes, default=0) < 0 and not refuses
-        is_hopeless = refuses or not (has_begun or was_killed)  # it would fail again
+        is_hopeless = refuses or not (has_begun or loss.code < 0)  # it would fail again
         goes_on = has_begun and not self._too_few(without={pipeline})
         may_start = self._left.get(pipeline, 0) > 0 and isinstance(group.processes, Started)
         is_restarted = may_start and not (is_hopeless or is_done) and (goes_on or not has_begun)
@@ -420,11 +428,14 @@ class Supervisor:
 
 def _loss_of(group: _Launched, known: Group | None, end: RanksFailed | bool) -> LostPipeline:
     codes: tuple[int, ...] = ()
-    rank, reason = group.blamed, "has ended"
+    rank, reason, code, said = group.blamed, "has ended", 0, ""
     if isinstance(end, RanksFailed):
-        codes, rank, reason = end.exit_codes, end.rank, end.reason
+        codes, rank, reason, said = end.exit_codes, end.rank, end.reason, end.said
+        code = codes[rank]
     process = None if known is None or rank is None else known.processes.get(rank)
     if isinstance(group.processes, Joined) and group.processes.is_cut and not group.why:
         return LostPipeline(group.pipeline, "the command that started it has ended", codes)
     name = process.name if process is not None else "a process" if rank is None else f"rank {rank}"
-    return LostPipeline(group.pipeline, group.why or f"{name} {reason}", codes)
+    return LostPipeline(
+        group.pipeline, group.why or f"{name} {reason}", codes, code, "" if group.why else said
+    )

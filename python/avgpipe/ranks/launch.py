@@ -24,6 +24,7 @@ from avgpipe.ranks.process import (
     PEER_LOST,
     PROGRESS,
     WRONG_ARGUMENTS,
+    error_of,
     has_missed,
     run_folder,
     unready,
@@ -42,13 +43,14 @@ class RanksFailed(PipelineError):
     Attributes:
         exit_codes: of every rank, negative for a signal.
         rank: the one that failed by itself; the others missed it, or were ended for it.
+        said: its last line, or its error, if the launcher has it.
         reason: what happened to it, as the end of a sentence; by default from its exit code.
     """
 
     def __init__(
         self, exit_codes: Sequence[int], rank: int, said: str = "", reason: str | None = None
     ) -> None:
-        self.exit_codes, self.rank = tuple(exit_codes), rank
+        self.exit_codes, self.rank, self.said = tuple(exit_codes), rank, said
         code = self.exit_codes[rank]
         self.reason = reason or (f"failed with exit code {code}" if code else LEFT)
         if code < 0 and reason is None:
@@ -236,7 +238,7 @@ class Started:
         if first is None:
             ends = {rank: (self._code(rank, end.exitcode), end.timestamp) for rank, end in failed.items()}
             first = self._to_blame(ends)
-        said = _last_line(result.stderrs[first]) if self._captures else ""
+        said = _last_line(result.stderrs[first]) if self._captures else error_of(self.folder, first)
         all_codes = [codes.get(rank, 0) for rank in range(self._count)]
         why = STOPPED if first in self._stopped else NOT_READY if first in self._awaited else None
         return RanksFailed(all_codes, first, said, why)

@@ -26,14 +26,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any
 
-from avgpipe.errors import PeerLost
+from avgpipe.errors import PeerLost, reason
 from avgpipe.ranks.environment import HOST, STORE_FILE, named
 from avgpipe.ranks.limits import LIMITS
 
 _log = logging.getLogger("avgpipe")
 # Beside it, as only their user may read the folder.
 ARGUMENTS, PROGRESS, _MISSED, _ASKED, _OWNER = "arguments.json", "progress", "missed", "asked", "owner"
-_READY = "ready"
+_READY, _ERROR = "ready", "error"
 FAILED, WRONG_ARGUMENTS, PEER_LOST = 1, 2, 3  # exit codes; the last: only because another rank failed
 _LONGEST_PATH = 107  # bytes, of a Unix socket
 _PR_SET_PDEATHSIG = 1
@@ -70,22 +70,23 @@ def end_without_reader() -> None:
 
 @functools.cache
 def report_lost_peers() -> None:
-    """Report to the launcher, if it has started this process, when it ends by an uncaught PeerLost.
+    """Report to the launcher, if it has started this process, the error by which it ends, and whether it is PeerLost.
 
-    A script's exit code is 1 then, and so may be that of the rank that it has missed. It ends quietly where standard
-    output, which all ranks share, has no reader.
+    A script's exit code is 1 then, and so may be that of the rank that it has missed. It ends quietly by Ctrl-C, which
+    the launcher reports once for all, and where standard output, which all ranks share, has no reader.
     """
     if not os.environ.get(STORE_FILE):
         return
     before = sys.excepthook
 
     def report(kind: Any, error: Any, trace: Any) -> None:
-        if issubclass(kind, PeerLost):
-            with suppress(OSError):
-                (_folder() / f"{_MISSED}-{os.environ['RANK']}").touch()
+        name = _MISSED if issubclass(kind, PeerLost) else _ERROR
+        with suppress(OSError):
+            (_folder() / f"{name}-{os.environ['RANK']}").write_text(f"{kind.__name__}: {reason(error)}")
         if issubclass(kind, (BrokenPipeError, PeerLost)) and not has_reader():
             end_without_reader()
-        before(kind, error, trace)
+        if not issubclass(kind, KeyboardInterrupt):
+            before(kind, error, trace)
 
     sys.excepthook = report
 
@@ -111,6 +112,12 @@ def forget_ready(folder: Path, rank: int) -> None:
 def has_missed(folder: Path, rank: int) -> bool:
     """Whether a process that was started in ``folder`` has reported that."""
     return (folder / f"{_MISSED}-{rank}").exists()
+
+
+def error_of(folder: Path, rank: int) -> str:
+    """Return the error that a process has reported that was started in ``folder``; "" if it has reported none."""
+    path = folder / f"{_ERROR}-{rank}"
+    return path.read_text(errors="replace") if path.exists() else ""
 
 
 def ask_for_losses(generation: int) -> None:

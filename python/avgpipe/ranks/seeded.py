@@ -28,9 +28,9 @@ def seed_generators(seed: int) -> None:
 
 def main() -> None:
     seed, script, *args = sys.argv[1:]
+    report_lost_peers()  # before torch is imported, and the hook that shortens what the script shows
     seed_generators(int(seed))
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(os.path.abspath(script))
-    report_lost_peers()  # before the hook that shortens what the script shows
     _show_from(script)
     runpy.run_path(script, run_name="__main__")
 
