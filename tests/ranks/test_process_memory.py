@@ -19,7 +19,7 @@ needs_glibc = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="sett
 BATCHES = """
 import resource, sys
 import torch
-from avgpipe.ranks.process import keep_freed_memory
+from avgpipe.ranks.environment import keep_freed_memory
 
 def batch():
     tensors = [torch.empty(size * 2**20, dtype=torch.uint8).fill_(1) for size in (40, 72, 48)]
