@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from avgpipe import __version__
+from avgpipe.cli.output import note, say
 from tests.cli.command import environment, invoke
 
 OPTIONS = {
@@ -96,3 +97,16 @@ def test_usage_errors_exit_with_2(arguments):
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
+
+
+def test_a_line_without_a_reader_ends_no_run(monkeypatch):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(sys, "stderr", Gone())
+    note("pipeline 1 is lost")
+    say("the run has ended")

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 
 from avgpipe.fault import supervise
+from avgpipe.fault.door import encoded, received
 from avgpipe.fault.group import REFUSED
+from avgpipe.fault.joining import Joined
 from avgpipe.fault.supervise import TOO_FEW, IsolatedCounts, Supervisor, TooFewLeft, _Launched
 from avgpipe.ranks.launch import Job, RanksFailed, Started
 from avgpipe.ranks.limits import LIMITS
@@ -97,6 +99,22 @@ def test_a_run_that_fails_before_it_begins_is_not_done_though_a_pipeline_has_lef
         assert said == ["pipeline 0 is lost: rank 0 failed with exit code 1"]
         assert [loss.pipeline for loss in one._missing] == [0]
         assert not one._finished
+
+
+def test_a_joined_command_that_is_silent_is_waited_for_only_while_its_pipeline_trains(tmp_path: Path) -> None:
+    here, there = Pipe()
+    with supervised(tmp_path, 1) as (one, _, _), here, there:
+        joined = Joined(here)
+        number, _ = one._new_group(1)
+        one._groups[number] = _Launched(1, joined, ExitStack())
+        there.send_bytes(encoded(["alive"]))
+        joined.heard_at -= 100
+        one._look()
+        assert one._groups[number].why is None
+        joined.heard_at -= 100
+        one._look()
+        assert one._groups[number].why == "its command has sent no message for 30 s"
+        assert received(there) == ["end", "its command has sent no message for 30 s"]
 
 
 def test_one_that_is_refused_is_not_started_again(tmp_path: Path) -> None:
