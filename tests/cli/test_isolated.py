@@ -323,6 +323,7 @@ def test_what_another_command_has_started_ends_with_it_or_with_the_run(start: An
     ends = (
         f"the run at {training.out} has ended before its last step",
         "pipeline 2 was ended: too few pipelines are left",
+        "pipeline 2 was ended: its command has sent no message for 30 s",
     )
     assert stopped.stderr.splitlines()[-1] in {f"avgpipe: error: {why}" for why in ends}
 
