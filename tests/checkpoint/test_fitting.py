@@ -129,6 +129,7 @@ WRONG = {
     "endless steps": (entry("step", lambda _: torch.tensor(float("inf"))), "'step' of"),
     "a text for a rate": (setting(lr="fast"), "lr = 'fast' instead of a value like 0.001"),
     "an endless rate": (setting(lr=float("nan")), "lr = nan instead"),
+    "a rate that torch cannot take": (setting(lr=2**70), "lr = 1180591620717411303424 instead"),
     "a rate of many": (setting(lr=torch.ones(3)), r"lr = tensor\(\[1., 1., 1.\]\) instead"),
     "one beta": (setting(betas=(0.9,)), r"betas = \(0.9,\) instead of a value like \(0.9, 0.999\)"),
     "a beta of a text": (setting(betas=(0.9, "x")), r"betas = \(0.9, 'x'\) instead"),

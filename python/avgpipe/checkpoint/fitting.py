@@ -194,7 +194,8 @@ def _scalar(value: Any) -> Any:
 
 def _is_finite(value: Any) -> bool:
     found = _scalar(value)
-    return isinstance(found, int | float) and abs(found) < math.inf
+    most = 2**63 if isinstance(found, int) else math.inf  # of what torch takes
+    return isinstance(found, int | float) and abs(found) < most
 
 
 def _alike(ours: Any, theirs: Any, finite: bool = True) -> bool:
