@@ -16,16 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 
 from avgpipe.device import ReadyOnEvent
-from avgpipe.model.batch import (
-    Columns,
-    LossWeights,
-    loss_weights,
-    pair,
-    sample_count,
-    share_out,
-    sizes_of,
-    split,
-)
+from avgpipe.model.batch import Columns, loss_weights, pair, sample_count, share_out, sizes_of, split
 from avgpipe.model.context import CallerGenerators, GivenBack, Position
 from avgpipe.plan import Plan
 from avgpipe.ranks.environment import named
@@ -36,6 +27,7 @@ from avgpipe.runtime.route import loss_key
 from avgpipe.runtime.worker import Worker
 
 if TYPE_CHECKING:
+    from avgpipe.model.batch import LossWeights
     from avgpipe.runtime.integrity import Verification
 
 _log = logging.getLogger("avgpipe")
