@@ -233,6 +233,18 @@ def test_what_one_finds_all_are_told_and_another_finds_it_if_that_one_is_gone(tm
             assert heard(third, "reply") == [8, reply]
 
 
+@pytest.mark.parametrize(
+    "values", [[8, -1, "loss", 1, 20], [8, -1, "loss", "x", 20, True], [8, -1, "loss", 1, [], True]]
+)
+def test_a_lookup_that_makes_no_sense_ends_its_connection_alone(tmp_path: Path, values: list[Any]) -> None:
+    with served(tmp_path) as one:
+        first, second = one.connect(0, 0), one.connect(1, 1)
+        second.send_bytes(encoded(["found", *values]))
+        while 1 not in one.lost:
+            alive(first)
+        assert "sent an invalid message" in one.lost[1]
+
+
 def test_the_newest_result_is_looked_up_once_another_has_begun_the_step_that_follows(tmp_path: Path) -> None:
     with served(tmp_path) as one:
         first, second = one.connect(0, 0), one.connect(1, 1)

@@ -224,7 +224,8 @@ class Coordinator:
         elif kind == "done":
             self._common.done(*values)
         elif kind == "found":
-            request, turn, *name = values
+            request, turn, what, times, batches, is_newest = values
+            name = str(what), int(times), int(batches), bool(is_newest)  # refused here, not later
             self._lookups.append((int(turn), lambda: reply(request, self._common.found(*name))))
         elif kind == "tell" and self._recorder is not None:
             self._recorder.hear(*values)

@@ -81,16 +81,17 @@ class Parts:
     BatchNorm cannot train on a micro-batch of one sample; on one device it would get the whole short batch.
 
     Attributes:
+        most: as many as all but a short one have.
         largest: samples of the largest batch so far.
     """
 
     def __init__(self, most: int, worker: Worker) -> None:
-        self._most, self._normalises, self.largest = most, worker.model.normalises, 0
+        self.most, self._normalises, self.largest = most, worker.model.normalises, 0
 
     def of(self, samples: int) -> int:
-        parts, full = min(self._most, samples), self.largest or samples
+        parts, full = min(self.most, samples), self.largest or samples
         self.largest = max(full, samples)
-        is_short = self._normalises and samples < full and full // self._most > 1
+        is_short = self._normalises and samples < full and full // self.most > 1
         return max(1, min(parts, samples // 2)) if is_short else parts
 
 
@@ -195,8 +196,7 @@ class BatchFeed(Feed):
         self._flushes = plan.build_schedule().flush
         is_alone = not self._flushes or (self._shares > 1 and worker.streams is None)
         self._alone = plan.warmup_rounds or 0 if is_alone else 0
-        self._parts = plan.micro_batches // options.accumulate  # of a batch of the loader
-        self.parts = Parts(self._parts, worker)
+        self.parts = Parts(plan.micro_batches // options.accumulate, worker)  # of a batch of the loader
         self._columns = Columns()
         self._sums_loss = options.sums_loss
         # The latest batches that have begun.
@@ -241,19 +241,19 @@ class BatchFeed(Feed):
             self._worker.look(batch, given)
         if self.kept is not None:
             self.kept.append(given)
-        is_whole = self._parts == 1
+        is_whole = self.parts.most == 1
         dims = self._options.batch_dims
         counts = [sample_count(inputs, targets, is_whole, dims) for inputs, targets in given]
         if not is_whole:
             for one, samples in zip(given, counts):
                 self._columns.check(one, samples)
-        if counts[0] < self._parts and not self.begun and not self._worker.world.rank:
+        if counts[0] < self.parts.most and not self.begun and not self._worker.world.rank:
             _log.warning(
                 "the first batch has %d samples, which make %d micro-batches and not %d: stages idle more; use larger "
                 "batches or fewer micro_batches if the others are as short",
                 counts[0],
                 counts[0],
-                self._parts,
+                self.parts.most,
             )
         parts = [*map(self.parts.of, counts)]
         form = named("avgpipe.runtime.graphs:form_of")(given) if self._options.cuda_graphs else None
