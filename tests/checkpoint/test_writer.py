@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from avgpipe import CheckpointError, Plan
+from avgpipe import CheckpointError, PeerLost, PipelineTimeout, Plan
 from avgpipe.checkpoint import verify_checkpoint
 from avgpipe.checkpoint.folder import agreed
 from tests.checkpoint.test_checkpoint import same
@@ -291,6 +292,30 @@ def test_killed_while_they_write_ranks_leave_the_checkpoint_before(tmp_path: Pat
         assert p.batches == 2
         p.save(tmp_path / "c")
     assert len(list((tmp_path / "c").glob("*.pt"))) == 2
+
+
+def _abandon_a_write(folder: str) -> None:
+    with make(PLAN) as p:
+        with slow_disk() as disk:
+            p.save(folder, wait=False)
+            list(p.train(batches(2)))
+            if p.world.rank == 0:
+                disk.goes_on.set()
+                with pytest.raises(PipelineTimeout, match="waited 0.1 s for its checkpoint"):
+                    p._saving.close(0.1)
+                p._saving.finish(limit(30))
+            else:
+                assert disk.asked.wait(limit(60))
+            dist.barrier()
+        with pytest.raises(PeerLost):
+            p.wait_for_save()
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_thread_that_waits_for_the_disk_of_another_rank_ends_with_the_wait(tmp_path: Path) -> None:
+    """If it stayed inside gloo, it would abort its process at the end."""
+    run(2, _abandon_a_write, folder=str(tmp_path / "c"))
 
 
 class _Two:

@@ -169,12 +169,23 @@ class Saving:
     def close(self, patience_s: float) -> None:
         """Wait, no longer than ``patience_s``, and release the folders for others."""
         try:
-            self.finish(patience_s)
+            try:
+                self.finish(patience_s)
+            except PipelineTimeout:
+                self._end_thread(patience_s)
+                raise
             self._finish_last()
             if self.is_under_way:
                 raise CheckpointError(f"{self._nothing_saved}: it was not copied before the end")
         finally:
             self._locks.release()
+
+    def _end_thread(self, patience_s: float) -> None:
+        """End a thread that waits for other ranks: one inside gloo would abort the process at its end."""
+        if self._threads is not None:
+            self._threads.disconnect()
+        with suppress(PipelineTimeout):  # it writes to a slow disk
+            self.finish(patience_s)
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
