@@ -301,7 +301,7 @@ def _abandon_a_write(folder: str) -> None:
             list(p.train(batches(2)))
             if p.world.rank == 0:
                 disk.goes_on.set()
-                with pytest.raises(PipelineTimeout, match="waited 0.1 s for its checkpoint"):
+                with pytest.raises(PipelineTimeout, match=r"waited 0\.1 s for its checkpoint"):
                     p._saving.close(0.1)
                 p._saving.finish(limit(30))
             else:

@@ -258,7 +258,7 @@ class One:
             look=lambda batch, given: None,
             alike=SimpleNamespace(end=lambda batches: None),
             scheduler=SimpleNamespace(note_host=lambda *_: None, run_until=_run_until),
-            lanes={},
+            lanes={0: SimpleNamespace(remote=self.turns, has_ended=lambda _: True, finish=lambda _: None)},
             held=[0],
             notice=SimpleNamespace(loss=lambda *_: None),
             pace=None,
@@ -349,7 +349,6 @@ class One:
         """Apply what counts in the oldest step, and end it."""
         turn = self.here.turn
         self.mailbox[turn] = published
-        self.turns.collect()
         self.exchange.turns[turn] = dict(zip(published.pipelines, published.values))
         self.feed.finish_oldest()
         self.feed.results.clear()
@@ -369,7 +368,7 @@ class _Mailbox(dict[int, Published]):
 
 class _Trained:
     def __init__(self, elastic: ElasticAveraging) -> None:
-        self.elastic = elastic
+        self.elastic = self.optimizer = elastic
 
     @property
     def reference_update(self) -> list[torch.Tensor] | None:

@@ -39,6 +39,7 @@ def train(
     timeout_s: float = 20,
     late_seed: int = 0,
     each: int = BATCHES,
+    decay: float = 1.0,
     **others: Any,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
@@ -49,6 +50,7 @@ def train(
         waits_at: the batch at whose result all wait until a pipeline that died is back.
         late_seed: of the batches of who was not there at the beginning.
         each: batches of a loader, after which comes the next one.
+        decay: factor that the loop sets on the learning rates after each result.
         others: options of the Pipeline.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
@@ -83,6 +85,8 @@ def train(
         while p.batches < BATCHES:
             for result in p.train(data[p.batches : each * (p.batches // each + 1)]):
                 results.append((result.batch, result.pipeline, result.samples, result.loss))
+                for options_of_group in (group for made in p.optimizers for group in made.param_groups):
+                    options_of_group["lr"] *= decay
                 if result.batch == waits_at:
                     with membership._lock:
                         assert membership._lock.wait_for(
@@ -321,6 +325,21 @@ def test_a_pipeline_without_a_batch_in_a_step_keeps_up_with_the_others(
     run = Isolated(2, K, train, **arguments)
     assert not run.failures
     assert_as_emulated(run, options, optimizer, each=3, decay=0.9)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("far", [(), (1,)], ids="far {}".format)
+@pytest.mark.parametrize(("K", "options", "optimizer"), CASES[:5], ids=str)
+def test_what_the_loop_sets_in_optimizers_counts_from_the_next_step_on_in_all_pipelines(
+    K: int, options: dict[str, Any], optimizer: str, far: tuple[int, ...]
+) -> None:
+    calls = 9 * options["micro_batches"] // options["pipelines"] + 1
+    death = 1, 0, K - 1, calls, "killed"
+    arguments = {"K": K, "options": options, "optimizer": optimizer, "deaths": [death], "waits_at": 14}
+    run = Isolated(options["pipelines"], K, train, far=far, decay=0.9, **arguments)
+    assert {code for code, _ in run.failures.values()} == {-9}
+    assert_as_emulated(run, options, optimizer, decay=0.9)
+    assert set(run.results) == {(i, k) for i in range(options["pipelines"]) for k in range(K)}
 
 
 @pytest.mark.promise(0)
@@ -619,22 +638,28 @@ def differ(what: str) -> Any:
     model = nn.Linear(2, 2).double()
     lr = 0.1 * (1 + pipeline) if what == "optimizer" else 0.1
     plan = Plan(pipelines=2, micro_batches=2, isolate=True, staleness=pipeline if what == "plan" else 1)
-    data = [(torch.randn(4, 2).double() + (pipeline if what == "loader" else 0), torch.zeros(4).long())] * 3
+    data = [(torch.randn(4, 2).double() + (pipeline if what == "loader" else 0), torch.zeros(4).long())] * 5
     optimizer = partial(torch.optim.SGD, lr=lr)
     with Pipeline(model, plan, loss_fn=LOSS, optimizer=optimizer, timeout_s=20) as p:
         try:
-            list(p.train(data))
+            for _ in p.train(data):
+                if what == "options":
+                    p.optimizers[0].param_groups[0]["lr"] = 0.1 * (1 + pipeline)
         except RuntimeError as error:
             return str(error)
     return "nothing was said"
 
 
 @pytest.mark.promise(0)
-@pytest.mark.parametrize("what", ["plan", "optimizer", "initial weights", "loader"])
+@pytest.mark.parametrize("what", ["plan", "optimizer", "options", "initial weights", "loader"])
 def test_pipelines_that_are_not_made_alike_are_refused(what: str) -> None:
     run = Isolated(2, 1, differ, restarts=0, what=what)
     texts = [*run.results.values(), *run.why.values()]
-    said = "same loader" if what == "loader" else f"is refused: {what} are not those of pipeline"
+    expected = {
+        "loader": "same loader",
+        "options": "other options, such as the learning rate, than that of pipeline",
+    }
+    said = expected.get(what, f"is refused: {what} are not those of pipeline")
     assert any(said in text for text in texts), (run.results, run.said)
 
 

@@ -321,10 +321,12 @@ class TurnFeed(Feed):
             return not left and turn in self._exchange.turns
 
         with self._running() as fetch:
-            worker.scheduler.run_until(ended, fetch if prefetch else lambda: False, awaited)
+            # What it waits for may have arrived since it looked.
+            worker.scheduler.run_until(ended, lambda: ended() or (prefetch and fetch()), awaited)
             if prefetch:
                 fetch()
             for lane in lanes:
+                lane.remote.apply()
                 lane.finish(turn)
             self._note(turn, self._exchange.turns.pop(turn))
         self._in_flight.popleft()

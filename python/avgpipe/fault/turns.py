@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -23,6 +24,10 @@ from avgpipe.runtime.route import Route, Step, StepKind
 from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
+
+_OPTIONS_AGE = (
+    2  # steps after which those that counted are compared; a step may be published before the one before it
+)
 
 
 class Turns:
@@ -50,6 +55,7 @@ class Turns:
         self._next = exchange.key(route.pipeline, route.replica, 0)
         self._published = self._made = 0  # steps; the next has this number
         self._last: Published | None = None  # what counts in the last step that was applied to this state
+        self._options: dict[int, int] = {}  # digests of the optimizer's, by step that they counted in
         self._averaging: Callable[[], AbstractContextManager[None]] = (
             nullcontext if stream is None else stream.issuing
         )
@@ -61,7 +67,7 @@ class Turns:
 
     def resume(self, turn: int) -> None:
         """Continue with a step after the state was replaced; all earlier steps have ended."""
-        self._last = None
+        self._last, self._options = None, {}
         self._next = self._next._replace(batch=turn)
         self._published = self._made = turn
         self._exchange.note_applied(self._route.replica, turn)
@@ -87,6 +93,7 @@ class Turns:
             updates = [] if update is None else update
             values["without"] = reference.without_gradient(self._route.pipeline)
         turn = self._published
+        values["options"] = self._options.pop(turn - _OPTIONS_AGE, None)
         if reference is not None and self._verify_every is not None and turn % self._verify_every == 0:
             values["reference"] = reduce(lambda so_far, flat: digest(flat, so_far), reference.z.flats, 0)
         assert turn == state.work.batch, "steps are published in order"
@@ -94,33 +101,57 @@ class Turns:
         buffers = [*_averaged(self._trained).values()]
         self._exchange.publish(self._route.replica, turn, values, updates, buffers)
 
+    def apply(self) -> None:
+        """Apply what all have published in the next step, which is there; this stage has made its own.
+
+        The feed asks for it, before the caller gets the result: what his code then sets in optimizers must count from
+        one step on in all processes, and in the state of a pipeline that joins with that step.
+        """
+        assert self._next.batch < self._made, "a step is applied after it is made"
+        with self._averaging():
+            self._take_in(self._mailbox.take(self._next))
+        self._next = self._next._replace(batch=self._next.batch + 1)
+        self._exchange.note_applied(self._route.replica, self._next.batch)
+
     def collect(self) -> None:
-        """Apply what all have published, once it is there and this stage has made its own step."""
-        if self._next.batch < self._made and self._next in self._mailbox:
-            with self._averaging():
-                self._take_in(self._mailbox.take(self._next))
-            self._next = self._next._replace(batch=self._next.batch + 1)
-            self._exchange.note_applied(self._route.replica, self._next.batch)
         with self._averaging():
             self._states.hand_over(self._route.replica, self._next.batch)
 
     def _compare(self, published: Published) -> None:
-        """Fail where the reference here is not that of most pipelines; of two pipelines both fail."""
-        own = self._route.pipeline
-        sums = {i: v["reference"] for i, v in zip(published.pipelines, published.values) if "reference" in v}
-        if own in sums and 2 * Counter(sums.values())[sums[own]] <= len(sums):
-            unlike = [str(i) for i, found in sums.items() if found != sums[own]]
+        """Fail where the reference here is not that of most pipelines, or would not be; of two pipelines both fail."""
+        if unlike := self._unlike("reference", published):
             raise PipelineError(
-                f"the reference of pipeline {own} has other bits than that of pipeline {' and '.join(unlike)} on "
-                f"{self._route.placement.name(self._route.replica)}, at step {self._next.batch}: memory or a "
-                "device has changed bits"
+                f"the reference of pipeline {self._route.pipeline} has other bits than that of pipeline {unlike} "
+                f"{self._at(self._next.batch)}: memory or a device has changed bits"
             )
+        if unlike := self._unlike("options", published):
+            raise PipelineError(
+                f"the optimizer of pipeline {self._route.pipeline} has other options, such as the learning rate, than "
+                f"that of pipeline {unlike} {self._at(self._next.batch - _OPTIONS_AGE)}: they make one reference with "
+                "them, so the loop of each must set the same ones after the same result. Let it decide by results, by "
+                "batches, or by what pipeline.once() gives to all"
+            )
+
+    def _at(self, turn: int) -> str:
+        return f"on {self._route.placement.name(self._route.replica)}, at step {turn}"
+
+    def _unlike(self, what: str, published: Published) -> str:
+        """Return the pipelines in which something is not as here; "" where most have what is here."""
+        found = {
+            i: of[what] for i, of in zip(published.pipelines, published.values) if of.get(what) is not None
+        }
+        own = found.get(self._route.pipeline)
+        if own is None or 2 * Counter(found.values())[own] > len(found):
+            return ""
+        return " and ".join(str(i) for i, theirs in found.items() if theirs != own)
 
     def _take_in(self, published: Published) -> None:
         self._compare(published)
         self._last, reference = published, self._reference
         rows = [(i, v) for i, v in zip(published.pipelines, published.values) if v["has_update"]]
         if reference is not None and rows:
+            if reference.elasticity.coefficients.tries:  # they step the reference
+                self._options[self._next.batch] = _digest_of_options(self._trained)
             device = reference.z.flats[0].device  # what was published lies in main memory
             updates = [[flat.to(device) for flat in update] for update in published.updates]
             without = {i: values["without"] for i, values in rows}
@@ -145,3 +176,16 @@ class Turns:
 
 def _averaged(trained: TrainedStage) -> dict[str, torch.Tensor]:
     return {name: buffer for name, buffer in trained.buffers().items() if buffer.is_floating_point()}
+
+
+def _digest_of_options(trained: TrainedStage) -> int:
+    """Return a digest of the numbers among an optimizer's options; a tensor's value would have to be waited for."""
+    groups = trained.optimizer.param_groups if trained.optimizer is not None else []
+    numbers = [[(key, _plain(value)) for key, value in sorted(group.items())] for group in groups]
+    return crc32(repr(numbers).encode())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [] if any(isinstance(v, torch.Tensor) for v in value) else [*map(_plain, value)]
+    return float(value) if isinstance(value, int | float) else None
