@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 from zlib import crc32
 
 import torch
@@ -31,6 +31,9 @@ from avgpipe.runtime.compute import Work
 from avgpipe.runtime.feed import Batch, BatchResult, Feed, Pairs, Parts, cut, result_of
 from avgpipe.runtime.loss import BatchEnd
 from avgpipe.runtime.session import Session
+
+if TYPE_CHECKING:
+    from avgpipe.fault.turns import Turns
 
 _log = logging.getLogger("avgpipe")
 _MARKED_BYTES = 1024
@@ -326,7 +329,7 @@ class TurnFeed(Feed):
             if prefetch:
                 fetch()
             for lane in lanes:
-                lane.remote.apply()
+                cast("Turns", lane.remote).apply()
                 lane.finish(turn)
             self._note(turn, self._exchange.turns.pop(turn))
         self._in_flight.popleft()
