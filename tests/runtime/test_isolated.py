@@ -40,6 +40,7 @@ def train(
     late_seed: int = 0,
     each: int = BATCHES,
     decay: float = 1.0,
+    late_decay: float | None = None,
     **others: Any,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
@@ -50,10 +51,12 @@ def train(
         waits_at: the batch at whose result all wait until a pipeline that died is back.
         late_seed: of the batches of who was not there at the beginning.
         each: batches of a loader, after which comes the next one.
-        decay: factor that the loop sets on the learning rates after each result.
+        decay: factor that the loop sets on the learning rates after each result; ``late_decay``: of who was not there
+            at the beginning.
         others: options of the Pipeline.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
+    decay = decay if late_decay is None or group < options["pipelines"] else late_decay
     model, calls, made = language_model(), 0, list[Pipeline]()
     life = 0 if group < options["pipelines"] else group - options["pipelines"] + 1
 
@@ -674,6 +677,22 @@ def test_a_pipeline_that_joins_with_another_loader_ends_alone(batch: str) -> Non
     assert set(run.results) == {(0, 0), (1, 0)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
+
+
+@pytest.mark.ranks
+def test_a_pipeline_that_joins_with_another_schedule_ends_alone() -> None:
+    options = {"pipelines": 2, "micro_batches": 6}
+    arguments = {"K": 1, "options": options, "optimizer": "sgd", "waits_at": 6, "late_decay": 0.9}
+    run = Isolated(2, 1, train, restarts=0, joins=[2], **arguments)
+    assert set(run.failures) == {(2, 0)}
+    assert (
+        "has other options, such as the learning rate, than that of pipeline 0 and 1" in run.failures[2, 0][1]
+    )
+    assert set(run.results) == {(0, 0), (1, 0)}
+    deaths = [(1, 0, 0, 30, "killed")]
+    run = Isolated(2, 1, train, **(arguments | {"waits_at": 14, "deaths": deaths}))
+    assert {code for code, _ in run.failures.values()} == {-9, 1}
+    assert set(run.results) == {(0, 0)}
 
 
 def come(ahead: int) -> int:

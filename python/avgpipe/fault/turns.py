@@ -118,32 +118,38 @@ class Turns:
             self._states.hand_over(self._route.replica, self._next.batch)
 
     def _compare(self, published: Published) -> None:
-        """Fail where the reference here is not that of most pipelines, or would not be; of two pipelines both fail."""
+        """Fail where the reference here is not that of most pipelines, or would not be.
+
+        Of two pipelines both fail, unless the other one joined later, with other options: then that one fails.
+        """
         if unlike := self._unlike("reference", published):
             raise PipelineError(
-                f"the reference of pipeline {self._route.pipeline} has other bits than that of pipeline {unlike} "
-                f"{self._at(self._next.batch)}: memory or a device has changed bits"
+                f"the reference of pipeline {self._route.pipeline} has other bits than that of pipeline "
+                f"{self._named(unlike, self._next.batch)}: memory or a device has changed bits"
             )
-        if unlike := self._unlike("options", published):
+        unlike = self._unlike("options", published)
+        terms = self._exchange.membership.known.roster.counting(self._next.batch) if unlike else {}
+        if unlike and not all(terms[i].first > terms[self._route.pipeline].first for i in unlike):
             raise PipelineError(
                 f"the optimizer of pipeline {self._route.pipeline} has other options, such as the learning rate, than "
-                f"that of pipeline {unlike} {self._at(self._next.batch - _OPTIONS_AGE)}: they make one reference with "
-                "them, so the loop of each must set the same ones after the same result. Let it decide by results, by "
-                "batches, or by what pipeline.once() gives to all"
+                f"that of pipeline {self._named(unlike, self._next.batch - _OPTIONS_AGE)}. They make one reference "
+                "with them: the loop of each pipeline, also of one that joins, must set the same ones after the same "
+                "result"
             )
 
-    def _at(self, turn: int) -> str:
-        return f"on {self._route.placement.name(self._route.replica)}, at step {turn}"
+    def _named(self, pipelines: list[int], turn: int) -> str:
+        where = self._route.placement.name(self._route.replica)
+        return f"{' and '.join(map(str, pipelines))} on {where}, at step {turn}"
 
-    def _unlike(self, what: str, published: Published) -> str:
-        """Return the pipelines in which something is not as here; "" where most have what is here."""
+    def _unlike(self, what: str, published: Published) -> list[int]:
+        """Return the pipelines in which something is not as here; none where most have what is here."""
         found = {
             i: of[what] for i, of in zip(published.pipelines, published.values) if of.get(what) is not None
         }
         own = found.get(self._route.pipeline)
         if own is None or 2 * Counter(found.values())[own] > len(found):
-            return ""
-        return " and ".join(str(i) for i, theirs in found.items() if theirs != own)
+            return []
+        return [i for i, theirs in found.items() if theirs != own]
 
     def _take_in(self, published: Published) -> None:
         self._compare(published)
