@@ -986,14 +986,19 @@ def train_and_look(dies_after: int) -> list[int]:
         found.append(sum(part() is not None for part in parts))
         connect(session)
         for trained in session.worker.trained.values():
-            held = trained, trained.stage.layers, trained.arena.weights[0], *session.worker.lanes.values()
+            memory = trained.arena.weights[0], *trained.arena.parameters
+            held = trained, trained.stage.layers, *memory, *session.worker.lanes.values()
             parts[:] = map(weakref.ref, held)
 
     Session.open = look  # type: ignore[method-assign]
     with made() as p:
+        optimizers = p.optimizers  # which the caller may keep
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+        groups = [one.param_groups[0] for one in optimizers]
         for result in p.train(given()[p.batches :]):
             if result.batch == dies_after:
                 dies(1)
+        assert len(schedules) == len(groups) == len(optimizers)
     return found
 
 

@@ -65,7 +65,8 @@ class Inspection:
 
         Their groups' options and their states may be changed between two batches, but not weights: with
         several pipelines the reference has them, too, and :meth:`load_state_dict` changes all. Isolated pipelines with
-        ``staleness`` 1, and ranks with ``avgpipe.Copies``, must change options by ``lr_scheduler`` alone.
+        ``staleness`` 1 must change options by ``lr_scheduler`` alone. With ``avgpipe.Copies`` options, but not states,
+        that were changed are so again after a rank was replaced, and the optimizers stay the same objects.
         """
         return [r.optimizer for r in self._session.worker.trained.values() if r.optimizer is not None]
 
