@@ -74,6 +74,7 @@ class Recovery(Policy):
         # call, and its number among the calls there.
         self._found: dict[tuple[int, int], _Call] = {}
         self._made = 0  # the others have made all calls after fewer results than this
+        self._pending: dict[tuple[int, int], str] = {}  # by place, calls during which a rank was lost
         self._place, self._name = (0, 0), ""  # of the last call
         self._value: list[Any] = []  # what once() has found in it
         self._is_calling = self._is_finding = False
@@ -118,6 +119,7 @@ class Recovery(Policy):
             self._copies.forget()
             feed.kept.clear()
             self._found.clear()  # batches may count from an earlier one again
+            self._pending.clear()
             self._made = 0
             if self._has_begun:
                 self._called = feed.next_batch
@@ -206,9 +208,10 @@ class Recovery(Policy):
     def _compare(self) -> None:
         """Raise PipelineError if this process, which replaces another, makes another call than the others."""
         (results, _), known = self._place, self._ahead[0] if self._ahead else self._found.get(self._place)
-        if known.name == self._name if known else results >= self._made:
+        name = known.name if known else self._pending.get(self._place)
+        if results >= self._made if name is None else name == self._name:
             return
-        others = f"called {known.name}" if known else "made no further call"
+        others = "made no further call" if name is None else f"called {name}"
         raise PipelineError(
             f"this process replaces another one, and calls {self._name} after {results} results, where the others "
             f"have {others}: a script must make the same calls as theirs after each result. What it remembers, such "
@@ -360,6 +363,8 @@ class Recovery(Policy):
         rows = [row for rows in world.gather(later) for row in rows]
         self._found = {(at, number): _Call(*call) for at, number, *call in rows}
         self._made = max(world.gather(self._made))
+        waiting = world.gather([*self._place, self._name] if self._is_calling else None)
+        self._pending = {(row[0], row[1]): row[2] for row in waiting if row is not None}
         given = world.gather(None if latest == math.inf else self._asked.give(batches))
         if latest == math.inf:
             self._asked.take(next((value for value in given if value is not None), None))
