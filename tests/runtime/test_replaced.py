@@ -325,6 +325,14 @@ def test_a_new_process_that_makes_other_calls_than_the_others_is_refused(
         assert p.once(find=list, what="a value") == [7]
         with pytest.raises(PipelineError, match=r"calls save\(\) after 1 results, .* made no further call:"):
             p.save(tmp_path / "not written")
+        policy._place, policy._made, policy._pending = (1, 6), 1, {(1, 7): "evaluate()"}
+        with pytest.raises(
+            PipelineError, match=r"calls save\(\) after 1 results, .* have called evaluate\(\):"
+        ):
+            p.save(tmp_path / "not written")
+        policy._place = 1, 6
+        p.evaluate(given(1))
+        p.save(tmp_path / "written")  # after that call
         assert not (tmp_path / "not written").exists()
 
 
@@ -804,7 +812,7 @@ def save_and_evaluate(dies_in: int | None = None, dies_after: int | None = None)
         return losses, seen, p.state_dict()
 
 
-def keep_the_best() -> str:
+def keep_the_best(dies_in_a_call: bool) -> str:
     """Save what has the best loss so far, which a new process does not remember; return the error."""
     is_first = os.environ[GENERATION] == "0"
     best = 0.0 if is_first else math.inf
@@ -817,7 +825,7 @@ def keep_the_best() -> str:
                         send_copies(p)
                     if result.loss < best:
                         p.save(Path(os.environ["TEST_FOLDER"], "best"))
-                    p.evaluate(given()[:2])
+                    p.evaluate(given()[:2], (lambda *_: dies(1)) if dies_in_a_call else None)
                     p.world.barrier()  # the others have made the call, too
                     dies(1)
     except PipelineError as error:
@@ -827,8 +835,9 @@ def keep_the_best() -> str:
 
 @pytest.mark.ranks
 @pytest.mark.slow
-def test_a_new_process_that_does_not_remember_the_best_loss_ends_the_run() -> None:
-    (first, second), count = replaced(2, function=keep_the_best)
+@pytest.mark.parametrize("dies_in_a_call", [False, True])
+def test_a_new_process_that_does_not_remember_the_best_loss_ends_the_run(dies_in_a_call: bool) -> None:
+    (first, second), count = replaced(2, function=keep_the_best, dies_in_a_call=dies_in_a_call)
     assert count == 1
     assert "calls save() after 16 results, where the others have called evaluate()" in second
     assert "rank 1" in first
@@ -986,14 +995,19 @@ def train_and_look(dies_after: int) -> list[int]:
         found.append(sum(part() is not None for part in parts))
         connect(session)
         for trained in session.worker.trained.values():
-            held = trained, trained.stage.layers, trained.arena.weights[0], *session.worker.lanes.values()
+            memory = trained.arena.weights[0], *trained.arena.parameters
+            held = trained, trained.stage.layers, *memory, *session.worker.lanes.values()
             parts[:] = map(weakref.ref, held)
 
     Session.open = look  # type: ignore[method-assign]
     with made() as p:
+        optimizers = p.optimizers  # which the caller may keep
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(one, 0.9) for one in optimizers]
+        groups = [one.param_groups[0] for one in optimizers]
         for result in p.train(given()[p.batches :]):
             if result.batch == dies_after:
                 dies(1)
+        assert len(schedules) == len(groups) == len(optimizers)
     return found
 
 

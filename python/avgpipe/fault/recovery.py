@@ -20,11 +20,11 @@ from avgpipe.device import generators_of
 from avgpipe.errors import CheckpointError, PeerLost, PipelineError, PipelineTimeout
 from avgpipe.fault.copies import StateCopies
 from avgpipe.fault.generation import next_generation, restored, waited_for
+from avgpipe.fault.loop_options import LoopOptions, NotingFeed
 from avgpipe.model.context import CallerGenerators, CallerModes
 from avgpipe.ranks.environment import generation, is_replaceable
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.rendezvous import private_store
-from avgpipe.runtime.feed import BatchFeed
 from avgpipe.runtime.loading import find_parameters, set_requires_grad
 from avgpipe.runtime.policy import Policy
 from avgpipe.runtime.session import LOST, Session
@@ -64,6 +64,7 @@ class Recovery(Policy):
     def __init__(self, asked: Any) -> None:
         self._asked = asked
         self._copies = StateCopies(asked.every_s)
+        self._options = LoopOptions()
         self._called = -1  # batches before the last call that no new process makes; -1: there is none
         self._has_begun = False  # a batch
         self._first = self._loads = 0  # the number of the first one; loads so far
@@ -73,6 +74,7 @@ class Recovery(Policy):
         # call, and its number among the calls there.
         self._found: dict[tuple[int, int], _Call] = {}
         self._made = 0  # the others have made all calls after fewer results than this
+        self._pending: dict[tuple[int, int], str] = {}  # by place, calls during which a rank was lost
         self._place, self._name = (0, 0), ""  # of the last call
         self._value: list[Any] = []  # what once() has found in it
         self._is_calling = self._is_finding = False
@@ -87,12 +89,19 @@ class Recovery(Policy):
         if not session.world.rank and not is_replaceable():
             _log.warning("no process will use what Copies keeps: start with avgpipe run --spares")
         self._copies.attach(session.worker)
+        self._options.attach(session.worker)
+
+    def make_feed(self, session: Session) -> NotingFeed:
+        spec = session.spec
+        given = session.worker, spec.running, session.loader, spec.options, session.verification
+        return NotingFeed(self._options, *given)
 
     def begin(self, session: Session) -> None:
         if generation():  # this rank, or another one, replaces one
             try:
                 with session.worker.running():
                     self._go_back(session, _feed(session), math.inf)
+                self._train_again(session, 0)
             except LOST as loss:
                 self._recover(session, loss, math.inf)
 
@@ -106,9 +115,11 @@ class Recovery(Policy):
         feed = _feed(session)
         if feed.kept is not None:
             self._loads += 1
+            self._options.loaded(self._has_begun)
             self._copies.forget()
             feed.kept.clear()
             self._found.clear()  # batches may count from an earlier one again
+            self._pending.clear()
             self._made = 0
             if self._has_begun:
                 self._called = feed.next_batch
@@ -143,6 +154,7 @@ class Recovery(Policy):
         if oldest > self._first:
             self._calls = []
         self._found = {place: found for place, found in self._found.items() if place[0] > oldest}
+        self._options.forget(feed.earliest(oldest))
 
     # ---- going back --------------------------------------------------------------------------------------------------
 
@@ -150,6 +162,7 @@ class Recovery(Policy):
         """Return the result of a user's call, which is repeated if a rank was replaced meanwhile."""
         if self._is_calling:  # from within a function that once() calls
             return act()
+        _feed(session).note()
         self._place, self._name = self._following(session), _named(name, given)
         self._compare()
         if self._ahead and self._ahead[0].found == [None]:
@@ -195,9 +208,10 @@ class Recovery(Policy):
     def _compare(self) -> None:
         """Raise PipelineError if this process, which replaces another, makes another call than the others."""
         (results, _), known = self._place, self._ahead[0] if self._ahead else self._found.get(self._place)
-        if known.name == self._name if known else results >= self._made:
+        name = known.name if known else self._pending.get(self._place)
+        if results >= self._made if name is None else name == self._name:
             return
-        others = f"called {known.name}" if known else "made no further call"
+        others = "made no further call" if name is None else f"called {name}"
         raise PipelineError(
             f"this process replaces another one, and calls {self._name} after {results} results, where the others "
             f"have {others}: a script must make the same calls as theirs after each result. What it remembers, such "
@@ -256,11 +270,12 @@ class Recovery(Policy):
         The rank that replaces a lost one does the same by itself, with as many batches begun. A stopped rank
         counts as lost. Raises ``loss`` where no rank is replaced, or no memory has what was lost.
         """
-        feed: BatchFeed | None = getattr(session, "feed", None)
+        feed: NotingFeed | None = getattr(session, "feed", None)
         if feed is None:  # it is not open yet; begin() follows
             self._await_generation(session, loss, has_waited=True)
             self._draw_as_at_first()
         else:
+            feed.note()
             returned = feed.next_result
             self._made = returned + (not in_call)
             self._recover(session, loss, max(0, returned - in_call), returned)
@@ -274,6 +289,7 @@ class Recovery(Policy):
         while True:
             self._await_generation(session, loss, has_waited)
             worker = session.worker
+            self._options.release()
             worker.forget()  # its memory must be free before the next worker is made
             traceback.clear_frames(loss.__traceback__)
             gc.collect()
@@ -328,7 +344,7 @@ class Recovery(Policy):
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _go_back(self, session: Session, before: BatchFeed, latest: float) -> None:
+    def _go_back(self, session: Session, before: NotingFeed, latest: float) -> None:
         """Restore a copy from after at most ``latest`` batches, or begin again, and continue from there."""
         assert before.kept is not None
         world, worker, model = session.world, session.worker, session.spec.model
@@ -347,23 +363,31 @@ class Recovery(Policy):
         rows = [row for rows in world.gather(later) for row in rows]
         self._found = {(at, number): _Call(*call) for at, number, *call in rows}
         self._made = max(world.gather(self._made))
+        waiting = world.gather([*self._place, self._name] if self._is_calling else None)
+        self._pending = {(row[0], row[1]): row[2] for row in waiting if row is not None}
         given = world.gather(None if latest == math.inf else self._asked.give(batches))
         if latest == math.inf:
             self._asked.take(next((value for value in given if value is not None), None))
         private_store().set(restored(generation()), "")
         count = max(0, before.next_batch - batches)  # none where this rank is new
         session.loader.give_back(before.kept[len(before.kept) - count :])
-        feed = session.feed = cast(BatchFeed, self.make_feed(session))
+        feed = session.feed = self.make_feed(session)
         feed.next_batch, feed.parts.largest = batches, max(world.gather(self._largest.get(batches, 0)))
         self._largest = {batches: feed.parts.largest}
+        if batches and feed.earliest(batches) < batches:  # else a copy has all that was set before it
+            self._options.share(world, feed.earliest(batches), batches, latest == math.inf)
         session.resume()
 
     def _train_again(self, session: Session, returned: int) -> None:
         """Repeat the caller's training, on new ranks too, up to the results that the caller had."""
-        while _feed(session).next_result < returned:
+        feed, options = _feed(session), self._options
+        options.begin_again(feed.earliest(feed.next_batch) if self._has_begun else 0, feed.next_batch)
+        while feed.next_result < returned:
+            options.repeat(feed.following)
             session.train_on()
             if session.feed.results:
                 session.feed.results.popleft()
+        options.repeat(math.inf)  # the caller has made all changes so far
 
 
 def _named(name: str, given: Sequence[Any]) -> str:
@@ -388,6 +412,6 @@ def _repeat(act: Callable[[], object], begin: Sequence[tuple[torch.Generator, to
         _set(now)
 
 
-def _feed(session: Session) -> BatchFeed:
-    assert isinstance(session.feed, BatchFeed)
+def _feed(session: Session) -> NotingFeed:
+    assert isinstance(session.feed, NotingFeed)
     return session.feed

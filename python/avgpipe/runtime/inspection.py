@@ -64,9 +64,9 @@ class Inspection:
         """The optimizers of this rank: one per pipeline and stage that has trainable parameters.
 
         Their groups' options and their states may be changed between two batches, but not weights: with
-        several pipelines the reference has them, too, and :meth:`load_state_dict` changes all. Isolated pipelines
-        must all set the same options after the same result; what is set counts from the next step on. Ranks with
-        ``avgpipe.Copies`` must change options by ``lr_scheduler`` alone.
+        several pipelines the reference has them, too, and :meth:`load_state_dict` changes all. Isolated pipelines must
+        all set the same options after the same result. With ``avgpipe.Copies`` options, but not states, that were
+        changed are so again after a rank was replaced, and the optimizers stay the same objects.
         """
         return [r.optimizer for r in self._session.worker.trained.values() if r.optimizer is not None]
 
