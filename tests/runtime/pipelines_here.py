@@ -288,7 +288,7 @@ class One:
     def in_flight(self) -> int:
         return self.membership.begun - max(self.first, self.here.turn)
 
-    def _begin_step(self) -> int:
+    def _begin_step(self, is_first: bool) -> int:
         self.membership.begun += 1
         return int(self.membership.begun) - 1
 

@@ -41,6 +41,7 @@ def train(
     each: int = BATCHES,
     decay: float = 1.0,
     late_decay: float | None = None,
+    evaluates: bool = False,
     **others: Any,
 ) -> Any:
     """Results, and the states of the reference and of this pipeline.
@@ -53,6 +54,7 @@ def train(
         each: batches of a loader, after which comes the next one.
         decay: factor that the loop sets on the learning rates after each result; ``late_decay``: of who was not there
             at the beginning.
+        evaluates: whether the loop does before it sets them, which ends the steps in flight, and only every third time.
         others: options of the Pipeline.
     """
     pipeline, group, rank = (int(os.environ[n]) for n in ("AVGPIPE_PIPELINE", "AVGPIPE_GROUP", "RANK"))
@@ -88,8 +90,11 @@ def train(
         while p.batches < BATCHES:
             for result in p.train(data[p.batches : each * (p.batches // each + 1)]):
                 results.append((result.batch, result.pipeline, result.samples, result.loss))
-                for options_of_group in (group for made in p.optimizers for group in made.param_groups):
-                    options_of_group["lr"] *= decay
+                if not evaluates or (result.batch % 3 == 2 and p.evaluate(data[:1])):
+                    for options_of_group in (
+                        of for optimizer in p.optimizers for of in optimizer.param_groups
+                    ):
+                        options_of_group["lr"] *= decay
                 if result.batch == waits_at:
                     with membership._lock:
                         assert membership._lock.wait_for(
@@ -677,6 +682,19 @@ def test_a_pipeline_that_joins_with_another_loader_ends_alone(batch: str) -> Non
     assert set(run.results) == {(0, 0), (1, 0)}
     samples = sum(r[2] for r in run.results[0, 0][0])
     assert samples == sum(len(x) for x, _ in token_batches(BATCHES, 12, last=7))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("waits_at", [12, 13, 14])
+def test_a_pipeline_that_joins_gets_what_the_loop_sets_after_an_evaluation(waits_at: int) -> None:
+    """An evaluation ends steps in flight: it must not hand over the state with which a pipeline joins."""
+    options = {"pipelines": 2, "micro_batches": 4}
+    arguments = {"K": 1, "options": options, "optimizer": "momentum", "waits_at": waits_at}
+    deaths = [(1, 0, 0, 18, "killed")]
+    run = Isolated(2, 1, train, restarts=1, deaths=deaths, decay=0.9, evaluates=True, **arguments)
+    assert {code for code, _ in run.failures.values()} == {-9}, run.failures
+    (_, reference, _), (_, other, _) = run.results[0, 0], run.results[1, 0]
+    assert_same_state(reference, other)
 
 
 @pytest.mark.ranks

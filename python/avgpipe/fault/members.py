@@ -491,7 +491,7 @@ class Members:
         # The reference does not have the published steps of an unfinished period either.
         lost = end - first // group.period * group.period
         self._clean = max(self._clean, begun) + lost
-        if lost and self.members:
+        if lost and self.members and group.is_lost:
             steps = "step" if lost == 1 else f"{lost} steps"
             line = f"pipeline {group.pipeline}: the others train on its samples of its last {steps}"
             self._out.append(Say(line))

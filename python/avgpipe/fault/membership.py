@@ -154,10 +154,15 @@ class Membership:
         """Whether this pipeline, a member, has joined a run in which others trained already."""
         return self.own_term is not None and self.own_term.donor is not None
 
-    def begin(self) -> int:
-        """Begin the next step, and return its number; waits while its members are being decided."""
+    def begin(self, is_first: bool = True) -> int | None:
+        """Begin the next step, and return its number; waits while its members are being decided.
+
+        Returns None if a pipeline joins with it, and ``is_first`` is false: steps are in flight here.
+        """
         with self._lock:
             self._await(lambda: not self._is_frozen and not self._unseen, self.timeout_s)
+            if not is_first and self.known.roster.joining(self.begun):
+                return None
             self.begun += 1
             return self.begun - 1
 

@@ -161,7 +161,11 @@ class TurnFeed(Feed):
     # ---- beginning ---------------------------------------------------------------------------------------------------
 
     def fetch(self) -> bool:
-        """Begin the next step, with lost parts or else the loader's next batches; False if there are none."""
+        """Begin the next step, with lost parts or else the loader's next batches; False if there are none.
+
+        Also if a pipeline joins with that step, and others are in flight. It gets the state before the step, with what
+        the caller's code that follows the last one has set in optimizers, and may evaluate before.
+        """
         start = time.perf_counter()
         self.has_loader = True
         self.enter()
@@ -182,8 +186,7 @@ class TurnFeed(Feed):
             self.end()
             return False
         self._worker.scheduler.note_host("loader", self._membership.begun, start, time.perf_counter())
-        self._begin_turn()
-        return True
+        return self._begin_turn()
 
     def begin(self, given: Pairs, copied: ReadyOnEvent | None) -> None:
         """Begin a step with a batch that all pipelines share, whatever the plan's ``batch``."""
@@ -216,13 +219,15 @@ class TurnFeed(Feed):
         self.next_batch += 1
         return FeedPart(self.next_batch - 1, 0, *pieces, _mark(given), copied, is_shared)
 
-    def _begin_turn(self, batch: Batch | None = None) -> None:
-        """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches.
+    def _begin_turn(self, batch: Batch | None = None) -> bool:
+        """Begin a step: with queued lost parts, else ``batch`` cut for all, else the loader's batches. See fetch().
 
         Lost parts have steps of their own, so the distribution does not depend on when a loader is asked.
         """
         with self._worker.running():
-            turn = self._membership.begin()
+            turn = self._membership.begin(not self._in_flight)
+            if turn is None:
+                return False
             self._queue_lost(turn)
             members = self._membership.known.roster.members(turn)
             self._before[turn] = self.next_batch, self._parts.largest
@@ -249,6 +254,7 @@ class TurnFeed(Feed):
             self._start(turn, parts)
         self.begun += 1
         self._at = self.next_batch
+        return True
 
     def _counts(self, turn: int, members: list[int], micro_batches: int) -> list[int]:
         """Return how many of a batch's micro-batches each member of a step gets."""
