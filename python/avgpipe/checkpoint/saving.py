@@ -169,14 +169,13 @@ class Saving:
     def close(self, patience_s: float) -> None:
         """Wait, no longer than ``patience_s``, and release the folders for others."""
         try:
-            try:
-                self.finish(patience_s)
-            except PipelineTimeout:
-                self._end_thread(patience_s)
-                raise
+            self.finish(patience_s)
             self._finish_last()
             if self.is_under_way:
                 raise CheckpointError(f"{self._nothing_saved}: it was not copied before the end")
+        except PipelineTimeout:
+            self._end_thread(patience_s)
+            raise
         finally:
             self._locks.release()
 

@@ -25,9 +25,8 @@ from avgpipe.runtime.streams import LaneStream
 from avgpipe.runtime.trained_stage import TrainedStage
 from avgpipe.runtime.worker import Worker
 
-_OPTIONS_AGE = (
-    2  # steps after which those that counted are compared; a step may be published before the one before it
-)
+# Steps after which options that counted are compared: a step may be published before the last one is applied.
+_OPTIONS_AGE = 2
 
 
 class Turns:
@@ -104,7 +103,7 @@ class Turns:
     def apply(self) -> None:
         """Apply what all have published in the next step, which is there; this stage has made its own.
 
-        The feed asks for it, before the caller gets the result: what his code then sets in optimizers must count from
+        The feed asks for it, before the caller gets the result: what the loop then sets in optimizers must count from
         one step on in all processes, and in the state of a pipeline that joins with that step.
         """
         assert self._next.batch < self._made, "a step is applied after it is made"
@@ -114,6 +113,7 @@ class Turns:
         self._exchange.note_applied(self._route.replica, self._next.batch)
 
     def collect(self) -> None:
+        """Give this stage's state to pipelines that join with the next step."""
         with self._averaging():
             self._states.hand_over(self._route.replica, self._next.batch)
 
