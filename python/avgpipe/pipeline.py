@@ -93,7 +93,8 @@ class Pipeline(Inspection, Keeping):
             calling thread's current device.
         seed: of the layers' random numbers, which depend on it, the pipeline, batch, micro-batch and layer
             alone.
-        timeout_s: the limit of every wait for another worker.
+        timeout_s: the limit of every wait for another worker, in seconds. At the start it is longer, by as long as this
+            process has taken to get here (at most 300 s), as others may take longer under load.
         link: how tensors are sent between workers: "auto" (shared memory between processes of one host,
             device memory if they share a CUDA device, NCCL if each has one, torch.distributed between hosts),
             or the name of one.

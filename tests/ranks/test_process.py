@@ -1,5 +1,6 @@
 """Processes that end with their parent."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.ranks.process import run_folder
+from avgpipe.ranks.process import run_folder, unready
 from tests.cli.command import alive, environment
 from tests.patience import limit, wait_until
 
@@ -63,3 +64,15 @@ def test_folders_of_launchers_that_were_killed_are_removed_and_no_others(
         assert set(tmp_path.iterdir()) == {first, second, others}
         assert first.stat().st_mode & 0o777 == 0o700
     assert [*tmp_path.iterdir()] == [others]
+
+
+def test_a_rank_that_was_not_ready_when_others_missed_it_stays_the_one_to_blame(tmp_path: Path) -> None:
+    assert unready(tmp_path, range(3)) == []  # of scripts without a Pipeline
+    for second, name in enumerate(["ready-0", "ready-2", "missed-0", "missed-2"]):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (second, second))
+        assert unready(tmp_path, range(3)) == ([1, 2] if second == 0 else [1])
+    (tmp_path / "ready-1").touch()
+    assert unready(tmp_path, range(3)) == [1]
+    os.utime(tmp_path / "ready-1", (1.5, 1.5))
+    assert unready(tmp_path, range(3)) == []

@@ -196,6 +196,43 @@ def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
     assert time.monotonic() - begin < limit(20)
 
 
+@pytest.mark.parametrize("generation", ["0", "1"])
+def test_ranks_wait_longer_for_others_that_may_take_as_long_to_start(
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"AVGPIPE_STORE": str(tmp_path / "store"), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**environment, GENERATION: generation, "TORCHELASTIC_RUN_ID": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "_start_s", lambda: 60.0)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    store = open_store(5)
+    # No rank starts together with others that meet again.
+    late = threading.Timer(1.0 if generation == "0" else limit(30), lambda: store.set("start/1", "here"))
+    late.start()
+    if generation == "0":
+        join(0.1)
+    else:
+        with pytest.raises(PeerLost, match="rank 0 has waited 0 s at its start for rank 1"):
+            join(0.1)
+    late.cancel()
+
+
+@pytest.mark.ranks
+def test_a_process_knows_how_long_its_start_took() -> None:
+    code = "import time; time.sleep(1); from avgpipe.ranks.rendezvous import _start_s as s; print(s(), s())"
+    begin = time.monotonic()
+    said = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": "python"},
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    first, second = map(float, said.split())
+    assert 1 < first == second < time.monotonic() - begin + 0.1
+
+
 def test_a_group_that_could_not_be_made_leaves_no_number_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """A new rank begins to count groups from 0, and torch has their ranks meet by number."""
     numbers = []

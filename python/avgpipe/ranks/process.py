@@ -80,9 +80,7 @@ def report_lost_peers() -> None:
     before = sys.excepthook
 
     def report(kind: Any, error: Any, trace: Any) -> None:
-        name = _MISSED if issubclass(kind, PeerLost) else _ERROR
-        with suppress(OSError):
-            (_folder() / f"{name}-{os.environ['RANK']}").write_text(f"{kind.__name__}: {reason(error)}")
+        _leave(_MISSED if issubclass(kind, PeerLost) else _ERROR, f"{kind.__name__}: {reason(error)}")
         if issubclass(kind, (BrokenPipeError, PeerLost)) and not has_reader():
             end_without_reader()
         if not issubclass(kind, KeyboardInterrupt):
@@ -91,17 +89,25 @@ def report_lost_peers() -> None:
     sys.excepthook = report
 
 
+def _leave(name: str, text: str = "") -> None:
+    """Leave a file for the launcher, if it has started this process."""
+    with suppress(OSError, KeyError):
+        (_folder() / f"{name}-{os.environ['RANK']}").write_text(text)
+
+
 def report_ready() -> None:
     """Report to the launcher, if it has started this process, that this is at its Pipeline, to meet the others."""
-    if os.environ.get(STORE_FILE):
-        with suppress(OSError):
-            (_folder() / f"{_READY}-{os.environ['RANK']}").touch()
+    _leave(_READY)
 
 
 def unready(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Return the ranks of processes, started in ``folder``, that have not reported it; none if none has."""
-    found = [rank for rank in ranks if not (folder / f"{_READY}-{rank}").exists()]
-    return found if any(folder.glob(f"{_READY}-*")) else []
+    """Return the ranks of processes, started in ``folder``, that have not reported it; none if none has.
+
+    Once others have missed a rank, also those that have reported it later.
+    """
+    ready = {path.name: path.stat().st_mtime for path in folder.glob(f"{_READY}-*")}
+    missed = min((path.stat().st_mtime for path in folder.glob(f"{_MISSED}-*")), default=float("inf"))
+    return [rank for rank in ranks if ready.get(f"{_READY}-{rank}", float("inf")) >= missed] if ready else []
 
 
 def forget_ready(folder: Path, rank: int) -> None:
@@ -122,14 +128,12 @@ def error_of(folder: Path, rank: int) -> str:
 
 def ask_for_losses(generation: int) -> None:
     """Ask the launcher, if it started this process, whether a rank is lost and this generation follows."""
-    if os.environ.get(STORE_FILE):
-        with suppress(OSError):
-            (_folder() / f"{_ASKED}-{generation}").touch()
+    _leave(f"{_ASKED}-{generation}")
 
 
 def is_asked(folder: Path, generation: int) -> bool:
     """Whether a process that was started in ``folder`` has asked whether a rank is lost."""
-    return (folder / f"{_ASKED}-{generation}").exists()
+    return any(folder.glob(f"{_ASKED}-{generation}-*"))
 
 
 def main() -> None:
@@ -158,6 +162,7 @@ def _code_of(target: str) -> int:
         meet_at_the_end()
     except PeerLost as error:
         print(f"PeerLost: {error}", file=sys.stderr)
+        _leave(_MISSED, str(error))
         return PEER_LOST
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else FAILED

@@ -16,7 +16,8 @@ from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as Unanswered
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -262,7 +263,7 @@ def _tcp_store(timeout_s: float) -> Any:
         if holds:
             raise
         raise PeerLost(
-            f"rank {rank} found no store at {host}:{port} within {timeout_s:g} s, which rank 0 or the launcher "
+            f"rank {rank} found no store at {host}:{port} within {timeout_s:.3g} s, which rank 0 or the launcher "
             f"must hold: {reason(error)}"
         ) from error
 
@@ -271,7 +272,8 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
     """Make the default process group of the ranks that a launcher has started; PeerLost names missing ranks.
 
     Args:
-        timeout_s: limit of every wait, and of the group's own waits later.
+        timeout_s: limit of every wait, and of the group's own waits later. At their start ranks wait longer for the
+            others, by as long as they themselves have run, at most LIMITS.start_s: under load imports take long.
         backend: of torch.distributed; None: its own choice.
         size: how many of the ranks take part, from the first on; None: all. 1: this process alone, whatever
             its rank.
@@ -281,9 +283,9 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=limit)  # type: ignore[attr-defined]
         return
     report_ready()
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s + (0.0 if generation() else min(_start_s(), LIMITS.start_s))
     rank, size = int(os.environ["RANK"]), size or int(os.environ["WORLD_SIZE"])
-    store, coming = open_store(timeout_s), replacements()
+    store, coming = open_store(deadline - time.monotonic()), replacements()
     meanwhile = coming
     if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun, which may restart workers
         asking = Board.beside(store, rank, size, timeout_s)
@@ -297,6 +299,13 @@ def join(timeout_s: float, backend: str | None = None, size: int | None = None) 
         lambda: dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit),
         *("start", timeout_s, coming),
     )
+
+
+@cache
+def _start_s() -> float:
+    """Return how long this process had run when this was first called."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
 
 
 def meet_at_the_end() -> None:
