@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # as the first optimizer of a process does: the journal's "start" follows all imports
 from torch import nn
 
 from avgpipe import BitChecks, CheckpointError, Copies, Pipeline, Plan
