@@ -79,7 +79,7 @@ def test_what_is_needed_is_named(write_script: WriteScript, monkeypatch: pytest.
             assert f"cannot listen at {name}: Address already in use" in refused(*command)
     found = invoke("join", "--wait", "0", "127.0.0.1:1")
     assert found.exit_code == 1
-    assert "127.0.0.1:1: no run is active there; it was waited for" in found.stderr
+    assert "127.0.0.1:1: no run is active there; given up after" in found.stderr
     assert "write HOST:PORT" in refused("join", "127.0.0.1:x")
 
 

@@ -140,7 +140,9 @@ def test_a_run_that_does_not_listen_yet_is_waited_for_and_that_is_said_once(
 
 
 def test_the_wait_has_a_limit(attempted: Any) -> None:
-    with pytest.raises(CommandFailed, match="head:7000: no run is active there; it was waited for") as failed:
+    with pytest.raises(
+        CommandFailed, match="head:7000: no run is active there; given up after 10 s"
+    ) as failed:
         attempted(Attempts(*(silent() for _ in range(20))), wait_s=10)
     assert failed.value.exit_code == 1
     for wait_s, error in ((None, NoPlace), (0, CommandFailed)):  # the one of another host may come again
@@ -240,7 +242,7 @@ def test_ctrl_c_while_waiting_is_an_interrupt(begin: Any, free: int) -> None:
     def far(address: str, token: str, *_: Any) -> int:
         raise KeyboardInterrupt
 
-    with pytest.raises(CommandFailed, match="SIGINT: it had not joined a run") as failed:
+    with pytest.raises(CommandFailed, match="SIGINT: this command was waiting for a run") as failed:
         begin(HostPlace(ELSEWHERE, free, "--at"), far)
     assert failed.value.exit_code == 130
 

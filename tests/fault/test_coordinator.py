@@ -316,7 +316,7 @@ def test_a_second_timeout_on_a_step_that_all_have_published_loses_the_reporter(t
         with pytest.raises((EOFError, OSError)):
             heard(first, "a word that never comes")
         assert one.lost == {
-            0: "pipeline 0 has waited 3 s for step 0, which every pipeline has published; rank 0 was at a wait"
+            0: "pipeline 0 has waited 3 s for step 0, which every pipeline has published; rank 0 last reported: a wait"
         }
 
 

@@ -27,6 +27,7 @@ class Noted(Started):
 
     def __init__(self) -> None:
         self.end: RanksFailed | bool | None = None
+        self.are_stopped: list[int] = []
         self.killed: list[tuple[str, int | None]] = []
 
     def poll_or_kill(self) -> RanksFailed | bool | None:
@@ -36,7 +37,7 @@ class Noted(Started):
         self.killed.append((why, blamed))
 
     def stopped(self) -> list[int]:
-        return []
+        return self.are_stopped
 
 
 @contextmanager
@@ -163,6 +164,24 @@ def test_one_that_is_lost_for_a_reason_is_killed_at_once(tmp_path: Path) -> None
     with supervised(tmp_path, 2) as (one, noted, _):
         one._lose(0, 0, "rank 0 sent no message for 5 s")
         assert noted[0].killed == [("rank 0 sent no message for 5 s", 0)]
+
+
+def test_a_silent_process_that_a_signal_has_stopped_is_named_as_such(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, _):
+        noted[0].are_stopped = [0]
+        one._lose(0, 0, "rank 0 sent no message for 5 s")
+        assert noted[0].killed == [("rank 0 sent no message for 5 s; it was stopped by a signal", 0)]
+
+
+def test_one_that_is_lost_for_good_has_a_line_that_starts_another_one(tmp_path: Path) -> None:
+    with supervised(tmp_path, 2) as (one, noted, said):
+        for number in range(2):
+            connect(one, number)
+            hear(one, number, "enter", 1, {"plan": "a"}, {})
+        noted[1].end = RanksFailed((-9,), 0)
+        one._look()
+        assert said[0].endswith("; the others go on without it")
+        assert said[1:] == [f"another one takes its place by: avgpipe join {tmp_path}"]
 
 
 def test_one_that_fails_after_the_last_step_is_not_started_again(tmp_path: Path) -> None:

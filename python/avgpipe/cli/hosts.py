@@ -209,7 +209,7 @@ def joining() -> Iterator[None]:
             f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
         ) from None
     except KeyboardInterrupt:
-        raise CommandFailed("SIGINT: it had not joined a run", _INTERRUPTED) from None
+        raise CommandFailed("SIGINT: this command was waiting for a run", _INTERRUPTED) from None
 
 
 def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None, again_s: float) -> _T | None:
@@ -222,7 +222,8 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None,
         wait_s, again_s: how long a run is waited for, at first and after a loss; None: NoPlace is raised at first.
     """
     left, here, said, is_again = restarts, Path.cwd(), False, False
-    until = time.monotonic() + (wait_s or 0.0)
+    waits_s = wait_s or 0.0
+    until = time.monotonic() + waits_s
     while True:
         begin = time.monotonic()
         try:
@@ -237,7 +238,7 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None,
             if time.monotonic() > until:
                 if wait_s is None and not is_again:
                     raise
-                raise CommandFailed(f"{error}; it was waited for", FAILED) from None
+                raise CommandFailed(f"{error}; given up after {waits_s:g} s", FAILED) from None
             if not said:
                 note(f"{error}; it is waited for, up to {until - begin:.0f} s")
                 said = True
@@ -247,9 +248,9 @@ def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None,
             if not left:
                 raise
             left, said, is_again = left - 1, isinstance(error, RunLost), True
-            again_s = max(again_s, _LIMIT_S)
-            until = time.monotonic() + again_s
-            waits = f"it is waited for, up to {again_s:.0f} s (Ctrl-C ends this command)"
+            waits_s = max(again_s, _LIMIT_S)
+            until = time.monotonic() + waits_s
+            waits = f"it is waited for, up to {waits_s:g} s (Ctrl-C ends this command)"
             note(f"{error}; {waits if said else 'it is started again'}")
 
 
@@ -269,9 +270,10 @@ def secret(place: HostPlace | None = None, wait_s: float = 0.0, stack: ExitStack
     if token is None and file is not None:
         token = _read(Path(file))
     if len(token or "") < _LEAST:
+        has = "" if token is None else f", and this one has {len(token)}"
         raise ValueError(
             f"{JOIN_TOKEN} must be set to a secret of {_LEAST} characters or more, the same on all hosts, or "
-            f"{TOKEN_FILE} to a file with it that only you can read"
+            f"{TOKEN_FILE} to a file with it that only you can read{has}"
         )
     return str(token)
 

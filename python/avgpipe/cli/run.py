@@ -32,9 +32,15 @@ def run(config: RunConfig) -> None:
     with arguments():
         place = hosts.place_here(config.at)
         _check(config, place)
-    command = [sys.executable, "-u", config.script, *config.args]
-    if config.seed >= 0:
-        command[2:2] = ["-m", "avgpipe.ranks.seeded", str(config.seed)]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "avgpipe.ranks.seeded",
+        str(config.seed),
+        config.script,
+        *config.args,
+    ]
     if place is not None and not config.isolate:
         hosts.become_rank(command, place)
     failure, codes = "", (0,) * config.stages

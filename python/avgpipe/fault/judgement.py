@@ -31,7 +31,7 @@ def silent(
             is_waited_for = process.wants != "leave" or group.number in members
             if process.heard_at < now - timeout_s and is_waited_for:
                 silence = f"{process.name} sent no message for {timeout_s:g} s"
-                found.append((group, rank, f"{silence}, when it was at {process.doing}"))
+                found.append((group, rank, f"{silence}; it last reported: {process.doing}"))
             elif not group.is_lost and group.left_at is None:
                 heard = min(heard, process.heard_at)
     return found, max(heard, now - timeout_s) + timeout_s
@@ -76,10 +76,10 @@ def late(
     waited = f"pipeline {process.group.pipeline} has waited {waited_s:g} s for"
     found: list[Blame] = []
     for pipeline, other in behind.items():
-        doing = "; ".join(f"{p.name} was at {p.doing}" for _, p in sorted(other.processes.items()))
+        doing = "; ".join(f"{p.name} last reported: {p.doing}" for _, p in sorted(other.processes.items()))
         found.append((other, None, f"{waited} pipeline {pipeline}'s part of step {turn}; {doing}"))
     if not behind and is_alone and process.reported_late == turn:
-        why = f"{waited} step {turn}, which every pipeline has published; {process.name} was at "
+        why = f"{waited} step {turn}, which every pipeline has published; {process.name} last reported: "
         found.append((process.group, None, f"{why}{process.doing}"))
     return found
 

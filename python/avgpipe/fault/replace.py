@@ -230,7 +230,9 @@ class Replacing(LaunchPolicy):
         self._killed_stopped.discard(rank)
         if code >= 0 and self._failed is not None and not self._is_restored():
             lost, why = self._failed, f"{self._failed.reason}, and the others cannot go on from a copy"
-            raise self._failure(lost.rank, lost.exit_codes[lost.rank], f"{why}: rank {rank} {failure.reason}")
+            raise self._failure(
+                lost.rank, lost.exit_codes[lost.rank], f"{why}: {end.said or f'rank {rank} {failure.reason}'}"
+            )
         if code >= 0 or self._generation >= _MOST or not self._ranks or self._left:
             raise failure  # a rank that has ended meets no other
         self._failed = failure

@@ -117,7 +117,7 @@ class Supervisor:
         say: Callable[[str], None],
         recorder: Any = None,
     ) -> None:
-        self._job, self._isolation, self._say = job, isolation, say
+        self._job, self._isolation, self._folder, self._say = job, isolation, folder, say
         self._groups: dict[int, _Launched] = {}
         self._spares: list[_Launched] = []
         self._no_spares_until = 0.0  # of the monotonic clock
@@ -302,6 +302,9 @@ class Supervisor:
         """End a pipeline of which a process is lost: the others cannot go on without it."""
         group = self._groups.get(number)
         if group is not None and group.why is None:
+            stopped = group.processes.stopped() if isinstance(group.processes, Started) else []
+            if rank in stopped and STOPPED not in why:
+                why += f"; it {STOPPED}"
             group.why, group.blamed = why, rank
             if why:
                 group.processes.kill(why, rank)
@@ -418,9 +421,14 @@ class Supervisor:
         if is_restarted:
             self._left[pipeline] -= 1
             then = f"; {self._start_again(pipeline)}"
-        if goes_on:
-            then += ", and the others go on" if is_restarted else "; the others go on without it"
+        far = group.processes if isinstance(group.processes, Joined) else None
+        if goes_on and not loss.why.endswith("the others go on"):
+            # Another command may start it again, as long as it runs.
+            alone = "; the others go on without it" if far is None or far.is_cut else "; the others go on"
+            then += ", and the others go on" if is_restarted else alone
         self._say(f"pipeline {pipeline} is lost: {loss.why}{then}")
+        if goes_on and far is None and not (is_restarted or is_done or is_hopeless):
+            self._say(f"another one takes its place by: avgpipe join {self._folder}")
         if (not is_restarted or pipeline in self._later) and not has_begun and pipeline in self._left:
             self._missing = [loss]  # the others wait for it
             self._end(TOO_FEW)

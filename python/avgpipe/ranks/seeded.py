@@ -1,14 +1,16 @@
 """Runs a script on one of several ranks with the same random numbers on all of them.
 
-``python -m avgpipe.ranks.seeded SEED SCRIPT ARGS...`` seeds torch, random and NumPy, then runs SCRIPT as
-``python SCRIPT ARGS...`` does.
+``python -m avgpipe.ranks.seeded SEED SCRIPT ARGS...`` seeds torch, random and NumPy, unless SEED is -1, then runs
+SCRIPT as ``python SCRIPT ARGS...`` does. SIGUSR1 prints what all threads are doing, and ends nothing.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
 import runpy
+import signal
 import sys
 from types import TracebackType
 from typing import Any
@@ -28,8 +30,10 @@ def seed_generators(seed: int) -> None:
 
 def main() -> None:
     seed, script, *args = sys.argv[1:]
+    faulthandler.register(signal.SIGUSR1, file=2)
     report_lost_peers()  # before torch is imported, and the hook that shortens what the script shows
-    seed_generators(int(seed))
+    if int(seed) >= 0:
+        seed_generators(int(seed))
     sys.argv, sys.path[0] = [script, *args], os.path.dirname(os.path.abspath(script))
     _show_from(script)
     runpy.run_path(script, run_name="__main__")

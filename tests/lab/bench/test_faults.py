@@ -96,7 +96,7 @@ def test_who_cannot_be_at_fault_must_not_be_blamed():
 @pytest.mark.parametrize(("rank", "wrong"), [(1, []), (0, ["wrong blame"])])
 def test_a_silent_rank_is_blamed(rank, wrong):
     who = f"rank {rank} (stage {rank})"
-    said = [(20.1, f"pipeline 0 is lost: {who} sent no message for 5 s, when it was at its start")]
+    said = [(20.1, f"pipeline 0 is lost: {who} sent no message for 5 s; it last reported: its start")]
     assert list(judge(seen(said=said), SHAPE, LOSSES).wrong) == wrong
 
 
