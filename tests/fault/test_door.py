@@ -178,3 +178,16 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_an_address_of_another_host_is_refused() -> None:
     with pytest.raises(ValueError, match=r"cannot listen at 198\.51\.100\.1:7"):
         listen(("198.51.100.1", 7))
+
+
+def test_looking_at_a_socket_takes_no_descriptor() -> None:
+    """A launcher that has none left must not end by it."""
+    one, other = socket.socketpair()
+    with other:
+        connection = Connection(one.detach())
+        before = len(list(Path("/proc/self/fd").iterdir()))
+        with door.socket_of(connection) as end:
+            assert end.family == socket.AF_UNIX
+            assert len(list(Path("/proc/self/fd").iterdir())) == before
+        connection.send_bytes(b"still open")
+        connection.close()

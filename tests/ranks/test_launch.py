@@ -165,6 +165,24 @@ join(0.5, "gloo")
 """
 
 
+# The error is reported, and then the process waits for ever, as a destructor may.
+NEVER_ENDS = """
+import atexit, signal
+from avgpipe.ranks.process import report_lost_peers
+report_lost_peers()
+atexit.register(signal.pause)
+raise ValueError("the first cause")
+"""
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_end_after_its_last_error_is_killed(monkeypatch):
+    monkeypatch.setattr(launch, "LIMITS", replace(LIMITS, reported_end_s=0.2))
+    with pytest.raises(RanksFailed, match="worker 0 of 1 was killed by SIGKILL") as failed:
+        run_command([sys.executable, "-c", NEVER_ENDS], 1)
+    assert failed.value.said == "ValueError: the first cause"
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("replaces", [False, True])
 def test_a_rank_that_was_never_ready_is_to_blame(replaces):

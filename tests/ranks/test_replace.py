@@ -13,12 +13,14 @@ import pytest
 from torch.distributed import HashStore
 
 from avgpipe import PeerLost
+from avgpipe.errors import PipelineError
 from avgpipe.fault.generation import announcement, next_generation, prospect
 from avgpipe.fault.replace import Replacing, _WaitingRank
 from avgpipe.ranks import launch
 from avgpipe.ranks.environment import GENERATION
 from avgpipe.ranks.launch import RanksFailed, StoppedTimer, tied
 from avgpipe.ranks.limits import LIMITS
+from avgpipe.ranks.rendezvous import Board, Silence
 
 # A spare that never comes as far as its Pipeline; rank 0 is killed once it is there, and rank 1 waits for the next.
 _SCRIPT = """
@@ -272,6 +274,7 @@ def test_where_no_new_process_can_be_started_the_run_ends(monkeypatch: pytest.Mo
 _MISSES = """
 import os, pathlib, sys, time
 from avgpipe import PeerLost
+from avgpipe.errors import PipelineError
 from avgpipe.ranks.process import report_lost_peers
 here = pathlib.Path(sys.argv[1], "process")
 if os.environ["RANK"] == "0":
@@ -329,6 +332,26 @@ def test_nobody_is_replaced_once_a_rank_has_ended(
     missing.end = RanksFailed([code], 0)  # type: ignore[assignment]
     with pytest.raises(RanksFailed, match=says):
         replacing._look()
+
+
+def test_a_run_whose_store_does_not_answer_any_more_ends_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write to a full disk may leave half a record, at whose end torch reads for ever."""
+    replacing, rank = Replacing([], 1, 0, {}, print), _Rank(True)
+    replacing._ranks = {0: rank}  # type: ignore[dict-item]
+    replacing._folder = tmp_path
+    replacing._board = Board(SimpleNamespace(check=_silent, get=_silent))
+    monkeypatch.setattr("avgpipe.fault.replace.LIMITS", replace(LIMITS, store_s=-1.0))
+    assert replacing._is_there("a", silent=True)  # a stopped rank may hold the store
+    assert not replacing._is_there("a", silent=False)
+    rank.is_stopped = False
+    with pytest.raises(PipelineError, match=r"the ranks cannot meet any more, as .*store cannot be read"):
+        replacing._is_there("a", silent=True)
+
+
+def _silent(*_: object) -> None:
+    raise Silence
 
 
 @pytest.mark.parametrize("is_there", [False, True])
@@ -428,6 +451,7 @@ def test_a_spare_that_is_stopped_takes_nobodys_place(tmp_path: Path) -> None:
 _ASKS = """
 import os, pathlib, sys, time
 from avgpipe import PeerLost
+from avgpipe.errors import PipelineError
 from avgpipe.fault.generation import next_generation
 from avgpipe.ranks.rendezvous import private_store
 told = pathlib.Path(sys.argv[1], "told")

@@ -16,6 +16,7 @@ from avgpipe.cli import hosts
 from avgpipe.cli.config import NO_SPARES, IsolationOptions, RunConfig
 from avgpipe.cli.options import Options, flag
 from avgpipe.cli.output import FAILED, CommandFailed, arguments, note, say
+from avgpipe.errors import PipelineError
 from avgpipe.fault.door import called, listen, parse_address
 from avgpipe.fault.replace import Replacing
 from avgpipe.fault.supervise import IsolatedCounts, Supervisor, TooFewLeft
@@ -57,6 +58,8 @@ def run(config: RunConfig) -> None:
             failure, codes = f"rank {failed.rank} {failed.reason}", failed.exit_codes
         except TooFewLeft as few:
             failure, codes = str(few), few.exit_codes
+        except PipelineError as error:
+            raise CommandFailed(str(error), FAILED) from None
     if -signal.SIGPIPE in codes and not has_reader():
         end_without_reader()
     if config.json:

@@ -13,8 +13,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge, wait
 from queue import SimpleQueue
@@ -99,9 +99,14 @@ def _prepare(end: socket.socket) -> None:
             end.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def socket_of(connection: Connection) -> socket.socket:
-    """Return the socket of a connection, to look at; it is to be closed."""
-    return socket.socket(fileno=os.dup(connection.fileno()))
+@contextmanager
+def socket_of(connection: Connection) -> Iterator[socket.socket]:
+    """Give the socket of a connection, which stays open; no other descriptor is needed, as there may be none left."""
+    end = socket.socket(fileno=connection.fileno())
+    try:
+        yield end
+    finally:
+        end.detach()
 
 
 def cut(connection: Connection) -> None:

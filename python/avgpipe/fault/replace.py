@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from avgpipe.errors import reason
+from avgpipe.errors import PipelineError, reason
 from avgpipe.fault import generation
 from avgpipe.ranks.environment import GENERATION, RESTART, SPARE, STORE_FILE
 from avgpipe.ranks.launch import (
@@ -85,6 +85,7 @@ class Replacing(LaunchPolicy):
         self._missed: list[tuple[int, RanksFailed]] = []
         self._blame_by = float("inf")  # on the monotonic clock
         self._left: list[int] = []  # ranks that ended without an error
+        self._silent_since = float("inf")  # the ranks' store; on the monotonic clock
         self._answer_at: float | None = None  # on the monotonic clock, to ranks that ask for losses
         self._made = self._generation = 0
         self._replaced: Counter[int] = Counter()  # of each rank
@@ -209,9 +210,9 @@ class Replacing(LaunchPolicy):
             try:
                 self._board.put(name, text)
                 return
-            except Silence:
+            except Silence as silence:
                 if time.monotonic() > deadline:
-                    raise
+                    raise self._unreadable() from silence
                 self._kill([rank for rank, one in self._ranks.items() if one.stopped()])
                 time.sleep(LIMITS.look_s)
 
@@ -303,9 +304,21 @@ class Replacing(LaunchPolicy):
         from avgpipe.ranks.rendezvous import Silence
 
         try:
-            return self._board.get(name) is not None
-        except Silence:
+            is_there = self._board.get(name) is not None
+        except Silence as silence:
+            is_held = any(one.stopped() for one in self._ranks.values())  # by one that was stopped meanwhile
+            self._silent_since = min(self._silent_since, time.monotonic()) if not is_held else float("inf")
+            if time.monotonic() > self._silent_since + LIMITS.store_s:
+                raise self._unreadable() from silence
             return silent
+        self._silent_since = float("inf")
+        return is_there
+
+    def _unreadable(self) -> PipelineError:
+        """Return the error of a store that does not answer: a write without room may have left half a record."""
+        return PipelineError(
+            f"the ranks cannot meet any more, as {self._folder}/store cannot be read: see whether its disk is full"
+        )
 
     def _failure(self, rank: int, code: int, reason: str | None = None) -> RanksFailed:
         return RanksFailed([code if r == rank else 0 for r in range(self._size)], rank, reason=reason)

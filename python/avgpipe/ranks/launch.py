@@ -222,6 +222,9 @@ class Started:
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self._left: list[int] = []  # ranks that ended with 0, in their order
         self._awaited: list[int] = []  # ranks that were not ready when others had missed one
+        self._reported: dict[
+            int, float
+        ] = {}  # when ranks had reported their last error, on the monotonic clock
         self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
 
     def poll(self) -> RanksFailed | bool | None:
@@ -270,7 +273,7 @@ class Started:
 
     def _code(self, rank: int, code: int) -> int:
         """Return the exit code of a failed rank; PEER_LOST also for a script that has missed a peer."""
-        return PEER_LOST if code > 0 and has_missed(self.folder, rank) else code
+        return PEER_LOST if code and has_missed(self.folder, rank) else code
 
     def stopped(self) -> list[int]:
         """Return the ranks that a signal has stopped."""
@@ -301,7 +304,16 @@ class Started:
                 if end is not None:
                     codes[rank] = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
         self._left += [rank for rank, code in codes.items() if code == 0 and rank not in self._left]
+        self._kill_stuck(codes)
         return codes
+
+    def _kill_stuck(self, codes: Mapping[int, int]) -> None:
+        """Kill ranks that do not end after the error that ends them: a destructor may wait for ever."""
+        for rank, process in self._processes.pids().items():
+            if rank not in codes and (has_missed(self.folder, rank) or error_of(self.folder, rank)):
+                since = self._reported.setdefault(rank, time.monotonic())
+                if time.monotonic() > since + LIMITS.reported_end_s:
+                    os.killpg(process, signal.SIGKILL)
 
     def kill(self, why: str = "", blamed: int | None = None) -> None:
         """Kill all; ``blamed``: the rank that was the first to fail, if it is known."""

@@ -23,6 +23,7 @@ class Limits:
     sure_s: float = 1.0
     again_s: float = 60.0
     closed_end_s: float = 10.0
+    reported_end_s: float = 30.0
     join_answer_s: float = 60.0
     join_end_s: float = 3.0
     join_alive_s: float = 1.0
