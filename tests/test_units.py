@@ -3,6 +3,7 @@
 import pytest
 
 from avgpipe.units import (
+    duration,
     format_bytes,
     format_seconds,
     parse_bytes,
@@ -100,3 +101,8 @@ def test_times_are_written_in_three_digits() -> None:
         *("0.00 µs", "12.3 µs", "1500 µs", "2.00 ms", "12.3 ms", "123 ms", "2.00 s", "61.2 s", "123 s")
     ]
     assert time_unit(0.1) == ("ms", 1e3)
+
+
+def test_a_duration_that_is_not_finite_has_no_words() -> None:
+    times = 42.4, 185, 7620, float("nan"), float("inf")
+    assert [duration(seconds) for seconds in times] == ["42 s", "3:05 min", "2:07 h", "-", "-"]

@@ -108,7 +108,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in words: 42 s, 3:05 min, 2:07 h."""
+    """Return a duration in words: 42 s, 3:05 min, 2:07 h; "-" if it is not finite."""
+    if not abs(seconds) < math.inf:
+        return "-"
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -200,6 +200,7 @@ class Totals:
 
 
 _LARGEST = 1e300
+_COUNTED = ("batch", "epoch", "samples", "seconds")  # by which rows are placed
 
 
 def number(value: Any) -> float | None:
@@ -215,6 +216,15 @@ def numbers(value: Any) -> list[float]:
     return [item for item in found if item is not None] if None not in found else []
 
 
+def limited(value: Any) -> Any:
+    """Return a value of JSON with None in place of numbers that are not finite, or huge."""
+    if isinstance(value, dict):
+        return {key: limited(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [limited(part) for part in value]
+    return number(value) if type(value) in (int, float) else value
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a run's metrics.jsonl, without damaged ones such as a last line that was cut off."""
     try:
@@ -225,12 +235,17 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_row(line: str) -> dict[str, Any] | None:
-    """Return the row in a line of metrics.jsonl; None if it holds none."""
+    """Return the row in a line of metrics.jsonl; None if it holds none.
+
+    Its losses and other measured values may be None, as those that were not finite; its counts and seconds are not.
+    """
     try:
-        row = parse_json("a row", line, finite=False)
+        row = limited(parse_json("a row", line, finite=False))
     except ValueError:
         return None
-    return row if isinstance(row, dict) and "kind" in row and "batch" in row else None
+    if not isinstance(row, dict) or "kind" not in row or "batch" not in row:
+        return None
+    return None if any(row.get(name, 0) is None for name in _COUNTED) else row
 
 
 def read_object(path: Path, problems: list[str]) -> dict[str, Any]:

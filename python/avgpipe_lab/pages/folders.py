@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from avgpipe.errors import reason
-from avgpipe.report.course import read_metrics, read_object, stretches, unbroken
+from avgpipe.report.course import limited, read_metrics, read_object, stretches, unbroken
 from avgpipe.timeline.timeline import Timeline
 from avgpipe_lab.compare.comparison import Comparison, Figures, SystemResult
 
@@ -24,7 +24,7 @@ class Run:
     Attributes:
         name: Name of the run beside others.
         rows: Rows of metrics.jsonl, each with a kind, a batch and seconds.
-        summary: Empty for a run that has not finished.
+        summary: Empty for a run that has not finished; None for numbers that are not finite, or huge.
         plan: Content of plan.json.
         options: Content of run.json.
         timeline: Timeline of the last batches; None if there is none.
@@ -45,6 +45,7 @@ class Run:
         """Read a folder; a missing or damaged file gives an empty field, and damage a problem."""
         problems: list[str] = []
         files = {part: read_object(path / f"{part}.json", problems) for part in ("summary", "plan", "run")}
+        files["summary"] = limited(files["summary"])
         timeline = None
         if (path / "timeline.json").is_file():
             try:

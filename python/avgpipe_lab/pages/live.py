@@ -144,12 +144,12 @@ class LiveRun:
     @property
     def busy(self) -> list[float]:
         """Return the computing share of each worker before the last validation."""
-        return self.progress.valid.get("worker_busy_fraction") or []
+        return numbers(self.progress.valid.get("worker_busy_fraction"))
 
     @property
     def peaks(self) -> list[float]:
         """Return the peak memory of each worker until the last validation."""
-        return self.progress.valid.get("peak_memory_bytes") or []
+        return numbers(self.progress.valid.get("peak_memory_bytes"))
 
     @property
     def drift(self) -> float | None:

@@ -90,7 +90,8 @@ def _figure(run: Run, name: str, form: Callable[[float], str] = format_figure) -
 
 
 def _batches(run: Run) -> str | None:
-    done = run.summary.get("batches", sum(row["kind"] == "train" for row in run.rows))
+    done = run.summary.get("batches")
+    done = sum(row["kind"] == "train" for row in run.rows) if done is None else done
     total = next((row["total_batches"] for row in run.rows if row.get("total_batches")), None)
     return f"{done} of {total}, not finished" if not run.summary and total else f"{done}"
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import re
 from html import unescape
+from typing import Any
 
 import pytest
 
 from avgpipe.timeline.page import Chart, Line, Page, Section, Sentences, chart_data, policy, script_json
 from avgpipe_lab.pages.folders import Run, read_folders
 from avgpipe_lab.pages.page import report_page, thinned
-from tests.lab.pages.folders import train_row, write_run
+from tests.lab.pages.folders import summary, train_row, valid_row, write_run
 from tests.lab.pages.test_runs import COMPARISON, write_comparison
 
 MOST_BYTES = 6_000_000
@@ -85,6 +86,32 @@ def test_a_run_that_goes_on_is_shown_as_far_as_it_is(tmp_path):
     page = report_page([Run.read(write_run(tmp_path / "run", batches=8, ended=False))])
     assert table_of(page, "Summary")["batches"] == ("8 of 1000, not finished",)
     assert "Timeline" not in titles(page)
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e400", "9" * 400])
+def test_numbers_that_no_run_has_are_left_out(tmp_path, number):
+    path = write_run(tmp_path / "run", batches=8, ended=False)
+    wrong: dict[str, Any] = {"train_seconds": "X", "samples_per_second": "X", "batches": "X", "metric": "X"}
+    wrong |= {
+        "worker_busy_fraction": ["X"],
+        "peak_memory_bytes": ["X"],
+        "seconds_to_target": "X",
+        "target": 1.0,
+    }
+    (path / "summary.json").write_text(json.dumps(summary(8) | wrong).replace('"X"', number))
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(train_row(8, seconds="X")).replace('"X"', number) + "\n")
+        file.write(json.dumps(train_row(8, loss="X", lr="X", grad_norm="X")).replace('"X"', number) + "\n")
+        file.write(json.dumps(valid_row(9, loss="X", distances={"norm": "X"})).replace('"X"', number) + "\n")
+    page = report_page([Run.read(path)])
+    facts = table_of(page, "Summary")
+    assert (facts["batches"], facts["best"], facts["target"]) == (
+        ("9",),
+        ("perplexity 19.0",),
+        ("1.0: not reached",),
+    )
+    assert not {"training", "samples/s", "last"} & set(facts)
+    assert max(charts(page)["loss"].lines[0].samples) == 64
 
 
 def test_several_runs_share_charts(tmp_path):

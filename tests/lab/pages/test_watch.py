@@ -110,6 +110,32 @@ def test_a_run_that_stopped_is_said_to_have(going, monkeypatch):
     assert "stopped: no process of this machine" in printed(watch.page(looked(going)))
 
 
+@pytest.mark.parametrize("number", ["NaN", "1e400", "-1e400", "9" * 400])
+def test_numbers_that_no_run_has_are_left_out(going, number):
+    with (going / "metrics.jsonl").open("a") as file:
+        for name in ("batch", "epoch", "samples", "seconds"):
+            file.write(json.dumps(train_row(500) | {name: "X"}).replace('"X"', number) + "\n")
+        file.write(json.dumps(train_row(100, loss="X", lr="X")).replace('"X"', number) + "\n")
+        measured = {
+            "loss": "X",
+            "metrics": {"loss": "X"},
+            "worker_busy_fraction": ["X"],
+            "skipped_updates": "X",
+        }
+        more = {"peak_memory_bytes": ["X", 1], "total_batches": "X", "distances": {"norm": "X"}}
+        file.write(json.dumps(valid_row(101, **measured, **more)).replace('"X"', number) + "\n")
+    said = invoke("watch", str(going), "--once").stdout
+    assert said.startswith("running: batch 101  loss 1.5507")  # of the batch before
+    assert "speed 200.0 samples/s" in said
+    found = strict(invoke("watch", str(going), "--json").stdout)
+    assert (found["batches"], found["validation"]["loss"], found["lr"]) == (101, None, None)
+
+
+def test_a_run_that_diverges_is_followed(going):
+    add(going, train_row(100, loss=float("nan")), train_row(101, loss=None))
+    assert invoke("watch", str(going), "--once").stdout.startswith("running: batch 102/1000  loss 1.5507")
+
+
 def test_what_is_no_run_is_refused(tmp_path):
     result = invoke("watch", str(tmp_path))
     assert result.exit_code == 2
