@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from avgpipe import __version__
-from avgpipe.cli.output import note, say
+from avgpipe.cli.output import CommandFailed, arguments, note, say
 from tests.cli.command import environment, invoke
 
 OPTIONS = {
@@ -110,3 +110,18 @@ def test_a_line_without_a_reader_ends_no_run(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Gone())
     note("pipeline 1 is lost")
     say("the run has ended")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "this needs more memory than there is"),
+        (MemoryError("the simulation does not fit into memory"), "the simulation does not fit into memory"),
+        (RecursionError("maximum recursion depth exceeded"), "maximum recursion depth exceeded"),
+        (OverflowError("int too large to convert to float"), "int too large to convert to float"),
+    ],
+)
+def test_what_is_too_large_for_a_check_is_refused_in_one_line(error: Exception, said: str) -> None:
+    with pytest.raises(CommandFailed, match=f"^{said}$") as raised, arguments():
+        raise error
+    assert raised.value.exit_code == 2

@@ -155,6 +155,11 @@ def test_a_picture_is_drawn(tmp_path, name):
         (("--micro-batches", "-1"), "--micro-batches -1: must be more than 0"),
         (("--pipelines", "0"), "--pipelines 0: must be more than 0"),
         (("--batches", "0"), "--batches 0: must be more than 0"),
+        (
+            ("--batches", "1000000000"),
+            "--batches 1000000000: must be at most 29127 with 6 workers and 12 micro",
+        ),
+        (("--pipelines", "1000000000"), "--pipelines 1000000000: must be at most 29127 with 6 workers"),
         (("--forward-ms", "ten"), "--forward-ms ten"),
         (("--backward-ms", "-20"), "--backward-ms -20"),
         (("--transfer-ms", "nan"), "--transfer-ms nan"),

@@ -86,6 +86,10 @@ DEVICES = "[[devices]]\ncount = 2\n"
             DEVICES + '[levels]\nunits = 2\nbandwidth = "1Gbit"\n',
             "levels must be tables: begin each with [[levels]]",
         ),
+        (
+            DEVICES + LEVELS + 3000 * LEVELS.replace("2", "1"),
+            "the number of levels=3001: must be at most 16",
+        ),
         ("name = 3\n" + DEVICES + LEVELS, "name=3: must be a text"),
         ("[[devices]\n", "a cluster file must be TOML: "),
         (

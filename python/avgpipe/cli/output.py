@@ -93,11 +93,18 @@ class CommandFailed(Exception):
         self.exit_code = exit_code
 
 
+_TOO_LARGE: dict[type[Exception], str] = {
+    MemoryError: "this needs more memory than there is",
+    RecursionError: "something is nested too deeply",
+    OverflowError: "a number is too large",
+}
+
+
 def arguments() -> AbstractContextManager[None]:
     """Check arguments in this context: a refusal ends the command with 2, before anything was written."""
     # CheckpointError and StageError are ValueErrors; a worker may already have failed, or the package is not
-    # built.
-    wrong = (ValueError, TypeError, OSError)
+    # built. The last three are of numbers that no check has found too large.
+    wrong: tuple[type[Exception], ...] = (ValueError, TypeError, OSError, *_TOO_LARGE)
     return _ending(
         dict.fromkeys(wrong, WRONG_ARGUMENTS) | dict.fromkeys((PipelineError, ImportError), FAILED)
     )
@@ -117,7 +124,7 @@ def _ending(codes: dict[type[Exception], int]) -> Iterator[None]:
         if isinstance(error, BrokenPipeError) and not has_reader():
             raise
         code = next(code for kind, code in codes.items() if isinstance(error, kind))
-        message = str(error)
+        message = str(error) or _TOO_LARGE.get(type(error), "")
         if isinstance(error, OSError) and error.strerror and error.filename:
             message = f"{error.filename}: {error.strerror}"
         raise CommandFailed(message, code) from error

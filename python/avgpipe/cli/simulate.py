@@ -16,6 +16,7 @@ from avgpipe.timeline.timeline import Timeline
 
 _MIB = 2**20
 _MOST_BYTES = 16 * _MIB  # of a schedule: two million actions
+_MOST_ACTIONS = 2**21  # forward passes of a simulation: some seconds, and each is drawn
 _OF_A_NAME = ("stages", "micro_batches", "advance", "stages_per_worker")  # contained in a file
 _UPDATE = re.compile(r"\b\d*U\b")
 
@@ -25,6 +26,7 @@ def run(config: SimulateConfig) -> None:
         costs = _costs(config)
         schedule, choice = _schedule(config, costs)
         pipelines = config.pipelines
+        _check_counts(config, schedule)
         timeline = simulate(schedule, costs, pipelines=pipelines, batches=config.batches or pipelines)
         steady_s = steady_batch_s(schedule, costs, pipelines=pipelines)
     with running():
@@ -74,6 +76,15 @@ def _schedule(config: SimulateConfig, costs: Costs) -> tuple[Schedule, AdvanceCh
         return schedule, None
     choice = choose_advance(stages, micro_batches, costs, pipelines=config.pipelines)
     return build_schedule(config.schedule, stages, micro_batches, choice.advance), choice
+
+
+def _check_counts(config: SimulateConfig, schedule: Schedule) -> None:
+    """Refuse counts whose simulation would not fit into memory; one batch is not refused."""
+    most = max(1, _MOST_ACTIONS // (schedule.workers * schedule.micro_batches))
+    for name in ("pipelines", "batches"):
+        if (count := getattr(config, name) or 1) > most:
+            size = f"{schedule.workers} workers and {schedule.micro_batches} micro-batches"
+            raise ValueError(f"{flag(name)} {count}: must be at most {most} with {size}")
 
 
 def _read(config: SimulateConfig) -> Schedule:

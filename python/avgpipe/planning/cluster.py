@@ -34,7 +34,7 @@ class Level(NamedTuple):
 
 
 _FREE = LinkProfile(0.0, math.inf)
-_MOST_WORKERS = 2**16
+_MOST_WORKERS, MOST_LEVELS = 2**16, 16
 
 
 def ring_s(size_bytes: Any, workers: int, bytes_per_s: float) -> Any:
@@ -147,6 +147,7 @@ class Cluster:
             rows = found[name]
             if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
                 raise ValueError(f"{name} must be tables: begin each with [[{name}]]")
+        check_count("the number of levels", len(found["levels"]), most=MOST_LEVELS)
         devices = [d for n, row in enumerate(found["devices"]) for d in _devices(f"devices[{n}]", row)]
         levels = [_level(f"levels[{n}]", row) for n, row in enumerate(found["levels"])]
         name = found.get("name", "")

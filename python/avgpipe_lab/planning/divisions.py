@@ -12,7 +12,7 @@ import numpy as np
 
 from avgpipe.errors import check_count
 from avgpipe.model.balance import EXACT, Array, check_stages
-from avgpipe.planning.cluster import Cluster, Level
+from avgpipe.planning.cluster import MOST_LEVELS, Cluster, Level
 from avgpipe.planning.costs import number
 from avgpipe.planning.profile import LinkProfile, Profile
 
@@ -43,6 +43,7 @@ def network(
             raise ValueError(
                 "levels is empty: give (units, bytes_per_s) of each, lowest first, or leave it out"
             )
+        check_count("the number of levels", len(levels), most=MOST_LEVELS)
         made = tuple(_checked_level(n, level) for n, level in enumerate(levels))
     total = math.prod(level.units for level in made)
     if workers not in (None, total):

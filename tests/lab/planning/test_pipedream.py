@@ -208,6 +208,7 @@ def test_what_is_cut_inside_a_unit_is_placed_in_every_such_unit() -> None:
         ({"levels": [(2, 0.0)]}, r"levels\[0\]: bytes_per_s=0.0: must be above 0"),
         ({"levels": [(0, 1.0)]}, r"levels\[0\]: units=0"),
         ({"levels": []}, r"levels is empty"),
+        ({"levels": [(1, 1.0)] * 3000}, r"the number of levels=3000: must be at most 16"),
         ({"levels": [(2, 1.0)], "link": LinkProfile(0.0, 1.0)}, r"leave one out"),
         ({"memory_limit_bytes": -1}, r"memory_limit_bytes=-1: must be a number of bytes above 0"),
         ({"micro_batch_size": 0}, r"micro_batch_size=0: must be a number of samples above 0"),
