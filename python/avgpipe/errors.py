@@ -76,11 +76,17 @@ def nearest(name: str, valid: list[str] | tuple[str, ...]) -> str:
     return f"{hint}valid names: {', '.join(valid)}"
 
 
+def text_of(error: BaseException) -> str:
+    """Return an error's text as every file can hold it; "" where the error itself fails to make one."""
+    try:
+        return str(error).encode(errors="backslashreplace").decode()
+    except Exception:
+        return ""
+
+
 def reason(error: BaseException) -> str:
     """Return the first line of an error's text that is not empty, or else its type and origin."""
-    lines = (line.strip() for line in str(error).splitlines())
-    frames = traceback.extract_tb(error.__traceback__)
-    where = (
-        f" in {frames[-1].name}, {PurePath(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    )
-    return next((line for line in lines if line), f"{type(error).__name__}{where}")
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = "".join(f" in {frame.name}, {PurePath(frame.filename).name}:{frame.lineno}" for frame in last)
+    lines = filter(None, map(str.strip, text_of(error).splitlines()))
+    return next(lines, f"{type(error).__name__}{where}")

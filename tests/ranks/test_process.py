@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from avgpipe.ranks.process import run_folder, unready
+from avgpipe.ranks.environment import STORE_FILE
+from avgpipe.ranks.process import error_of, report_lost_peers, run_folder, unready
 from tests.cli.command import alive, environment
 from tests.patience import limit, wait_until
 
@@ -76,3 +77,25 @@ def test_a_rank_that_was_not_ready_when_others_missed_it_stays_the_one_to_blame(
     assert unready(tmp_path, range(3)) == [1]
     os.utime(tmp_path / "ready-1", (1.5, 1.5))
     assert unready(tmp_path, range(3)) == []
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [(Textless(), "Textless: Textless"), (OSError("a\udcffb \ud800"), "OSError: a\\udcffb \\ud800")],
+)
+def test_an_error_of_a_script_that_no_file_can_hold_is_reported(
+    error: Exception, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[object] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *given: shown.append(given[1]))
+    monkeypatch.setenv(STORE_FILE, str(tmp_path / "store"))
+    monkeypatch.setenv("RANK", "1")
+    report_lost_peers.__wrapped__()
+    sys.excepthook(type(error), error, None)
+    assert error_of(tmp_path, 1) == known
+    assert shown == [error]

@@ -7,6 +7,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,22 @@ def test_a_rank_that_fails_of_itself_is_not_replaced_and_no_other_waits_for_that
     ours = meet(1)
     ours.report(failure)
     assert store.check([given_up(1)]) == ends
+
+
+class Textless(RuntimeError):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("failure", "known"), [(Textless(), "Textless: "), (OSError("half \ud800"), "OSError: half \\ud800")]
+)
+def test_a_failure_that_no_store_can_hold_is_reported(failure: Exception, known: str) -> None:
+    store = HashStore()
+    ours = SimpleNamespace(_board=rendezvous.Board(store, 1, 2), rank=1, _spares=None)
+    met.Met.report(ours, failure)  # type: ignore[arg-type]
+    assert ours._board.get("failure") == f"rank 1: {known}"
+    assert not met.is_of_transport(failure)
 
 
 def _too_large() -> str:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
+from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason, text_of
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.rendezvous import Board, named_apart, private_store, replacements
 from avgpipe.ranks.world import Notice, World
@@ -121,7 +121,9 @@ class Met(World):
     def report(self, failure: BaseException) -> None:
         """Report this rank's failure to all ranks. Only the first is kept: later ones follow from it."""
         with suppress(RuntimeError):  # the store ended with its holder; peers notice the closed connection
-            self._board.put_first("failure", f"rank {self.rank}: {type(failure).__name__}: {failure}")
+            self._board.put_first(
+                "failure", f"rank {self.rank}: {type(failure).__name__}: {text_of(failure)}"
+            )
             if self._spares is not None and not isinstance(failure, PeerLost | PipelineTimeout):
                 self._spares.give_up()
 
@@ -307,7 +309,7 @@ def break_off(group: Any, other: int) -> None:
 
 def is_of_transport(error: BaseException) -> bool:
     """Whether a collective of torch.distributed has failed."""
-    is_gloo = isinstance(error, RuntimeError) and "gloo" in str(error)
+    is_gloo = isinstance(error, RuntimeError) and "gloo" in text_of(error)
     return not isinstance(error, PipelineError) and (isinstance(error, dist.DistError) or is_gloo)
 
 

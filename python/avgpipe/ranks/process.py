@@ -92,7 +92,7 @@ def report_lost_peers() -> None:
 def _leave(name: str, text: str = "") -> None:
     """Leave a file for the launcher, if it has started this process."""
     with suppress(OSError, KeyError):
-        (_folder() / f"{name}-{os.environ['RANK']}").write_text(text)
+        (_folder() / f"{name}-{os.environ['RANK']}").write_text(text, errors="backslashreplace")
 
 
 def report_ready() -> None:
