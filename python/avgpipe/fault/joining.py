@@ -20,10 +20,11 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from avgpipe.errors import PipelineError, reason
+from avgpipe.errors import PipelineError, check_count, check_name, reason
 from avgpipe.fault.door import (
     ALIVE,
     ENDED,
+    GREET_S,
     JOIN,
     VERSION,
     Messages,
@@ -34,7 +35,7 @@ from avgpipe.fault.door import (
 )
 from avgpipe.fault.group import OVER, REFUSED
 from avgpipe.fault.membership import environment
-from avgpipe.files import json_object, reading
+from avgpipe.files import check_keys, dataclass_of, in_short, json_object, reading
 from avgpipe.ranks.environment import RESTART
 from avgpipe.ranks.launch import Job, RanksFailed, as_here
 from avgpipe.ranks.limits import LIMITS
@@ -47,6 +48,9 @@ ADDRESS = "join.json"
 TOO_FEW = "too few pipelines are left"  # why the last ones are ended
 LEFT = "has ended before its last step"  # the run, by a signal or an error of its launcher
 _CUT = "cannot be reached any more"
+_CLOSED = f"it closed the connection, or said nothing for {GREET_S:g} s"
+_MOST_PROCESSES = 2**16
+_PLACE = ("pipeline", "group", "restart", "folder", "job")  # what a launcher's answer says
 TRAINS = "trains"  # the name of the script and its arguments, or of the workload, among a job's options
 
 
@@ -172,10 +176,14 @@ def _join(run: str, address: str, secret: str, say: Callable[[str], None], optio
     except socket.gaierror:
         raise NoPlace(f"host {parse_address(address)[0]} is not known here") from None
     except (OSError, EOFError) as error:
-        raise NoPlace(f"{run}: its launcher cannot be reached: {reason(error)}") from None
+        why = reason(error) if str(error) else _CLOSED
+        if getattr(error, "errno", None) is None and not isinstance(error, TimeoutError):
+            why += ": it may be no run of avgpipe"
+        raise NoPlace(f"{run}: its launcher cannot be reached: {why}") from None
     with connection, keeping_handlers(), ExitStack() as stack:
         welcome = _ask(connection, run, options)
-        job, pipeline = _job_of(welcome, is_far), int(welcome["pipeline"])
+        job = _job_of(welcome, is_far)
+        pipeline: int = welcome["pipeline"]
         place = environment(address, secret, welcome["group"], pipeline)
         failure = list[Any]()
         stack.callback(_send_end, connection, failure)
@@ -214,21 +222,68 @@ def _ask(connection: Connection, run: str, options: Mapping[str, str]) -> dict[s
         connection.send_bytes(encoded([JOIN, VERSION, about]))
         if not connection.poll(LIMITS.join_answer_s):
             raise NoPlace(f"{run}: its launcher has not answered within {LIMITS.join_answer_s:g} s")
-        _, welcome = received(connection)
+        welcome = _welcome(connection, run)
     except (OSError, EOFError) as error:
-        raise NoPlace(f"{run}: its launcher has not answered: {reason(error)}") from None
+        cause = reason(error) if str(error) else "it closed the connection"
+        raise NoPlace(f"{run}: its launcher has not answered: {cause}") from None
     if (why := welcome.get("why")) in (OVER, TOO_FEW):
         raise RunEnded(run, why)
     if "options" in welcome:
         raise ValueError(_difference(run, options, welcome["options"]))
     if "why" in welcome:
         raise NoPlace(f"{run}: {welcome['why']}")
-    return dict(welcome)
+    return welcome
+
+
+def _welcome(connection: Connection, run: str) -> dict[str, Any]:
+    """Read the launcher's answer, with a Job; ValueError for an invalid one, OSError or EOFError for none."""
+    try:
+        _, *values = received(connection)
+        if len(values) != 1 or not isinstance(values[0], dict):
+            raise ValueError("not an object")
+        welcome: dict[str, Any] = values[0]
+        if "why" in welcome:
+            _check_texts("why", [welcome["why"]])
+        elif "options" in welcome:
+            _check_texts("options", welcome["options"], dict)
+        else:
+            check_keys("it", welcome, _PLACE, _PLACE)
+            check_count("pipeline", welcome["pipeline"], least=0)
+            check_count("group", welcome["group"], least=0)
+            _check_texts("restart and folder", [welcome["restart"], welcome["folder"]])
+            int(welcome["restart"])
+            welcome["job"] = _checked_job(welcome["job"])
+    except ValueError as error:
+        raise ValueError(f"{run}: its launcher has sent an invalid answer: {in_short(error)}") from None
+    return welcome
+
+
+def _checked_job(values: Any) -> Job:
+    job: Job = dataclass_of("job", Job, values)
+    check_name("out", job.out, ("stdout", "stderr"))
+    check_count("size", job.size, most=_MOST_PROCESSES)
+    _check_texts("command", job.command, tuple)
+    for name in ("added", "options"):
+        _check_texts(name, getattr(job, name), dict)
+    if not job.command or not isinstance(job.arguments, dict | None):
+        raise ValueError("command is empty" if not job.command else "arguments must be an object")
+    shlex.split(job.options.get(TRAINS, ""))
+    return job
+
+
+def _check_texts(name: str, values: Any, kind: type[Any] = list) -> None:
+    """Refuse what has other parts than texts that commands and variables can have."""
+    if not isinstance(values, kind):
+        raise ValueError(f"{name} must be a {kind.__name__}, not {values!r:.30}")
+    for text in [*values, *(values.values() if isinstance(values, dict) else ())]:
+        if not isinstance(text, str) or "\0" in text:
+            raise ValueError(f"{name} must be texts without NUL, not {text!r:.30}")
+        os.fsencode(text)
 
 
 def _job_of(welcome: Mapping[str, Any], is_far: bool) -> Job:
     """Return the run's job, in the folder where it is started. ValueError if its script does not exist here."""
-    job = Job(**welcome["job"])
+    job: Job = welcome["job"]
     if not is_far:
         os.chdir(welcome["folder"])
         return job
@@ -245,7 +300,7 @@ def _difference(run: str, own: Mapping[str, str], its: Mapping[str, str]) -> str
 
     def text(of: Mapping[str, str]) -> str:
         words = ", ".join(f"{name} {of[name]}".rstrip() if name in of else f"no {name}" for name in names)
-        return f'"{of[TRAINS]}"' + f" with {words}" * bool(words)
+        return f'"{of.get(TRAINS, "")}"' + f" with {words}" * bool(words)
 
     return f"the run at {run} trains {text(its)}, and this command says {text(own)}: give the same"
 
