@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
@@ -14,7 +15,7 @@ from multiprocessing import AuthenticationError
 from typing import TYPE_CHECKING, Any
 
 from avgpipe.errors import PeerLost, PipelineError, PipelineTimeout, reason
-from avgpipe.fault.door import VERSION, Messages, connect, cut, encoded, received, socket_of
+from avgpipe.fault.door import MOST_BYTES, VERSION, Messages, connect, cut, encoded, received, socket_of
 from avgpipe.fault.roster import Roster, Term
 from avgpipe.ranks.environment import PIPELINE, RUN
 from avgpipe.ranks.process import host_here
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 TOKEN, GROUP = "AVGPIPE_TOKEN", "AVGPIPE_GROUP"
 _ALIVE_S = 1.0  # between two "alive" messages
 _LONGEST = 1000  # characters of a reason
+_MOST_FOUND = MOST_BYTES - 2**12  # bytes of a result, which messages hold beside its name
 _RELEASE_S = 30.0  # at least, for the others to end the steps in which they need this process
 
 
@@ -212,6 +214,11 @@ class Membership:
         reply = self._request("once", *name, batches, limit_s=None)
         if "value" not in reply:
             reply = {"value": find()}
+            if (size := len(json.dumps(reply["value"]))) > _MOST_FOUND:
+                raise ValueError(
+                    f"once({what!r}): the result has {size} bytes as JSON, and may have at most {_MOST_FOUND}: "
+                    "return less, such as the path of a file"
+                )
             self._send_if_alive("done", *name, reply["value"])
         return reply["value"]
 
