@@ -247,6 +247,22 @@ def test_counts_and_metrics_are_the_same(captures):
     assert all(torch.equal(value, found[1][name]) for name, value in plain[1].items())
 
 
+def test_a_batch_that_counts_nothing_leaves_weights_finite(captures):
+    def counted(output, target):
+        keeps = target > 2
+        return (nn.functional.cross_entropy(output, target, reduction="none") * keeps).sum(), keeps.sum()
+
+    batches = [(x, y.clamp(max=2) if j in (1, 4) else y) for j, (x, y) in enumerate(token_batches(6, 16))]
+    plan, options = Plan(stages=2, micro_batches=4), {"loss_fn": counted, "optimizer": adamw}
+    plain, found = (train(batches, graphs, plan, **options) for graphs in (False, True))
+    for losses in (plain[0], found[0]):
+        assert [j for j, loss in enumerate(losses) if loss != loss] == [1, 4]
+        losses[1] = losses[4] = 0.0
+    assert_same(found, plain)
+    assert all(bool(value.isfinite().all()) for value in found[2].values())
+    assert launches(captures) > 0
+
+
 def test_weights_that_are_loaded_are_those_that_train(captures):
     batches = token_batches(8, 8)
 

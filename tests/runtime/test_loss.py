@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,11 +13,14 @@ from torch import nn
 from torch.nn import functional
 
 from avgpipe import Pipeline, Plan, Source, StageError
+from tests.isolated import Isolated
 from tests.links.ends import LINKS
 from tests.options import grouped
 from tests.runner import run
 from tests.runtime.cases import (
+    Trained,
     adamw,
+    assert_same_state,
     assert_same_training,
     language_model,
     momentum,
@@ -229,6 +233,99 @@ def test_step_weighs_pipelines_by_what_their_losses_count() -> None:
         optimizer=momentum,
     ) as p:
         assert abs(p.step(x, y) - expected) < 1e-10
+
+
+# ---- batches that count nothing --------------------------------------------------------------------------------------
+
+
+def without_targets(name: str, empty: Sequence[int]) -> list[Any]:
+    """Batches of 12 samples, some of which have no target that counts."""
+    batches = batches_for(name, count=8, samples=12)
+    for j in empty:
+        x, y = batches[j]
+        batches[j] = x, ((y[0], y[1] * 0) if name == "a mask" else torch.full_like(y, IGNORED))
+    return batches
+
+
+def joined(batches: list[Any], accumulate: int) -> list[Any]:
+    """Join the batches of one update."""
+    groups = [batches[j : j + accumulate] for j in range(0, len(batches), accumulate)]
+    return [tuple(torch.cat(column) for column in zip(*group)) for group in groups]
+
+
+def marked(losses: list[float]) -> list[float]:
+    """Losses to compare: NaN, which equals nothing, as a number."""
+    return [-1.0 if math.isnan(loss) else loss for loss in losses]
+
+
+@pytest.mark.parametrize("clip", [None, 0.05])
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("N", "M"), [(1, 1), (1, 4), (2, 4), (3, 3)])
+def test_a_batch_that_counts_nothing_has_gradients_of_zero(
+    N: int, M: int, accumulate: int, clip: float | None
+) -> None:
+    """As on one device: its loss is 0/0, and the weights move by momentum alone."""
+    batches = without_targets("ignored targets", [2, 3, 6, 7])
+    one = as_one_number(ignoring)
+    for optimizer in (momentum, adamw):
+        expected = train_on_one_device(language_model(), joined(batches, accumulate), one, optimizer, clip)
+        plan = Plan(stages=2, pipelines=N, micro_batches=M, staleness=0)
+        options = {"accumulate": accumulate, "clip_grad_norm": clip}
+        losses, state = train_pipeline(language_model(), plan, batches, ignoring, optimizer, **options)
+        assert sum(math.isnan(loss) for loss in losses) == 4 / accumulate
+        assert_same_training((marked(losses), state), (marked(expected[0]), expected[1]))
+
+
+@pytest.mark.parametrize("replication", REPLICATED)
+def test_a_batch_that_counts_nothing_where_stages_have_replicas(replication: list[int]) -> None:
+    batches = without_targets("", [0, 3])
+    plan = Plan(stages=2, micro_batches=4, schedule="1f1b", replication=replication)
+    losses, state = train_pipeline(language_model(), plan, batches, ignoring, momentum)
+    expected = train_on_one_device(language_model(), batches, as_one_number(ignoring), momentum)
+    assert_same_training((marked(losses), state), (marked(expected[0]), expected[1]))
+
+
+@pytest.mark.parametrize("scale", ["dynamic", 8.0])
+def test_a_batch_that_counts_nothing_leaves_the_scale_of_losses(scale: Any) -> None:
+    """The scale is lowered, and the update skipped, where gradients are not finite."""
+    batches = without_targets("", [1, 4])
+    expected = train_on_one_device(language_model(), batches, as_one_number(ignoring), momentum)
+    ours = train_pipeline(
+        language_model(), Plan(stages=2, micro_batches=4), batches, ignoring, momentum, loss_scale=scale
+    )
+    assert_same_training((marked(ours[0]), ours[1]), (marked(expected[0]), expected[1]))
+
+
+def plain(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def test_weights_that_are_all_zero_count_nothing() -> None:
+    """In plain torch the gradients of such a batch are NaN, since its loss is divided by zero and masked after."""
+    batches = without_targets("a mask", [2])
+    plan = Plan(stages=2, micro_batches=4)
+    losses, state = train_pipeline(language_model(), plan, batches[:3], masked, plain)
+    _, before = train_pipeline(language_model(), plan, batches[:2], masked, plain)
+    assert math.isnan(losses[2])
+    assert_same_state(state, before, 0.0)
+
+
+def in_pipelines_of_their_own(isolate: bool) -> Trained:
+    options = {"batch": "per-pipeline", "staleness": 0, "isolate": isolate}
+    plan = Plan(stages=1, pipelines=2, micro_batches=3, **options)
+    batches = without_targets("", [0, 3, 5])
+    losses, state = train_pipeline(language_model(), plan, batches, ignoring, momentum)
+    return marked(losses), state
+
+
+@pytest.mark.ranks
+def test_a_batch_that_counts_nothing_in_isolated_pipelines() -> None:
+    run = Isolated(2, 1, in_pipelines_of_their_own, isolate=True)
+    assert not run.failures
+    expected = in_pipelines_of_their_own(isolate=False)
+    assert [j for j, loss in enumerate(expected[0]) if loss < 0] == [0, 3, 5]
+    for ours in run.results.values():
+        assert_same_training(ours, expected)
 
 
 # ---- a scalar that is no mean --------------------------------------------------------------------------------------

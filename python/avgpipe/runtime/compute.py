@@ -190,17 +190,18 @@ class BatchState:
     def set_outcome(self, part: torch.Tensor) -> None:
         """Set the outcome from the sum of all replicas' contributions to the loss."""
         assert self.work.weights is not None
-        weight = self.work.weights.total
+        weight, self.outcome = self.work.weights.total, part
+        is_scaled = isinstance(self.loss_scale, torch.Tensor) or self.loss_scale != 1.0
         if part.dim():
             total, count = part.unbind()
             if self.metrics is not None:
                 self.metrics = self.metrics._replace(values=self.metrics.values / count)
-            self.outcome = torch.stack((total / count, weight / (count * self.loss_scale), count))
-        elif isinstance(self.loss_scale, torch.Tensor) or self.loss_scale != 1.0:
+            # Where nothing counts, the loss is 0/0 and the gradients are zero, which infinity would make NaN.
+            factor = weight / (count * self.loss_scale if is_scaled else count)
+            self.outcome = torch.stack((total / count, factor.nan_to_num_(math.nan, 0.0, 0.0), count))
+        elif is_scaled:
             scale, device = wide(self.loss_scale, part.device), part.device
             self.outcome = torch.stack((part, scale.reciprocal(), wide(weight, device)))
-        else:
-            self.outcome = part
 
     def message(self) -> list[Any]:
         """Return the outcome and the metrics as a message to other stages."""
