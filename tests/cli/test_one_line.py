@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import stat
 from collections.abc import Callable, Iterator
@@ -238,13 +239,15 @@ def test_a_command_begins_where_its_name_becomes_known_late(
     assert (beginning.token, beginning.most) == (SECRET, 4)
 
 
-def test_ctrl_c_while_waiting_is_an_interrupt(begin: Any, free: int) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_waiting_is_an_interrupt(begin: Any, free: int, number: signal.Signals) -> None:
     def far(address: str, token: str, *_: Any) -> int:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was lost")
 
-    with pytest.raises(CommandFailed, match="SIGINT: this command was waiting for a run") as failed:
+    with pytest.raises(CommandFailed, match=f"{number.name}: this command was waiting for a run") as failed:
         begin(HostPlace(ELSEWHERE, free, "--at"), far)
-    assert failed.value.exit_code == 130
+    assert failed.value.exit_code == 128 + number
 
 
 # ---- the secret ------------------------------------------------------------------------------------------------------

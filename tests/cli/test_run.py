@@ -2,13 +2,15 @@
 
 import os
 import signal
+import tempfile
 
 import pytest
 
 from avgpipe.cli import output
-from avgpipe.ranks import process
+from avgpipe.fault import replace
+from avgpipe.ranks import launch, process
 from tests.cli.command import avgpipe, invoke, strict
-from tests.patience import limit
+from tests.patience import limit, wait_until
 
 # The workers share the pipe: what is to be one line must be one write.
 SCRIPT = """
@@ -131,3 +133,70 @@ def test_a_command_ends_quietly_only_if_its_own_output_has_no_reader(monkeypatch
     else:
         command()
     assert ended == ([] if has_reader else [True])
+
+
+# ---- signals before any worker is started ----------------------------------------------------------------------------
+
+HOW = [
+    ("--stages", "2"),
+    ("--stages", "2", "--spares", "1"),
+    ("--isolate", "--pipelines", "2", "--stages", "1"),
+]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
+def test_an_early_signal_leaves_nothing(script, tmp_path, monkeypatch, how, number):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    found = []
+
+    def start(*_, **__):
+        found.extend(temporary.iterdir())
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal was lost")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    for module in (launch, replace):
+        monkeypatch.setattr(module, "start", start)
+    result = invoke("run", *how, script)
+    assert found
+    assert result.exit_code == 128 + number, result.stderr
+    assert result.stderr.splitlines()[-1] == f"avgpipe: error: {number.name}: all workers are ended"
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.parametrize("how", [("--stages", "2"), ("--isolate", "--pipelines", "2")], ids=" ".join)
+def test_an_early_signal_to_a_training_leaves_nothing_temporary(text, tmp_path, monkeypatch, how):
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(launch, "start", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    out = tmp_path / "run"
+    result = invoke("train", "awd-lstm", "--data", str(text), "--out", str(out), *how)
+    assert result.exit_code == 143, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.endswith("interrupted by SIGTERM: all workers are ended; there is no checkpoint yet")
+    assert not list(temporary.iterdir())
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", HOW, ids=" ".join)
+def test_a_signal_as_soon_as_there_is_a_folder_leaves_nothing(tmp_path, how, number):
+    """Most of that time torch is imported."""
+    temporary, endless = tmp_path / "temporary", tmp_path / "endless.py"
+    temporary.mkdir()
+    endless.write_text("import signal\nsignal.pause()\n")
+    process = avgpipe("run", *how, str(endless), TMPDIR=str(temporary))
+    try:
+        wait_until(lambda: list(temporary.iterdir()))
+        process.send_signal(number)
+        _, stderr = process.communicate(timeout=limit(60))
+    finally:
+        process.kill()
+    assert process.returncode == 128 + number, stderr
+    assert stderr.splitlines()[-1] == f"avgpipe: error: {number.name}: all workers are ended"
+    assert "Traceback" not in stderr
+    assert not list(temporary.iterdir())

@@ -5,7 +5,9 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -327,6 +329,58 @@ def test_a_second_signal_ends_all_at_once():
     ):
         raise KeyboardInterrupt
     assert calls == [signal.SIGINT, signal.SIGKILL]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_before_the_processes_are_started_leaves_no_folder(tmp_path, monkeypatch, number):
+    def start(*_):
+        (folder,) = tmp_path.glob("avgpipe-*")
+        os.kill(os.getpid(), number)
+        raise AssertionError(f"the signal was lost in {folder}")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(launch, "start", start)
+    before = signal.getsignal(number)
+    with pytest.raises(supervisor.Interrupted, match=number.name) as end:
+        run_command([sys.executable, "-c", ""], 1)
+    assert end.value.exit_code == 128 + number
+    assert not list(tmp_path.iterdir())
+    assert signal.getsignal(number) is before
+
+
+def test_a_signal_whose_exception_is_lost_ends_all_once_they_are_started():
+    """As in a callback of Python's imports."""
+    closed = []
+
+    class Policy(supervisor.LaunchPolicy):
+        def begin(self):
+            with suppress(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def all_started(self):
+            return []
+
+        def look(self):
+            raise AssertionError("the run goes on")
+
+        def close(self, number):
+            closed.append(number)
+
+    for _ in range(2):
+        with pytest.raises(supervisor.Interrupted, match="SIGTERM"), supervisor.raising_on_signals():
+            supervisor.watch(Policy())
+    assert closed == [signal.SIGTERM] * 2
+
+
+def test_signals_that_are_ignored_or_handled_stay_so():
+    heard = []
+    with supervisor.keeping_handlers():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda number, _: heard.append(number))
+        with supervisor.raising_on_signals():
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == [signal.SIGTERM]
 
 
 @pytest.mark.ranks

@@ -32,7 +32,7 @@ from avgpipe.fault.joining import TRAINS, NoPlace, RunEnded, RunLost, join, join
 from avgpipe.ranks.environment import cores, launch_environment
 from avgpipe.ranks.hosts import RANK_VARIABLES, HostPlace, place_of
 from avgpipe.ranks.queues import queue_environment
-from avgpipe.ranks.supervisor import Interrupted
+from avgpipe.ranks.supervisor import Interrupted, Signalled, raising_on_signals
 
 JOIN_TOKEN, TOKEN_FILE = "AVGPIPE_JOIN_TOKEN", "AVGPIPE_JOIN_TOKEN_FILE"
 _LEAST = 16  # characters of a secret
@@ -42,7 +42,7 @@ _LIMIT_S = 60.0  # the launcher admits a pipeline again once it has noticed the 
 # Options of which all hosts have the first one's; any other one is each host's own.
 _DECIDE = {f.name for group in (LearningOptions, PlanOptions) for f in fields(group)} | {"shares"}
 _DECIDE -= {"workload", "isolate", "json", "given"}
-_INTERRUPTED, _TERMINATED = 128 + signal.SIGINT, 128 + signal.SIGTERM
+_TERMINATED = 128 + signal.SIGTERM
 _T = TypeVar("_T")
 
 
@@ -203,13 +203,14 @@ def join_run(config: JoinConfig) -> None:
 def joining() -> Iterator[None]:
     """Name what an interrupt has ended in a command that waits for a run, or has joined it."""
     try:
-        yield
+        with raising_on_signals():
+            yield
     except Interrupted as interrupted:
         raise CommandFailed(
             f"{interrupted}: its processes are ended; the run goes on without them", interrupted.exit_code
         ) from None
-    except KeyboardInterrupt:
-        raise CommandFailed("SIGINT: this command was waiting for a run", _INTERRUPTED) from None
+    except Signalled as early:
+        raise CommandFailed(f"{early}: this command was waiting for a run", early.exit_code) from None
 
 
 def attempts(attempt: Callable[[bool], _T], restarts: int, wait_s: float | None, again_s: float) -> _T | None:

@@ -24,7 +24,7 @@ from avgpipe.ranks.environment import SHARES
 from avgpipe.ranks.hosts import HostPlace
 from avgpipe.ranks.launch import Job, RanksFailed, run_command, tied
 from avgpipe.ranks.process import end_without_reader, has_reader, run_folder
-from avgpipe.ranks.supervisor import Interrupted
+from avgpipe.ranks.supervisor import Signalled, raising_on_signals
 
 _PREEMPTION_S = 30.0  # for a script to save, before its job goes back into the queue
 
@@ -47,12 +47,12 @@ def run(config: RunConfig) -> None:
     failure, codes = "", (0,) * config.stages
     with hosts.requeuing(config.requeue):
         try:
-            if config.isolate:
-                if not _run_isolated(config, command, place):
+            with raising_on_signals():
+                if not config.isolate:
+                    _run(config, command)
+                elif not _run_isolated(config, command, place):
                     return
-            else:
-                _run(config, command)
-        except Interrupted as interrupted:
+        except Signalled as interrupted:
             raise CommandFailed(f"{interrupted}: all workers are ended", interrupted.exit_code) from None
         except RanksFailed as failed:
             failure, codes = f"rank {failed.rank} {failed.reason}", failed.exit_codes

@@ -46,7 +46,7 @@ from avgpipe.ranks.launch import Job, RanksFailed, run_on_ranks, same_modules, t
 from avgpipe.ranks.limits import LIMITS
 from avgpipe.ranks.process import run_folder
 from avgpipe.ranks.signals import ending_on_signals
-from avgpipe.ranks.supervisor import Interrupted
+from avgpipe.ranks.supervisor import Signalled, raising_on_signals
 from avgpipe.runtime.placement import Placement
 
 _WORKER = "avgpipe.cli.training:run_worker"
@@ -125,7 +125,7 @@ def train_on_workers(config: TrainConfig) -> bool:
             _WORKER, plan.workers, asked, threads=None, captures=False, preemption_s=preemption_s
         )
         return any(ends)
-    except Interrupted as interrupted:
+    except Signalled as interrupted:
         raise _interrupted(config, interrupted) from None
     except RanksFailed as failed:
         name = f"rank {failed.rank} ({Placement.of(plan, plan.workers).describe(failed.rank)})"
@@ -145,22 +145,23 @@ def train_isolated(config: TrainConfig, beginning: hosts.Beginning | None = None
     variables = {**same_modules(), SHARES: config.shares}
     asked = {"config": config.to_json()}
     job = Job("stderr", [_WORKER], plan.workers, variables, asked, hosts.training_of(config, config.workload))
-    with run_folder() as folder:
-        recorded = SharedRecord(config, folder)
-        supervisor = Supervisor(job, isolation, folder, recorded.say, recorded)
-        try:
-            return supervisor.run(config.preemption_seconds)
-        except Interrupted as interrupted:
-            raise _interrupted(config, interrupted) from None
-        except TooFewLeft as few:
-            if WRONG_ARGUMENTS in few.exit_codes:
-                raise CommandFailed(f"{few} (see above)", WRONG_ARGUMENTS) from None
-            raise CommandFailed(f"{few}; {resume_hint(config)}", FAILED) from None
-        except CommandFailed as failure:
-            raise _with_hint(failure, config) from failure.__cause__
-        finally:
-            with running():
-                recorded.close(supervisor.history())
+    try:
+        with raising_on_signals(), run_folder() as folder:
+            recorded = SharedRecord(config, folder)
+            supervisor = Supervisor(job, isolation, folder, recorded.say, recorded)
+            try:
+                return supervisor.run(config.preemption_seconds)
+            except TooFewLeft as few:
+                if WRONG_ARGUMENTS in few.exit_codes:
+                    raise CommandFailed(f"{few} (see above)", WRONG_ARGUMENTS) from None
+                raise CommandFailed(f"{few}; {resume_hint(config)}", FAILED) from None
+            except CommandFailed as failure:
+                raise _with_hint(failure, config) from failure.__cause__
+            finally:
+                with running():
+                    recorded.close(supervisor.history())
+    except Signalled as interrupted:
+        raise _interrupted(config, interrupted) from None
 
 
 def _with_hint(failure: CommandFailed, config: TrainConfig) -> CommandFailed:
@@ -169,7 +170,7 @@ def _with_hint(failure: CommandFailed, config: TrainConfig) -> CommandFailed:
     return CommandFailed(f"{str(failure).rstrip('.')}; {resume_hint(config)}", FAILED)
 
 
-def _interrupted(config: TrainConfig, interrupted: Interrupted) -> CommandFailed:
+def _interrupted(config: TrainConfig, interrupted: Signalled) -> CommandFailed:
     said = f"interrupted by {interrupted}: all workers are ended; {resume_hint(config)}"
     return CommandFailed(said, interrupted.exit_code)
 

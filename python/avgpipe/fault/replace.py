@@ -45,7 +45,7 @@ from avgpipe.ranks.process import (
     run_folder,
     unready,
 )
-from avgpipe.ranks.supervisor import LaunchPolicy, watch
+from avgpipe.ranks.supervisor import LaunchPolicy, raising_on_signals, watch
 
 _MOST = 1000  # generations of a run
 
@@ -104,7 +104,7 @@ class Replacing(LaunchPolicy):
 
         from avgpipe.ranks.rendezvous import Board
 
-        with ExitStack() as stack:
+        with raising_on_signals(), ExitStack() as stack:
             self._folder = stack.enter_context(run_folder())
             self._board = Board(FileStore(str(self._folder / "store")))
             if self._arguments is not None:

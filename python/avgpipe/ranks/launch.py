@@ -30,7 +30,7 @@ from avgpipe.ranks.process import (
     unready,
 )
 from avgpipe.ranks.queues import queue_environment
-from avgpipe.ranks.supervisor import Interrupted, signal_name, watch
+from avgpipe.ranks.supervisor import Interrupted, raising_on_signals, signal_name, watch
 
 STOPPED = "was stopped by a signal"
 NOT_READY = "did not reach its Pipeline while others waited for it there"
@@ -98,7 +98,7 @@ def run_on_ranks(
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
     job = Job("stderr", [target], world_size, added, arguments)
-    with ExitStack() as stack:
+    with raising_on_signals(), ExitStack() as stack:
         folder = _run(stack, job, prefixes, captures, timeout_s, say, preemption_s)
         results = [folder / f"{rank}.json" for rank in range(world_size)]
         for rank, result in enumerate(results):
@@ -114,7 +114,7 @@ def run_command(command: Sequence[str], world_size: int, *, out: str = "stdout")
 
     Its standard output goes to this process's ``out``, "stdout" or "stderr".
     """
-    with ExitStack() as stack:
+    with raising_on_signals(), ExitStack() as stack:
         _run(stack, Job(out, command, world_size, {}))
 
 

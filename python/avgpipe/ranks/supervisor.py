@@ -19,12 +19,19 @@ if TYPE_CHECKING:
 _HANDLED = signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT  # by torch's launcher
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal ended the launcher; its ranks have ended."""
+_arrived: list[int] = []  # signals that have raised Signalled
+
+
+class Signalled(KeyboardInterrupt):
+    """A signal ended the launcher while it had no ranks."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
-        self.exit_code = 128 + number
+        self.sigval, self.exit_code = number, 128 + number
+
+
+class Interrupted(Signalled):
+    """A signal ended the launcher; its ranks have ended."""
 
 
 class LaunchPolicy(Protocol):
@@ -57,6 +64,8 @@ def watch(policy: LaunchPolicy, preemption_s: float | None = None, poll_s: float
     with keeping_handlers(), ending(close):
         pass_on_questions(policy.all_started)
         policy.begin()
+        if _arrived:  # what it raised was lost in a callback, as of Python's imports
+            raise Signalled(_arrived[0])
         if preemption_s is not None:
             preempted = Preempted(policy.all_started, preemption_s)
         while policy.look():
@@ -140,6 +149,30 @@ def _end(close: Callable[[int], None], number: int) -> None:
             for handled in _HANDLED:  # until keeping_handlers restores them
                 signal.signal(handled, signal.SIG_IGN)
         close(signal.SIGKILL)
+
+
+@contextmanager
+def raising_on_signals() -> Iterator[None]:
+    """Let signals raise Signalled within the block, until torch's launcher handles them.
+
+    So whatever a launcher makes before is removed. Signals that are ignored, or handled by the caller, stay so.
+    Outside the main thread nothing changes.
+    """
+    unhandled = signal.SIG_DFL, signal.default_int_handler
+    with keeping_handlers():
+        if threading.current_thread() is threading.main_thread():
+            for number in _HANDLED:
+                if signal.getsignal(number) in unhandled:
+                    signal.signal(number, _raise)
+        try:
+            yield
+        finally:
+            _arrived.clear()
+
+
+def _raise(number: int, _: object) -> None:
+    _arrived.append(number)
+    raise Signalled(number)
 
 
 def pass_on_questions(all_started: Callable[[], Iterable[Started]]) -> None:
