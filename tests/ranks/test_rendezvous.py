@@ -428,6 +428,7 @@ def make(K: int = 2, **options: Any) -> Pipeline:
 def _dies_before(victim: int) -> None:
     if int(os.environ["RANK"]) == victim:
         os.kill(os.getpid(), signal.SIGKILL)
+    rendezvous._start_s = lambda: 0.0  # type: ignore[assignment]
     begin = time.monotonic()
     try:
         make(3)
