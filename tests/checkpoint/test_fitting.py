@@ -159,6 +159,14 @@ def test_what_no_run_has_written_is_refused(name: str) -> None:
     assert len(str(raised.value)) < 400
 
 
+def test_settings_are_tried_where_no_parameter_has_a_state() -> None:
+    state = copy.deepcopy(stepped(OPTIMIZERS["muon"], 0).state_dict())
+    assert not state["state"]
+    state["param_groups"][0]["ns_steps"] = 0.5
+    with pytest.raises(ValueError, match="Muon cannot step with these settings of a group: TypeError"):
+        load(stepped(OPTIMIZERS["muon"], 0), state)
+
+
 WHOLE = torch.ones(4, 3)
 TENSORS = [torch.zeros(()), torch.zeros(3), torch.zeros(0), WHOLE, WHOLE[:1, :1].expand(4, 3), WHOLE.long()]
 TENSORS += [

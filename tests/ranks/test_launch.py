@@ -331,7 +331,17 @@ def test_a_second_signal_ends_all_at_once():
     assert calls == [signal.SIGINT, signal.SIGKILL]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.fixture
+def number(request):
+    """A signal, which is not ignored: under nohup SIGHUP is."""
+    before = signal.getsignal(request.param)
+    if before is signal.SIG_IGN:
+        signal.signal(request.param, signal.SIG_DFL)
+    yield request.param
+    signal.signal(request.param, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], indirect=True)
 def test_a_signal_before_the_processes_are_started_leaves_no_folder(tmp_path, monkeypatch, number):
     def start(*_):
         (folder,) = tmp_path.glob("avgpipe-*")

@@ -64,8 +64,10 @@ class _Fitting:
                 if not isinstance(state, Mapping):
                     raise ValueError(f"{self._name} has a {type(state).__name__} instead of a state by name")
                 # shards have states of their own classes
-                if state and type(p) in (torch.Tensor, nn.Parameter):
-                    self._check_state(n, p, ours, group, state)
+                if (state or p.requires_grad) and type(p) in (torch.Tensor, nn.Parameter):
+                    made = self._first_step(n, p, ours, group)
+                    if state:
+                        self._check_state(n, p, group, state, *made)
 
     def _check_settings(self, ours: _State, theirs: _State) -> None:
         for name, value in ours.items():
@@ -80,10 +82,16 @@ class _Fitting:
                     f"a group of {self._name} has {name} = {theirs[name]!r:.60} instead of a value like {value!r:.60}"
                 )
 
-    def _check_state(self, n: int, p: torch.Tensor, ours: _State, group: _State, state: _State) -> None:
+    def _first_step(self, n: int, p: torch.Tensor, ours: _State, group: _State) -> tuple[_State, str]:
+        """Return what the first step of a parameter makes, and why it failed, if it does with own settings too."""
         expected, failure = self._stepped(n, p, group, {})
         if failure and not self._stepped(-1 - n, p, ours, {})[1]:
             raise ValueError(f"{self._name} cannot step with these settings of a group: {failure}")
+        return expected, failure
+
+    def _check_state(
+        self, n: int, p: torch.Tensor, group: _State, state: _State, expected: _State, failure: str
+    ) -> None:
         where = f"the state of {self._name} for a parameter of shape {list(p.shape)}"
         if self._is_torchs and expected:
             lacking = [name for name in expected if name not in state]
