@@ -130,6 +130,7 @@ WRONG = {
     "a text for a rate": (setting(lr="fast"), "lr = 'fast' instead of a value like 0.001"),
     "an endless rate": (setting(lr=float("nan")), "lr = nan instead"),
     "a rate that torch cannot take": (setting(lr=2**70), "lr = 1180591620717411303424 instead"),
+    "a decay of a flag": (setting(weight_decay=torch.tensor(True)), r"weight_decay = tensor\(True\) instead"),
     "a rate of many": (setting(lr=torch.ones(3)), r"lr = tensor\(\[1., 1., 1.\]\) instead"),
     "one beta": (setting(betas=(0.9,)), r"betas = \(0.9,\) instead of a value like \(0.9, 0.999\)"),
     "a beta of a text": (setting(betas=(0.9, "x")), r"betas = \(0.9, 'x'\) instead"),
@@ -165,6 +166,14 @@ def test_settings_are_tried_where_no_parameter_has_a_state() -> None:
     state["param_groups"][0]["ns_steps"] = 0.5
     with pytest.raises(ValueError, match="Muon cannot step with these settings of a group: TypeError"):
         load(stepped(OPTIMIZERS["muon"], 0), state)
+
+
+def test_a_rate_in_a_tensor_is_refused_where_steps_take_numbers() -> None:
+    state = copy.deepcopy(stepped(OPTIMIZERS["foreach"], 1).state_dict())
+    state["param_groups"][0]["lr"] = torch.tensor(0.1)
+    with pytest.raises(ValueError, match=r"lr = tensor\(0.1000\) instead of a value like 0.001"):
+        load(stepped(OPTIMIZERS["foreach"], 0), state)
+    load(stepped(OPTIMIZERS["Adam"], 0), state)
 
 
 WHOLE = torch.ones(4, 3)

@@ -80,23 +80,28 @@ def test_a_stopped_rank_is_to_blame(tmp_path: Path) -> None:
 
 # Rank 0 is stopped, for which rank 1 has waited long enough.
 _STANDS = """
-import os, pathlib, signal, sys
+import os, pathlib, signal, sys, time
 from avgpipe.fault.generation import become_a_rank, next_generation, restored, waited_for
 from avgpipe.ranks.rendezvous import private_store
+here = pathlib.Path(sys.argv[1], "process")
 if os.environ["RANK"] == "1":
+    while not here.exists() or pathlib.Path("/proc", here.read_text(), "stat").read_text().split()[2] != "T":
+        time.sleep(0.01)
     private_store().set(waited_for(0), "")
     assert next_generation(private_store(), 20) == [0]
     private_store().set(restored(1), "")
 elif os.environ["AVGPIPE_RESTART"] == "0":
+    here.with_suffix(".new").write_text(str(os.getpid()))
+    here.with_suffix(".new").rename(here)
     os.kill(os.getpid(), signal.SIGSTOP)
 become_a_rank(lambda: None)
 """
 
 
 @pytest.mark.promise
-def test_a_rank_that_is_stopped_for_too_long_is_replaced() -> None:
+def test_a_rank_that_is_stopped_for_too_long_is_replaced(tmp_path: Path) -> None:
     said: list[str] = []
-    Replacing(tied("stderr", sys.executable, "-c", _STANDS), 2, 0, {}, said.append).run()
+    Replacing(tied("stderr", sys.executable, "-c", _STANDS, str(tmp_path)), 2, 0, {}, said.append).run()
     assert said[0] == "rank 0 was stopped by a signal; a new process takes its place"
 
 

@@ -70,14 +70,14 @@ class _Fitting:
                         self._check_state(n, p, group, state, *made)
 
     def _check_settings(self, ours: _State, theirs: _State) -> None:
+        takes_numbers = theirs.get("foreach") and not theirs.get("capturable")  # such a step refuses tensors
         for name, value in ours.items():
             if name not in theirs and name in self._optimizer.defaults:
                 raise ValueError(f"a group of {self._name} lacks {name}, which is like {value!r:.60}")
-            if (
-                name in theirs
-                and name not in (*_OF_STAGE, *KERNELS)
-                and not _alike(readable(value), theirs[name])
-            ):
+            if name not in theirs or name in (*_OF_STAGE, *KERNELS):
+                continue
+            is_new = isinstance(theirs[name], torch.Tensor) and not isinstance(value, torch.Tensor)
+            if not _alike(readable(value), theirs[name]) or (is_new and takes_numbers):
                 raise ValueError(
                     f"a group of {self._name} has {name} = {theirs[name]!r:.60} instead of a value like {value!r:.60}"
                 )
@@ -192,7 +192,8 @@ def check_scale(state: Mapping[str, Any]) -> None:
 
 def _is_scalar(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
-        return type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1 and not value.is_meta
+        is_one = type(value) in (torch.Tensor, nn.Parameter) and value.numel() == 1 and not value.is_meta
+        return is_one and value.dtype != torch.bool
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
