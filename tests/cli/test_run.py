@@ -185,13 +185,13 @@ def test_an_early_signal_to_a_training_leaves_nothing_temporary(text, tmp_path, 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("how", HOW, ids=" ".join)
 def test_a_signal_as_soon_as_there_is_a_folder_leaves_nothing(tmp_path, how, number):
-    """Most of that time torch is imported."""
+    """Most of that time torch is imported. Within the milliseconds before the folder is locked, it may be left."""
     temporary, endless = tmp_path / "temporary", tmp_path / "endless.py"
     temporary.mkdir()
     endless.write_text("import signal\nsignal.pause()\n")
     process = avgpipe("run", *how, str(endless), TMPDIR=str(temporary))
     try:
-        wait_until(lambda: list(temporary.iterdir()))
+        wait_until(lambda: list(temporary.glob("avgpipe-*/owner")))
         process.send_signal(number)
         _, stderr = process.communicate(timeout=limit(60))
     finally:
