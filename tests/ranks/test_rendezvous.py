@@ -176,12 +176,16 @@ def test_who_does_not_come_is_named() -> None:
     assert found.value.has_waited
 
 
+def become_rank_0_of_2(folder: Path, monkeypatch: pytest.MonkeyPatch, generation: str) -> None:
+    environment = {"AVGPIPE_STORE": str(folder / "store"), "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in {**environment, GENERATION: generation, "TORCHELASTIC_RUN_ID": ""}.items():
+        monkeypatch.setenv(name, value)
+
+
 def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {"AVGPIPE_STORE": str(tmp_path / "store"), "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in {**environment, GENERATION: "0", "TORCHELASTIC_RUN_ID": ""}.items():
-        monkeypatch.setenv(name, value)
+    become_rank_0_of_2(tmp_path, monkeypatch, "0")
     private_store().set(prospect(1), "[1]")
     begin = time.monotonic()
     with pytest.raises(PeerLost, match="at its start for rank 1") as found:
@@ -200,9 +204,7 @@ def test_nobody_waits_for_a_rank_that_is_to_be_replaced(
 def test_ranks_wait_longer_for_others_that_may_take_as_long_to_start(
     generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environment = {"AVGPIPE_STORE": str(tmp_path / "store"), "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in {**environment, GENERATION: generation, "TORCHELASTIC_RUN_ID": ""}.items():
-        monkeypatch.setenv(name, value)
+    become_rank_0_of_2(tmp_path, monkeypatch, generation)
     monkeypatch.setattr(rendezvous, "_start_s", lambda: 60.0)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     store = open_store(5)

@@ -271,7 +271,7 @@ def secret(place: HostPlace | None = None, wait_s: float = 0.0, stack: ExitStack
     if token is None and file is not None:
         token = _read(Path(file))
     if len(token or "") < _LEAST:
-        has = "" if token is None else f", and this one has {len(token)}"
+        has = "" if token is None else f"; the one given has {len(token)} characters"
         raise ValueError(
             f"{JOIN_TOKEN} must be set to a secret of {_LEAST} characters or more, the same on all hosts, or "
             f"{TOKEN_FILE} to a file with it that only you can read{has}"

@@ -33,15 +33,8 @@ def run(config: RunConfig) -> None:
     with arguments():
         place = hosts.place_here(config.at)
         _check(config, place)
-    command = [
-        sys.executable,
-        "-u",
-        "-m",
-        "avgpipe.ranks.seeded",
-        str(config.seed),
-        config.script,
-        *config.args,
-    ]
+    command = [sys.executable, "-u", "-m", "avgpipe.ranks.seeded", str(config.seed)]
+    command += [config.script, *config.args]
     if place is not None and not config.isolate:
         hosts.become_rank(command, place)
     failure, codes = "", (0,) * config.stages

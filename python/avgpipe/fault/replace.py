@@ -306,8 +306,8 @@ class Replacing(LaunchPolicy):
         try:
             is_there = self._board.get(name) is not None
         except Silence as silence:
-            is_held = any(one.stopped() for one in self._ranks.values())  # by one that was stopped meanwhile
-            self._silent_since = min(self._silent_since, time.monotonic()) if not is_held else float("inf")
+            is_held = any(one.stopped() for one in self._ranks.values())  # by a stopped rank
+            self._silent_since = float("inf") if is_held else min(self._silent_since, time.monotonic())
             if time.monotonic() > self._silent_since + LIMITS.store_s:
                 raise self._unreadable() from silence
             return silent

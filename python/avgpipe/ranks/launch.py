@@ -222,9 +222,7 @@ class Started:
         self._stopped: list[int] = []  # ranks that were killed because they were stopped
         self._left: list[int] = []  # ranks that ended with 0, in their order
         self._awaited: list[int] = []  # ranks that were not ready when others had missed one
-        self._reported: dict[
-            int, float
-        ] = {}  # when ranks had reported their last error, on the monotonic clock
+        self._reported: dict[int, float] = {}  # when a rank had reported its last error (monotonic clock)
         self._deadline = float("inf")  # on the monotonic clock, for a missed rank to end
 
     def poll(self) -> RanksFailed | bool | None:

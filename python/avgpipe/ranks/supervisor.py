@@ -23,7 +23,7 @@ _arrived: list[int] = []  # signals that have raised Signalled
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal ended the launcher while it had no ranks."""
+    """A signal ended the launcher; where it is no Interrupted, before it had ranks."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal_name(number))
