@@ -12,7 +12,7 @@ from typing import Any
 from avgpipe.checkpoint.folder import NotFinite
 from avgpipe.cli.config import TrainConfig
 from avgpipe.cli.folder import rows_until
-from avgpipe.cli.output import CommandFailed, arguments, running, say
+from avgpipe.cli.output import CommandFailed, arguments, note, running, say
 from avgpipe.cli.progress import links_line, links_of, log_records, warnings_of
 from avgpipe.cli.record import Record, RemoteRecord, Standing, WrittenRecord
 from avgpipe.cli.resolve import pipeline_options, prepare
@@ -50,8 +50,8 @@ def run_worker(config: str) -> bool:
     try:
         return run_rank(TrainConfig.from_json(config))
     except CommandFailed as failure:
-        say(str(failure))
         lost = isinstance(failure.__cause__, PeerLost)
+        (note if lost else say)(str(failure))  # of a lost rank the launcher says whether the run ends
         raise SystemExit(PEER_LOST if lost else failure.exit_code) from failure
 
 
@@ -107,8 +107,8 @@ class TrainingRun(TrainingLoop):
         if self.workload.trivial is not None:
             answer, score = self.workload.trivial
             self.record.note(f"baseline: {answer}, {self.workload.metric_name} {score:.2f}")
-        for note in notes:
-            self.record.note(note)
+        for text in notes:
+            self.record.note(text)
         if self.config.resume:
             self.record.open(self.pipeline.plan)
             return
