@@ -1,7 +1,9 @@
 """The pure-data rooms work, and import quickly, where torch is absent or slow to load."""
 
 import ast
+import functools
 import importlib
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -65,3 +67,45 @@ def test_what_is_loaded_by_name_exists():
         module, _, name = target.partition(":")
         assert hasattr(importlib.import_module(module), name), target
     assert len(found) > 20
+
+
+ROOT = Path(__file__).parents[1]
+IMPORT = re.compile(r"from (avgpipe(?:\.\w+)*) import (?:\(([^)]*)\)|([\w, ]+))")
+
+
+def imported(path):
+    """Modules, and the names that a program imports from them, in scripts within it, too."""
+    for module, *lists in IMPORT.findall(path.read_text()):
+        names = re.sub("#.*", "", "".join(lists)).split(",")
+        yield module, [name.split()[0] for name in names if name.strip()]
+
+
+@functools.cache
+def defined(module):
+    """The names at the top of a module's file, which need not be installable here; None if it finds them itself."""
+    package = ROOT / "python" / module.replace(".", "/")
+    path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+    if not path.exists():
+        return set()
+    tree, names = ast.parse(path.read_text()), {path.stem for path in package.glob("*")}
+    for node in (inner for outer in tree.body for inner in ast.walk(outer)):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.ImportFrom | ast.Import):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return None if "__getattr__" in names else names
+
+
+def test_what_programs_import_from_the_package_exists():
+    """Many of them run at night alone, or when a benchmark is repeated."""
+    missing = [
+        f"{path.relative_to(ROOT)}: {module}.{name}"
+        for folder in ("tests", "benchmarks", "tools", "examples")
+        for path in (ROOT / folder).rglob("*.py")
+        for module, names in imported(path)
+        for name in names
+        if (there := defined(module)) is not None and name not in there
+    ]
+    assert not missing

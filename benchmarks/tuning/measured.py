@@ -34,16 +34,19 @@ def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[s
     import torch
 
     from avgpipe.cli.config import ProfilingOptions
-    from avgpipe.cli.measuring import pipeline_of
+    from avgpipe.cli.measuring import build
+    from avgpipe.cli.resolve import pipeline_options
     from avgpipe.measure.tune import rounds_of
+    from avgpipe.pipeline import Pipeline
     from avgpipe.plan import Plan
     from avgpipe.ranks.environment import peak_memory_bytes
     from benchmarks.tuning.turns import Turns
 
     torch.set_num_threads(1)
-    pipeline, batch = pipeline_of(ProfilingOptions.from_json(config), Plan.from_json(plan))
+    asked = ProfilingOptions.from_json(config)
+    workload, batch = build(asked)
     mine, slices = Turns(**turns), []
-    with pipeline:
+    with Pipeline(workload.layers, Plan.from_json(plan), **pipeline_options(asked, workload)) as pipeline:
         n = pipeline.plan.pipelines
         count = n * max(2, math.ceil(_SLICE_S / expected_s / n))
         for number in range(1 + repeats):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -23,7 +24,8 @@ class Fails(nn.Module):
 
 class Hangs(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        threading.Event().wait(60)
+        if os.environ["RANK"] == "2":  # rank 0 runs the whole model, for Audit
+            threading.Event().wait(60)
         return x
 
 

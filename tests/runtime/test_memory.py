@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from avgpipe import Pipeline, Plan
-from avgpipe.ranks.process import return_freed_memory
+from avgpipe.ranks.environment import return_freed_memory
 
 def anonymous_bytes():
     gc.collect()

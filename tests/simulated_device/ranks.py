@@ -16,11 +16,11 @@ from unittest import mock
 import torch
 from torch.utils import _pytree as pytree
 
-from avgpipe.links import choose, nccl
+from avgpipe.links import agree, nccl
 from avgpipe.links.link import Key, Link
 from avgpipe.links.nccl import NcclTransport
 from avgpipe.links.transport import Endpoint, Transport
-from avgpipe.ranks import preemption
+from avgpipe.ranks import met
 from avgpipe.ranks.world import Notice, World
 from avgpipe.runtime import group_sum, session
 from avgpipe.runtime.worker import Worker
@@ -193,8 +193,8 @@ def on_ranks(machine: Machine) -> Iterator[Callable[[int], SimulatedWorld]]:
     with ExitStack() as stack:
         for where, name, value in (
             (session, "meet", lambda *_: here.world),
-            (preemption, "Preemption", lambda world: Notice()),
-            (choose, "_transports", transports),
+            (met, "Preemption", lambda world: Notice()),
+            (agree, "_transports", transports),
             (nccl, "nccl_device", str),
             (nccl, "dist", SimulatedNccl),
             (nccl, "_END_S", 0.2),
