@@ -106,6 +106,16 @@ def test_a_long_pause_is_a_hang():
     assert "hangs" in judge(late, SHAPE, LOSSES).wrong
 
 
+@pytest.mark.parametrize(("ended_at_s", "wrong"), [(36.0, []), (51.0, ["hangs"])])
+def test_the_end_of_a_run_is_late_by_the_time_since_its_last_result(ended_at_s, wrong):
+    run = seen("plain", failure=RanksFailed([0, 1], 1), ended_at_s=ended_at_s)
+    run.events = [e for e in run.events if e["at_s"] < 35]
+    fault = next(event for event in run.events if event["event"] == "fault")
+    fault["text"] = "reset at training: rank 1, batch 20"
+    verdict = judge(run, SHAPE, LOSSES)
+    assert [name for name in verdict.wrong if name == "hangs"] == wrong
+
+
 def test_the_pause_of_who_is_lost_itself_is_no_wait_for_another():
     run = handed_on()
     fault = next(e for e in run.events if e["event"] == "fault")

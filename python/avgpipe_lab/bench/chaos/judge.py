@@ -145,10 +145,12 @@ def _judge_end(verdict: Verdict, seen: SeenRun, shape: RunShape) -> None:
     for fault in verdict.faults:
         if fault["wait_s"] is not None and fault["wait_s"] > limit_s:
             verdict.wrong["hangs"].append(f"the others waited for {fault['wait_s']:.1f} s")
-    last_s = max([fault["at_s"] for fault in verdict.faults], default=seen.ended_at_s)
+    # A connection that was reset may be needed only later, as by the next save.
+    signs = [*verdict.faults, *seen.of("result", "evaluation")]
+    last_s = max((sign["at_s"] for sign in signs), default=seen.ended_at_s)
     waited_s = _wait_s(seen, last_s, seen.ended_at_s)
     if verdict.ended and waited_s > limit_s + shape.timeout_s * (seen.scenario.way in ISOLATED):
-        verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault")
+        verdict.wrong["hangs"].append(f"the run ended {waited_s:.1f} s after the last fault or result")
     if verdict.ended and not _may_end(verdict, seen):
         verdict.wrong["ended"].append(f"the run should have continued: {seen.failure}")
     elif not verdict.ended and any(_must_be_noticed(fault, seen) for fault in verdict.faults):
