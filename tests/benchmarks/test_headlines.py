@@ -48,7 +48,7 @@ HEADLINES = {
     "gpu_suite-*": LATE,
     "checkpoints-*": LATE,
     "faults-copies-*": LATE,
-    "faults-injected-*": LATE,
+    "faults-injected-*": {},
     "faults-lost-worker-*": LATE,
     "faults-lost-pipeline-*": APART,
     "faults-training-*": APART,
