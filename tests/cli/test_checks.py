@@ -180,8 +180,10 @@ def test_a_damaged_manifest(run):
 
 
 @pytest.mark.promise
-def test_a_stored_run_that_cannot_be_read_is_resumed_with_what_is_given(run, text):
+def test_a_stored_run_that_cannot_be_read_is_refused_until_its_file_is_removed(run, text):
+    asked = ("awd-lstm", "--out", "run", "--resume", "--preset", "small", "--data", str(text))
     (run / "run.json").write_text("[]")
-    line = refused("awd-lstm", "--out", "run", "--resume", "--preset", "small", "--data", str(text))
-    assert "another model" in line
+    assert "run/run.json: holds a list instead of an object: remove that file" in refused(*asked)
     assert json.loads((run / "run.json").read_text()) == []
+    (run / "run.json").unlink()
+    assert "another model" in refused(*asked)

@@ -159,8 +159,11 @@ def has_checkpoint(out: str | os.PathLike[str]) -> bool:
 
 
 def _stored(out: Path, workload: str) -> dict[str, Any]:
-    """Return the configuration of the run in ``out``; none if it cannot be read: the checkpoint is enough."""
-    values = read_object(out / RUN_FILE, [])
+    """Return the configuration of the run in ``out``; none if it has none: the checkpoint is enough."""
+    problems = list[str]()
+    values = read_object(out / RUN_FILE, problems)
+    for problem in problems:
+        raise ValueError(f"{out}/{problem}: remove that file, and give the run's options again")
     if values and values.get("workload") != workload:
         trained = str(values.get("workload"))
         file = trained.rpartition(":")[0]
