@@ -1,4 +1,4 @@
-"""The pure-data rooms work, and import quickly, where torch is absent or slow to load."""
+"""The pure-data rooms load no torch, and what is imported by name, or by programs that seldom run, exists."""
 
 import ast
 import functools

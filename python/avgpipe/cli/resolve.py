@@ -162,8 +162,8 @@ def _stored(out: Path, workload: str) -> dict[str, Any]:
     """Return the configuration of the run in ``out``; none if it has none: the checkpoint is enough."""
     problems = list[str]()
     values = read_object(out / RUN_FILE, problems)
-    for problem in problems:
-        raise ValueError(f"{out}/{problem}: remove that file, and give the run's options again")
+    if problems:
+        raise ValueError(f"{out}/{problems[0]}: remove that file, and give the run's options again")
     if values and values.get("workload") != workload:
         trained = str(values.get("workload"))
         file = trained.rpartition(":")[0]
