@@ -52,4 +52,4 @@ def trial(config: str, plan: str, expected_s: float, repeats: int, turns: dict[s
         for number in range(1 + repeats):
             with mine.own(pipeline.world.barrier):
                 slices += rounds_of(pipeline, batch, count if number else n, 1)
-        return {"batch_s": slices[1:], "memory_bytes": peak_memory_bytes("cpu")}
+        return {"batch_s": slices[1:], "memory_bytes": peak_memory_bytes(pipeline.device)}
